@@ -88,15 +88,16 @@ class Collate(ABC, Generic[Batch]):
         fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
         of_keys = {(field, key): values for field, keys in jagged.items() for key, values in keys.items()}
         names = name_keys(tuple(of_keys))
-        max_lengths = [dict(zip(names, of_batch, strict=True)) for of_batch in np.hstack(longest).tolist()]
-        limits = dict(zip(names, (values.length_limit for values in of_keys.values()), strict=True))
+        max_lengths = [dict(zip(names, of_batch, strict=True)) for of_batch in np.concatenate(longest, axis=1).tolist()]
+        limits = {name: values.length_limit for name, values in zip(names, of_keys.values(), strict=True)}
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
         return [
             self._batch_type(
                 batch_size=batch_size,
                 num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens[batch],
                 max_lengths=max_lengths[batch],
-                length_limits={name: limit for name, limit in limits.items() if limit is not None},
+                length_limits=dict(limits),
                 **dict(zip(fields, tensors, strict=True)),
             )
             for batch, tensors in enumerate(zip(*fields.values(), strict=True))
