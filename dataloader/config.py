@@ -30,6 +30,8 @@ class ReadConfig(ABC, Generic[Batch]):
     """Events of a history; longer histories keep their newest ones."""
     user_id: bool = False
     """Add a feature `user_id`, one id per sample, below `manifest.vocabulary_sizes["user_id"]`."""
+    context: tuple[str, ...] | None = None
+    """The contextual features of batches, in this order; None: all of the dataset."""
     order: Order = "shuffle"
     """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows. `time`: by
     the time of each row's last event. Streams and mixtures are always shuffled."""
@@ -92,12 +94,21 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
     """Include the candidates' actions in the `action` feature."""
     extra_events: tuple[str, ...] = ()
     """Further list columns as features: `timestamp_ms`, for history and candidates, or columns that the dataset adds,
-    for the same events as `action`."""
+    for the same events as `action`. Columns of floats are in `float_features`."""
+    label: str | None = None
+    """Column of integers of the labels, also without `num_tasks`; None: the actions."""
+    target: str | None = None
+    """Column of integers or floats: `targets`, for regression, of the events that labels are of. Without candidates,
+    `num_tasks` and `label`, targets take the place of labels."""
+    weight: str | None = None
+    """`weights`, one per loss token: a column of events, or a contextual feature of floats, equal for a sample's."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {**ReadConfig._MINIMUMS, "max_num_candidates": 0, "num_tasks": 0}
 
     def __post_init__(self) -> None:
         ReadConfig.__post_init__(self)
+        if self.num_tasks > 1 and self.label not in (None, ACTION):
+            raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
         if self.num_tasks > _MAX_TASKS:
             raise ConfigError(f"num_tasks must be at most {_MAX_TASKS}, the bits of an action, got {self.num_tasks}")
 

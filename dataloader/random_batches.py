@@ -25,6 +25,7 @@ from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
     ITEM_ID,
+    MULTI_VALUED,
     SCHEMA_VERSION,
     TIMESTAMP_MS,
     USER_ID,
@@ -93,7 +94,10 @@ def draw_samples(
         sources=(),
         options={},
         splits={},
-        contextual=tuple(data.contextual),
+        contextual={
+            name: MULTI_VALUED if isinstance(feature, RandomFeature) else "int64"
+            for name, feature in data.contextual.items()
+        },
         extra_events={},
         vocabulary_sizes={},
         context_labels={},

@@ -231,15 +231,16 @@ class Histogram:
                 values of all events; `user_id`, a contextual feature or `num_targets` for one value per row.
 
         Raises:
-            ConfigError: there is no such column, or it has a negative value.
+            ConfigError: there is no such column of integers, or it has a negative value.
             DataError: the dataset is missing or malformed, or the split has no values.
         """
         store = open_store(path, split)
-        columns: dict[str, NDArray[np.integer]] = {LENGTH: store.lengths, **store.events, **store.rows}
+        columns: dict[str, NDArray[Any]] = {LENGTH: store.lengths, **store.events, **store.rows}
         if store.num_targets is not None:
             columns[NUM_TARGETS] = store.num_targets
+        columns = {name: values for name, values in columns.items() if values.dtype.kind == "i"}
         if column not in columns:
-            raise ConfigError(f"{path} has no column {column!r}; known: {', '.join(columns)}")
+            raise ConfigError(f"{path} has no integer column {column!r}; known: {', '.join(columns)}")
         if not len(columns[column]):
             raise DataError(f"the split {split!r} of {path} has no values of {column!r}; read another split")
         return cls.of(columns[column], source=f"{column} of {path}, {split}")

@@ -4,9 +4,10 @@
     OUT/train/part-00000.parquet ...      one row per user
     OUT/eval/part-00000.parquet ...
 
-Columns of a row: `user_id` int64; each contextual feature int64 (0 = missing, then 1..n by sorted value); `item_id`
-list<int64>, `action` list<int32> and `timestamp_ms` list<int64>, all of the same length and in time order; further
-lists that a dataset adds; `length` int32, the number of events. Rows are sorted by (`user_hash` of the key, key) of
+Columns of a row: `user_id` int64; each contextual feature, int64 (0 = missing, then 1..n by sorted value), list<int64>
+(any number of 1..n) or float32 (0 = missing); `item_id` list<int64>, `action` list<int32> and `timestamp_ms`
+list<int64>, all of the same length and in time order; further lists that a dataset adds, of int32, int64 or float32;
+`length` int32, the number of events. Floats are finite. Rows are sorted by (`user_hash` of the key, key) of
 their user: the raw id if it is an integer, else the hash of its text.
 """
 
@@ -41,6 +42,10 @@ WINDOW = "window"  # optional, int32: index of a row among the rows of its user
 
 # Element types of the list columns of every dataset.
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}
+FLOAT = "float32"
+MULTI_VALUED = "list<int64>"
+_CONTEXT_DTYPES = ("int64", FLOAT, MULTI_VALUED)
+_EXTRA_DTYPES = ("int64", "int32", FLOAT)
 # Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
@@ -137,14 +142,14 @@ class Manifest:
     options: Mapping[str, Any]
     """The options of preprocessing; `audit` counts what was left out, `statistics` the events."""
     splits: Mapping[str, Split]
-    contextual: tuple[str, ...]
-    """Names of the contextual features, in column order."""
+    contextual: Mapping[str, str]
+    """The contextual features, in column order, and their types: `int64`, `list<int64>` or `float32`."""
     extra_events: Mapping[str, str]
-    """Further list columns and their element types, `int64` or `int32`."""
+    """Further list columns and their element types: `int64`, `int32` or `float32`."""
     vocabulary_sizes: Mapping[str, int]
-    """Per feature: largest id + 1."""
+    """Per feature of ids: largest id + 1."""
     context_labels: Mapping[str, tuple[str | None, ...]]
-    """Per contextual feature: the labels of ids 0 (None), 1, 2, ..."""
+    """Per contextual feature of ids: the labels of ids 0 (None), 1, 2, ..."""
     ids: Mapping[str, IdSummary]
     """Of `user_id` and `item_id`."""
     content_hash: str
@@ -156,9 +161,15 @@ class Manifest:
         return {**EVENT_DTYPES, **self.extra_events}
 
     @property
-    def row_columns(self) -> tuple[str, ...]:
-        """Names of the int64 columns with one value per row."""
-        return (USER_ID, *self.contextual)
+    def row_columns(self) -> dict[str, str]:
+        """Type of the values of `user_id` and every contextual feature."""
+        types = {name: "int64" if dtype == MULTI_VALUED else dtype for name, dtype in self.contextual.items()}
+        return {USER_ID: "int64", **types}
+
+    @property
+    def multi_valued(self) -> tuple[str, ...]:
+        """Names of the contextual features with any number of values per row."""
+        return tuple(name for name, dtype in self.contextual.items() if dtype == MULTI_VALUED)
 
     def split(self, name: str, dataset: object) -> Split:
         """Return a split, or raise a DataError that names the dataset, a folder or URL."""
@@ -226,7 +237,7 @@ def sha256_of(path: Path) -> str:
 
 def content_hash(
     splits: Mapping[str, Split],
-    contextual: tuple[str, ...],
+    contextual: Mapping[str, str],
     extra_events: Mapping[str, str],
     vocabulary_sizes: Mapping[str, int],
     ids: Mapping[str, IdSummary],
@@ -235,7 +246,7 @@ def content_hash(
     visible = {
         "schema_version": SCHEMA_VERSION,
         "splits": {name: [asdict(file) for file in split.files] for name, split in splits.items()},
-        "contextual": contextual,
+        "contextual": list(contextual.items()),  # in their order
         "extra_events": dict(extra_events),
         "vocabulary_sizes": dict(vocabulary_sizes),
         "ids": {name: summary.version for name, summary in ids.items()},
@@ -288,15 +299,16 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
 def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
     splits = {name: _checked_split(split) for name, split in raw["splits"].items()}
     _check_distinct(splits)
-    extra_events = {str(name): str(dtype) for name, dtype in raw["extra_events"].items()}
-    if unknown := [dtype for dtype in extra_events.values() if dtype not in ("int64", "int32")]:
-        raise ValueError(f"extra_events has {unknown[0]!r}")
-    contextual = tuple(raw["contextual"])
+    contextual, extra_events = (dict(raw[field].items()) for field in ("contextual", "extra_events"))
+    for dtypes, known in ((contextual, _CONTEXT_DTYPES), (extra_events, _EXTRA_DTYPES)):
+        if unknown := [dtype for dtype in dtypes.values() if dtype not in known]:
+            raise ValueError(f"a column has the type {unknown[0]!r}; known: {', '.join(known)}")
     check_names((*contextual, *extra_events))
+    ids = [name for name, dtype in contextual.items() if dtype != FLOAT]
     vocabulary_sizes = {name: _checked_count(size, 2**63) for name, size in raw["vocabulary_sizes"].items()}
-    if missing := [name for name in (USER_ID, ITEM_ID, ACTION, *contextual) if name not in vocabulary_sizes]:
+    if missing := [name for name in (USER_ID, ITEM_ID, ACTION, *ids) if name not in vocabulary_sizes]:
         raise ValueError(f"vocabulary_sizes lacks {missing[0]!r}")
-    labels = {name: raw["context_labels"][name] for name in contextual}
+    labels = {name: raw["context_labels"][name] for name in ids}
     for values in labels.values():
         if not isinstance(values, list) or not all(label is None or isinstance(label, str) for label in values):
             raise ValueError("the labels of a feature are no list of strings")

@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
-from evenrank.datasets.unpack import EVENTS, OFFSETS, ROWS, TIME_ORDER, ColumnWriter, find_or_build, map_column, unpack
+from evenrank.datasets.unpack import (
+    EVENTS,
+    OFFSETS,
+    ROW_OFFSETS,
+    ROWS,
+    TIME_ORDER,
+    ColumnWriter,
+    find_or_build,
+    map_column,
+    unpack,
+)
 
 _REMAPPED_LAYOUT = "v1"  # version of the cache's contents, part of the entry's name
 _VALUES_AT_ONCE = 1 << 20
@@ -47,7 +57,7 @@ class MultiValued:
     """The layout of a contextual feature with any number of values per row."""
 
     offsets: NDArray[np.int64]  # [rows + 1]: row r has the values offsets[r]..offsets[r+1]-1
-    max_length: int  # limit to the values of a row
+    max_length: int | None = None  # limit to the values of a row, if it is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +72,12 @@ class SequenceStore:
     split: str
     offsets: NDArray[np.int64]
     """[rows + 1]: where each row's events begin."""
-    events: Mapping[str, NDArray[np.integer]]
+    events: Mapping[str, NDArray[Any]]
     """Per list column: [interactions]."""
-    rows: Mapping[str, NDArray[np.int64]]
+    rows: Mapping[str, NDArray[Any]]
     """`user_id` and each contextual feature: [rows], or all values of a multi-valued feature, row after row."""
     multi_valued: Mapping[str, MultiValued] = field(default_factory=dict)
-    """The contextual features with any number of values per row; datasets in folders have none."""
+    """The contextual features with any number of values per row."""
     num_targets: NDArray[np.int32] | None = None
     """[rows]: number of last events that are prediction targets; None if the split has no such column."""
     time_order: NDArray[np.int64] | None = None
@@ -119,7 +129,7 @@ class SequenceStore:
             return column_map(values.astype(np.int64))
 
         def build(path: Path) -> None:
-            with ColumnWriter(path / "values.npy", "int64", len(values)) as writer:
+            with ColumnWriter(path / "values.npy", "int64") as writer:
                 for first in range(0, len(values), _VALUES_AT_ONCE):
                     writer.append(column_map(values[first : first + _VALUES_AT_ONCE].astype(np.int64)))
 
@@ -155,6 +165,8 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
     info = manifest.split(split, folder)
     cache = unpack(folder, manifest, split)
     has_targets = (cache / f"{NUM_TARGETS}.npy").exists()
+    row_offsets = {name: _map(cache, f"{ROW_OFFSETS}/{name}", "int64", info.rows + 1) for name in manifest.multi_valued}
+    num_values = {name: int(offsets[-1]) for name, offsets in row_offsets.items()}
     store = SequenceStore(
         manifest=manifest,
         split=split,
@@ -163,7 +175,11 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
             name: _map(cache, f"{EVENTS}/{name}", dtype, info.interactions)
             for name, dtype in manifest.event_dtypes.items()
         },
-        rows={name: _map(cache, f"{ROWS}/{name}", "int64", info.rows) for name in manifest.row_columns},
+        rows={
+            name: _map(cache, f"{ROWS}/{name}", dtype, num_values.get(name, info.rows))
+            for name, dtype in manifest.row_columns.items()
+        },
+        multi_valued={name: MultiValued(offsets=offsets) for name, offsets in row_offsets.items()},
         num_targets=_map(cache, NUM_TARGETS, "int32", info.rows) if has_targets else None,
         time_order=_map(cache, TIME_ORDER, "int64", info.rows),
         folder=folder,
@@ -174,10 +190,14 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
 
 def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
     """Check the values that compiled loops use as indices, without bounds checks: files can change on disk."""
-    offsets, num_targets, order = store.offsets, store.num_targets, store.time_order
-    # Compared rather than subtracted, because differences can overflow.
-    if offsets[0] != 0 or offsets[-1] != num_events or (offsets[1:] < offsets[:-1]).any():
-        raise _damaged(cache, OFFSETS)
+    num_targets, order = store.num_targets, store.time_order
+    of_values = {
+        f"{ROW_OFFSETS}/{name}": (layout.offsets, len(store.rows[name])) for name, layout in store.multi_valued.items()
+    }
+    for name, (offsets, end) in {OFFSETS: (store.offsets, num_events), **of_values}.items():
+        # Compared rather than subtracted, because differences can overflow.
+        if offsets[0] != 0 or offsets[-1] != end or (offsets[1:] < offsets[:-1]).any():
+            raise _damaged(cache, name)
     if num_targets is not None and ((num_targets < 0) | (num_targets > store.lengths)).any():
         raise _damaged(cache, NUM_TARGETS)
     if order is not None and len(order):

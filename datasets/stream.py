@@ -28,14 +28,13 @@ from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFile, Manifest, parse_manifest
-from evenrank.datasets.store import SequenceStore
+from evenrank.datasets.store import MultiValued, SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
 # Changes with every write to a file: its size and, locally, the times of its last change in nanoseconds, the second of
 # which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
 _CHUNK = 1 << 20  # bytes
-_EMPTY = np.empty(0, dtype=np.int64)
 
 
 def version_of(files: fs.FileSystem, path: str) -> Version | None:
@@ -118,15 +117,19 @@ class StreamSource:
         blocks: list[RowBlock] = []
         for index, file_first, file_end in _overlaps([file.rows for file in files], first, end):
             blocks += self._read_blocks(files[index], file_first, file_end)
-        lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *(block.lengths for block in blocks)])
         if len(lengths) != end - first:
             raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
         have_targets = {NUM_TARGETS in block.row_columns for block in blocks}
         if len(have_targets) > 1:
             raise DataError(f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
 
-        def column(name: str) -> NDArray[np.int64]:
-            return np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)])
+        def column(name: str, dtype: str) -> NDArray[Any]:
+            return np.concatenate([np.empty(0, dtype), *(block.row_columns[name] for block in blocks)])
+
+        def row_offsets(name: str) -> NDArray[np.int64]:
+            counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
+            return np.cumsum(np.concatenate(counts))
 
         return SequenceStore(
             manifest=self.manifest,
@@ -136,8 +139,9 @@ class StreamSource:
                 name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
                 for name, dtype in self.manifest.event_dtypes.items()
             },
-            rows={name: column(name) for name in self.manifest.row_columns},
-            num_targets=column(NUM_TARGETS).astype(np.int32) if True in have_targets else None,
+            rows={name: column(name, dtype) for name, dtype in self.manifest.row_columns.items()},
+            multi_valued={name: MultiValued(offsets=row_offsets(name)) for name in self.manifest.multi_valued},
+            num_targets=column(NUM_TARGETS, "int32") if True in have_targets else None,
         )
 
     def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
@@ -150,14 +154,7 @@ class StreamSource:
                     raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
                 for group, group_first, group_end in _overlaps(sizes, first, end):
-                    block = read_row_group(file, group, self.manifest, path)
-                    offsets = np.concatenate([[0], np.cumsum(block.lengths)])
-                    events = slice(offsets[group_first], offsets[group_end])
-                    yield RowBlock(
-                        block.lengths[group_first:group_end],
-                        {name: values[group_first:group_end] for name, values in block.row_columns.items()},
-                        {name: values[events] for name, values in block.event_columns.items()},
-                    )
+                    yield read_row_group(file, group, self.manifest, path).rows(group_first, group_end)
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
             # explains all other faults.

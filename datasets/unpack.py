@@ -1,7 +1,8 @@
 """Unpacks the Parquet files of a split into flat `.npy` files that can be memory-mapped, once per machine.
 
-    CACHE/CONTENT-HASH-train-v3/offsets.npy, time_order.npy, num_targets.npy
+    CACHE/CONTENT-HASH-train-v4/offsets.npy, time_order.npy, num_targets.npy
                                 rows/user_id.npy, ...
+                                row_offsets/                of the features with any number of values per row
                                 events/item_id.npy, ...
 
     OUT/.cache                        the cache if OUT can be written
@@ -34,6 +35,7 @@ from evenrank.core.files import WRITABLE_BY_OTHERS, is_trusted, open_lock_file, 
 from evenrank.datasets.schema import (
     ACTION,
     CACHE_NAME,
+    FLOAT,
     ITEM_ID,
     LENGTH,
     NUM_TARGETS,
@@ -107,22 +109,26 @@ def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
 
 
 class ColumnWriter(contextlib.AbstractContextManager["ColumnWriter"]):
-    """Writes a column of a known length to a new `.npy` file in parts.
+    """Writes a column to a new `.npy` file in parts.
 
     It is not mapped, because a store to a mapped file on a full disk kills the process.
     """
 
-    def __init__(self, path: Path, dtype: str, length: int) -> None:
+    def __init__(self, path: Path, dtype: str) -> None:
         self._file = path.open("xb")
         self._dtype = np.dtype(dtype)
-        self._file.write(_header(self._dtype, length))
+        self._length = 0
+        self._file.write(_header(self._dtype, 0))  # as long as that of any other length
 
-    def append(self, values: NDArray[np.integer]) -> None:
+    def append(self, values: NDArray[Any]) -> None:
         """Append values [n] of the column's dtype."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+        self._length += len(values)
 
     def __exit__(self, *_: object) -> None:
         with self._file:
+            self._file.seek(0)
+            self._file.write(_header(self._dtype, self._length))
             self._file.flush()
             os.fsync(self._file.fileno())  # some file systems report only now that the disk is full
 
@@ -148,16 +154,30 @@ def _header(dtype: np.dtype[Any], length: int) -> bytes:
     return header.getvalue()
 
 
-OFFSETS, TIME_ORDER, ROWS, EVENTS = "offsets", "time_order", "rows", "events"
-_LAYOUT = "v3"  # version of the cache's contents, part of the entry's name
+OFFSETS, TIME_ORDER, ROWS, ROW_OFFSETS, EVENTS = "offsets", "time_order", "rows", "row_offsets", "events"
+_LAYOUT = "v4"  # version of the cache's contents, part of the entry's name
 
 
 class RowBlock(NamedTuple):
     """Consecutive rows of a split: n rows, with sum(lengths) events."""
 
     lengths: NDArray[np.int64]  # [n]
-    row_columns: dict[str, NDArray[np.integer]]  # [n] each; with `num_targets` if the file has it
-    event_columns: dict[str, NDArray[np.integer]]  # [sum(lengths)] each
+    row_columns: dict[str, NDArray[Any]]  # [n] or [sum(counts)] each; with `num_targets` if the file has it
+    event_columns: dict[str, NDArray[Any]]  # [sum(lengths)] each
+    counts: dict[str, NDArray[np.int64]]  # of the values of a row, per multi-valued feature: [n]
+
+    def rows(self, first: int, end: int) -> "RowBlock":
+        """Return rows first..end-1."""
+
+        def cut(values: NDArray[Any], counts: NDArray[np.int64] | None) -> NDArray[Any]:
+            return values[first:end] if counts is None else values[counts[:first].sum() : counts[:end].sum()]
+
+        return RowBlock(
+            self.lengths[first:end],
+            {name: cut(values, self.counts.get(name)) for name, values in self.row_columns.items()},
+            {name: cut(values, self.lengths) for name, values in self.event_columns.items()},
+            {name: counts[first:end] for name, counts in self.counts.items()},
+        )
 
 
 def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
@@ -167,24 +187,25 @@ def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
 
 
 def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
-    for kind in (ROWS, EVENTS):
+    for kind in (ROWS, ROW_OFFSETS, EVENTS):
         (entry / kind).mkdir()
     num_rows = num_events = 0
     last_times = [np.empty(0, dtype=np.int64)]
     with contextlib.ExitStack() as stack:
 
-        def create(name: str, dtype: str, length: int) -> ColumnWriter:
-            return stack.enter_context(ColumnWriter(entry / f"{name}.npy", dtype, length))
+        def create(name: str, dtype: str) -> ColumnWriter:
+            return stack.enter_context(ColumnWriter(entry / f"{name}.npy", dtype))
 
-        offsets = create(OFFSETS, "int64", split.rows + 1)
-        offsets.append(np.zeros(1, dtype=np.int64))
-        rows = {name: create(f"{ROWS}/{name}", "int64", split.rows) for name in manifest.row_columns}
-        events = {
-            name: create(f"{EVENTS}/{name}", dtype, split.interactions) for name, dtype in manifest.event_dtypes.items()
-        }
+        offsets = create(OFFSETS, "int64")
+        row_offsets = {name: create(f"{ROW_OFFSETS}/{name}", "int64") for name in manifest.multi_valued}
+        num_values = dict.fromkeys(row_offsets, 0)
+        for column in (offsets, *row_offsets.values()):
+            column.append(np.zeros(1, dtype=np.int64))
+        rows = {name: create(f"{ROWS}/{name}", dtype) for name, dtype in manifest.row_columns.items()}
+        events = {name: create(f"{EVENTS}/{name}", dtype) for name, dtype in manifest.event_dtypes.items()}
         for index, (path, block) in enumerate(_read_blocks(folder, manifest, split)):
             if index == 0 and NUM_TARGETS in block.row_columns:
-                rows[NUM_TARGETS] = create(NUM_TARGETS, "int32", split.rows)
+                rows[NUM_TARGETS] = create(NUM_TARGETS, "int32")
             if block.row_columns.keys() != rows.keys():
                 raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
             offsets.append(num_events + np.cumsum(block.lengths))
@@ -195,6 +216,9 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
             last_times.append(_last_times(block))
             for name, values in block.row_columns.items():
                 rows[name].append(values)
+            for name, counts in block.counts.items():
+                row_offsets[name].append(num_values[name] + np.cumsum(counts))
+                num_values[name] += int(counts.sum())
             for name, values in block.event_columns.items():
                 events[name].append(values)
         if (num_rows, num_events) != (split.rows, split.interactions):
@@ -203,7 +227,7 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
                 f"{split.interactions:,}; {REMEDY}"
             )
         time_order = np.argsort(np.concatenate(last_times), kind="stable")
-        create(TIME_ORDER, "int64", split.rows).append(time_order)
+        create(TIME_ORDER, "int64").append(time_order)
 
 
 def _last_times(block: RowBlock) -> NDArray[np.int64]:
@@ -238,9 +262,8 @@ def wrap_parquet_errors(path: str) -> Iterator[None]:
 
 
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
-    """Read a row group and check the types, lengths and ranges of its columns, and that there are no nulls."""
-    event_dtypes = manifest.event_dtypes
-    row_dtypes = dict.fromkeys(manifest.row_columns, "int64")
+    """Read a row group; check types, lengths and ranges of its columns, and that no value is null or not finite."""
+    event_dtypes, row_dtypes = manifest.event_dtypes, manifest.row_columns
     present = file.schema_arrow.names
     if NUM_TARGETS in present:
         row_dtypes[NUM_TARGETS] = "int32"
@@ -252,15 +275,21 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     columns = {name: table.column(name).combine_chunks() for name in names}
     lengths = _flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
     _check_range(lengths, 0, None, LENGTH, path)
-    block = RowBlock(
-        lengths,
-        {name: _flat_values(columns[name], dtype, name, path) for name, dtype in row_dtypes.items()},
-        {name: _list_values(columns[name], dtype, name, path, lengths) for name, dtype in event_dtypes.items()},
-    )
-    values = {**block.row_columns, **block.event_columns}
-    for name in (USER_ID, *manifest.contextual, ITEM_ID, ACTION):
+    values: dict[str, NDArray[Any]] = {}
+    counts: dict[str, NDArray[np.int64]] = {}
+    for name, dtype in row_dtypes.items():
+        if name in manifest.multi_valued:
+            values[name], counts[name] = _list_values(columns[name], dtype, name, path)
+        else:
+            values[name] = _flat_values(columns[name], dtype, name, path)
+    for name, dtype in event_dtypes.items():
+        values[name], events = _list_values(columns[name], dtype, name, path)
+        if not np.array_equal(events, lengths):
+            raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
+    for name in (USER_ID, *manifest.context_labels, ITEM_ID, ACTION):
         low = None if name == USER_ID else 0
         _check_range(values[name], low, manifest.vocabulary_sizes[name], name, path)
+    block = RowBlock(lengths, {name: values.pop(name) for name in row_dtypes}, values, counts)
     if NUM_TARGETS in row_dtypes:
         num_targets = block.row_columns[NUM_TARGETS]
         _check_range(num_targets, 0, None, NUM_TARGETS, path)
@@ -281,18 +310,20 @@ def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, 
         )
 
 
-def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[np.integer]:
-    if str(column.type) != dtype or column.null_count:
+def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[Any]:
+    if column.type != pa.type_for_alias(dtype) or column.null_count:
         actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {REMEDY}")
-    return cast(NDArray[np.integer], column.to_numpy())
+    values = cast(NDArray[Any], column.to_numpy())
+    if dtype == FLOAT and not np.isfinite(values).all():
+        raise DataError(f"{path}: column {name!r} has infinite values or NaN; {REMEDY}")
+    return values
 
 
-def _list_values(column: pa.Array, dtype: str, name: str, path: str, lengths: NDArray[np.int64]) -> NDArray[np.integer]:
+def _list_values(column: pa.Array, dtype: str, name: str, path: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the values of all lists, and how many each has."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
         actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {REMEDY}")
     values = _flat_values(column.flatten(), dtype, name, path)
-    if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
-        raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
-    return values
+    return values, np.diff(column.offsets.to_numpy()).astype(np.int64)

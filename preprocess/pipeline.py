@@ -231,7 +231,7 @@ def _write_dataset(
     labels = {} if interactions.context is None else interactions.context.labels
     content: dict[str, Any] = {
         "splits": splits,
-        "contextual": tuple(labels),
+        "contextual": {} if interactions.context is None else interactions.context.dtypes,
         "extra_events": interactions.extra_events,
         "vocabulary_sizes": {
             **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
@@ -308,8 +308,9 @@ def _write_splits(
             statistics.follow(sequences, divided)
             for name, rows in divided.items():
                 if name not in writers:
-                    columns = [WINDOW] * (config.filters.window is not None)
-                    columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)
+                    counted = [WINDOW] * (config.filters.window is not None)
+                    counted += [NUM_TARGETS] * (name == EVAL and rule.has_targets)
+                    columns = {**dict.fromkeys(counted, "int32"), **context.dtypes}
                     writers[name] = SplitWriter(folder, name, columns, interactions.extra_events)
                     stack.callback(writers[name].abandon)
                 # Windows would separate targets from the events before them, so rows with targets are not cut.

@@ -80,6 +80,14 @@ def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_small_dataset(tmp_path_factory.mktemp("small") / "data", seed=7)
 
 
+@pytest.fixture(scope="session")
+def rich_dataset(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return `small_dataset` with contextual features and columns of events of every kind."""
+    from tests.datasets.crafted import add_columns, copy_dataset
+
+    return add_columns(copy_dataset(small_dataset, tmp_path_factory.mktemp("rich") / "data"))
+
+
 def make_small_dataset(out: Path, *, seed: int, num_users: int = 300) -> Path:
     """Make the dataset of `small_dataset`, or one with other users or histories."""
     pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")

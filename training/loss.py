@@ -63,7 +63,8 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
                 f"loss_sums has the shape {list(loss_sums.shape)}, but the loss tokens of {len(tokens)} tasks were "
                 "counted; pass one sum per task"
             )
-        return loss_sums * (tokens > 0) * dp_size / tokens.clamp(min=1)
+        scaled = loss_sums * (tokens > 0) * dp_size / tokens.where(tokens > 0, 1)
+        return scaled.to(loss_sums.dtype)  # of float64 weights
     if batch.world_loss_tokens == 0:
         return loss_sums * 0.0
     return loss_sums * (dp_size / batch.world_loss_tokens)
@@ -106,13 +107,21 @@ def accumulate(
     a synchronization. A training pipeline, which steps the optimizer itself, takes
     `itertools.chain.from_iterable(accumulate(balancer, 1, task_tokens=...))`.
 
+    Where loss tokens have weights, `task_tokens` returns their sums instead of counts, and the loss sums are weighted:
+
+        accumulate(balancer, 1, task_tokens=lambda batch: batch.weights.values().sum().view(1))
+        loss_sums = (losses * batch.weights.values()).sum().view(1)
+
+    The loss is then the weighted mean over all ranks, and the gradient that of one process.
+
     Iterating is collective: every rank of the group must do it.
 
     Args:
         num_steps: batches of an optimizer step, the same on all ranks.
-        task_tokens: returns the loss tokens of each task in this rank's batch: integers [tasks] on the device that
-            trains, equally many on all ranks. It must not synchronize: `(batch.targets >= 0).sum(dim=0)`, where
-            missing ones and the fill of padding rows are negative. None: each loss token counts for all tasks.
+        task_tokens: returns the loss tokens of each task in this rank's batch, or the sums of their weights: integers
+            or floats [tasks] on the device that trains, equally many on all ranks. It must not synchronize:
+            `(batch.targets >= 0).sum(dim=0)`, where missing ones and the fill of padding rows are negative. None: each
+            loss token counts for all tasks.
         group: the data-parallel ranks, as a process group or a device mesh of one dimension such as `mesh["dp"]`; None:
             the default process group or, without one, this process alone.
 
@@ -139,7 +148,8 @@ def accumulate(
             if task_tokens is not None:
                 counts = torch.stack([_checked_counts(task_tokens(batch)) for batch in pulled]).sum(dim=0)
                 if is_first:
-                    gather_checked({"the shape of task_tokens": list(counts.shape)}, None, process_group)
+                    kind = {"shape": list(counts.shape), "dtype": str(counts.dtype)}
+                    gather_checked({f"the {name} of task_tokens": kind[name] for name in kind}, None, process_group)
                     is_first = False
                 if process_group is not None:
                     dist.all_reduce(counts, group=process_group)
@@ -149,10 +159,10 @@ def accumulate(
 
 
 def _checked_counts(tokens: Any) -> Tensor:
-    if isinstance(tokens, Tensor) and tokens.dim() == 1 and not tokens.is_floating_point():
-        return tokens
+    if isinstance(tokens, Tensor) and tokens.dim() == 1:
+        return tokens.double() if tokens.is_floating_point() else tokens
     got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-    raise ConfigError(f"task_tokens must return integers [tasks], got {got}; add up booleans over the samples")
+    raise ConfigError(f"task_tokens must return a tensor [tasks], got {got}; add up booleans over the samples")
 
 
 class LossAverage:
@@ -198,7 +208,8 @@ class LossAverage:
     def update(self, loss_sums: Tensor, batch: JaggedBatch, *, task_tokens: Tensor | None = None) -> None:
         """Add this rank's losses in a step, the argument of `scale_loss`, without a synchronization.
 
-        `task_tokens` are this rank's loss tokens of each task, [tasks]; None: each of the batch's counts for all tasks.
+        `task_tokens` are this rank's loss tokens of each task, [tasks], or sums of their weights; None: each of the
+        batch's counts for all tasks.
         """
         sums = loss_sums.reshape(-1)
         num_tasks = self._totals.shape[1]

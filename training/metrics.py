@@ -1,12 +1,13 @@
 """Exact metrics of evaluation, equal bit for bit however the samples are distributed over ranks.
 
-Ranks add up integers only; floats are computed from the sums of all ranks, in one order. The AUC of torchmetrics, which
-TorchRec installs, would not do: it replaces the scores of a call by their sigmoid if one of them is outside 0..1,
-integrates in float32, and lets other ranks wait for one without samples.
+Ranks add up integers only; floats are computed from the sums of all ranks, in one order. Weights are added up in
+float64, so weighted metrics are equal up to rounding. The AUC of torchmetrics, which TorchRec installs, would not do:
+it replaces the scores of a call by their sigmoid if one of them is outside 0..1, integrates in float32, and lets other
+ranks wait for one without samples.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ class BinaryAUC:
 
     Each rank keeps its samples, and `compute` broadcasts the positives of one rank at a time, 4 bytes each, which all
     ranks compare with their own negatives (the Mann-Whitney statistic, in int64). So a rank needs memory for its own
-    samples, 5 bytes per sample and task and several times that within `compute`, and the positives of one other rank.
+    samples, 5 bytes per sample and task, 8 per weight and several times that within `compute`, and the positives of
+    one other rank.
 
     Args:
         num_tasks: columns of the scores.
@@ -44,11 +46,12 @@ class BinaryAUC:
         """Forget all samples."""
         self._scores = [torch.empty(0, self._num_tasks, device=self._device)]
         self._is_positive = [torch.empty(0, self._num_tasks, dtype=torch.bool, device=self._device)]
+        self._weights = [torch.empty(0, dtype=torch.int64, device=self._device)]
 
-    def update(self, scores: Tensor, targets: Tensor) -> None:
+    def update(self, scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
         """Add samples of this rank: logits or probabilities, compared as float32, and targets, positive where above 0.
 
-        Both are [n, num_tasks], of any dtype.
+        Both are [n, num_tasks], of any dtype. `weights` are [n], at least 0; None: 1. A pair counts as the product.
         """
         if scores.shape != targets.shape or scores.shape[1:] != (self._num_tasks,):
             raise ConfigError(
@@ -58,6 +61,7 @@ class BinaryAUC:
         # Copies, because callers may write the next batch's scores to the same buffer.
         self._scores.append(scores.detach().to(self._device, torch.float32, copy=True))
         self._is_positive.append((targets > 0).to(self._device))
+        self._weights.append(_weights_of(len(scores), weights, self._device))
 
     @torch.no_grad()
     def compute(self) -> list[float]:
@@ -68,16 +72,25 @@ class BinaryAUC:
         Raises:
             RankError: ranks have different metrics, tasks or kinds of devices.
         """
-        scores, is_positive = torch.cat(self._scores), torch.cat(self._is_positive)
+        scores, is_positive, weights = map(torch.cat, (self._scores, self._is_positive, self._weights))
         self._scores, self._is_positive = [scores], [is_positive]
-        tasks = range(self._num_tasks)
-        positives = [scores[is_positive[:, task], task] for task in tasks]
-        negatives = [scores[~is_positive[:, task], task].sort().values for task in tasks]
-        totals = torch.zeros(self._num_tasks, 4, dtype=torch.int64, device=self._device)
-        for of_rank in self._broadcast_each(positives):
-            totals[:, 0] += torch.stack([_count_wins_twice(*pair) for pair in zip(of_rank, negatives, strict=True)])
-        totals[:, 1] = is_positive.sum(dim=0)
-        totals[:, 2] = (~is_positive).sum(dim=0)
+        own = (weights.is_floating_point(), is_positive.sum(dim=0).tolist())
+        of_ranks = gather_checked(self._settings, own, self._group)
+        is_weighted = any(rank_is_weighted for rank_is_weighted, _ in of_ranks)
+        weights = weights.double() if is_weighted else weights
+        masks = is_positive.unbind(1)
+        positives = [scores[mask, task] for task, mask in enumerate(masks)]
+        factors = [weights[mask] for mask in masks] if is_weighted else []
+        negatives = [_sort(scores[~mask, task], weights[~mask]) for task, mask in enumerate(masks)]
+        totals = weights.new_zeros(self._num_tasks, 4)
+        for rank, (_, sizes) in enumerate(of_ranks):
+            of_rank = zip(self._broadcast(positives, rank, sizes), negatives, strict=True)
+            wins = [_count_wins_twice(above, *below) for above, below in of_rank]
+            if is_weighted:
+                wins = [a * b for a, b in zip(wins, self._broadcast(factors, rank, sizes), strict=True)]
+            totals[:, 0] += torch.stack([of_task.sum() for of_task in wins])
+        totals[:, 1] = (weights[:, None] * is_positive).sum(dim=0)
+        totals[:, 2] = (weights[:, None] * ~is_positive).sum(dim=0)
         totals[:, 3] = scores.isnan().sum(dim=0)
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
@@ -88,17 +101,16 @@ class BinaryAUC:
             for wins_twice, num_positive, num_negative, num_nan in totals.tolist()
         ]
 
-    def _broadcast_each(self, parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the parts of each rank in turn: [n] each, equally many on all ranks, of any sizes."""
-        all_sizes = gather_checked(self._settings, [len(part) for part in parts], self._group)
-        for rank, sizes in enumerate(all_sizes):
-            if self._group is None or rank == self._group.rank():
-                joined = torch.cat(list(parts))
-            else:
-                joined = parts[0].new_empty(sum(sizes))
-            if self._group is not None and len(joined):
-                dist.broadcast(joined, group=self._group, group_src=rank)
-            yield list(joined.split(sizes))
+    def _broadcast(self, parts: Sequence[Tensor], rank: int, sizes: list[int]) -> Sequence[Tensor]:
+        """Return the parts of a rank, one per task, of these sizes."""
+        if self._group is None or rank == self._group.rank():
+            joined = torch.cat(list(parts))
+        else:
+            joined = parts[0].new_empty(sum(sizes))
+        if self._group is not None and len(joined):
+            dist.broadcast(joined, group=self._group, group_src=rank)
+        parts_of_rank: tuple[Tensor, ...] = joined.split(sizes)
+        return parts_of_rank
 
 
 class RankingMetrics:
@@ -127,14 +139,19 @@ class RankingMetrics:
         # Place 0 stands for all places that do not count.
         self._counts = torch.zeros(max(self._ks) + 1, dtype=torch.int64, device=self._device)
 
-    def update(self, places: Tensor) -> None:
-        """Add samples of this rank: integers [n], the targets' places from 1; 0 or less if the target was not found."""
+    def update(self, places: Tensor, weights: Tensor | None = None) -> None:
+        """Add samples of this rank: integers [n], the targets' places from 1; 0 or less if the target was not found.
+
+        `weights` are [n], at least 0; None: each sample has weight 1.
+        """
         if places.dim() != 1 or places.is_floating_point():
             raise ConfigError(f"places must be integers [n], got {places.dtype} {list(places.shape)}")
         places = places.to(self._device, torch.int64)
         places = places.where((places > 0) & (places < len(self._counts)), 0)
         # bincount would synchronize, to know how many bins there are.
-        self._counts = self._counts.index_add(0, places, torch.ones_like(places))
+        counts = _weights_of(len(places), weights, self._device)
+        dtype = torch.promote_types(self._counts.dtype, counts.dtype)
+        self._counts = self._counts.to(dtype).index_add(0, places, counts.to(dtype))
 
     @torch.no_grad()
     def compute(self) -> dict[str, float]:
@@ -145,8 +162,8 @@ class RankingMetrics:
         Raises:
             RankError: ranks have different metrics, `ks` or kinds of devices.
         """
-        gather_checked(self._settings, None, self._group)
-        totals = self._counts.clone()
+        are_weighted = gather_checked(self._settings, self._counts.is_floating_point(), self._group)
+        totals = self._counts.double() if any(are_weighted) else self._counts.clone()
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
         counts = totals.tolist()
@@ -163,8 +180,23 @@ class RankingMetrics:
         return metrics
 
 
-def _count_wins_twice(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Sum up 2 for each positive [n] above a negative [m], ascending, and 1 for each tie: an int64 scalar."""
+def _weights_of(num_samples: int, weights: Tensor | None, device: torch.device) -> Tensor:
+    """Return a copy of weights [n] in float64; without any, ones in int64, which take no memory."""
+    if weights is None:
+        return torch.ones(1, dtype=torch.int64, device=device).expand(num_samples)
+    if weights.shape != (num_samples,):
+        raise ConfigError(f"weights must be [{num_samples}], one per sample, got {list(weights.shape)}")
+    return weights.detach().to(device, torch.float64, copy=True)
+
+
+def _sort(scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores [m] in ascending order, and the weight of the first 0, 1, ..., m of them."""
+    ascending, order = scores.sort()
+    return ascending, torch.cat([weights.new_zeros(1), weights[order].cumsum(0)])
+
+
+def _count_wins_twice(positives: Tensor, negatives: Tensor, weight_of_first: Tensor) -> Tensor:
+    """Return twice the weight of the negatives [m], ascending, below each positive, and once that of ties: [n]."""
     below = torch.searchsorted(negatives, positives)
     not_above = torch.searchsorted(negatives, positives, right=True)
-    return (below + not_above).sum()
+    return weight_of_first[below] + weight_of_first[not_above]

@@ -47,7 +47,7 @@ def render_page(
     on_stage("measuring histories")
     histogram = dataset_data.length_histogram(stores)
     on_stage("counting context values")
-    context = [dataset_data.context_values(stores, feature) for feature in manifest.contextual]
+    context = [dataset_data.context_values(stores, feature) for feature in manifest.context_labels]
     on_stage("planning steps")
     gains = dataset_data.balancing_gains(stores[_TRAIN].lengths) if _TRAIN in stores else ()
     html = render_template(

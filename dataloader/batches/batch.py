@@ -107,8 +107,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     world_loss_tokens: int | None = host(None)
     """Loss tokens of all ranks in this step, or in all that `training.accumulate` joins; None before a Balancer."""
     world_task_tokens: Tensor | None = host(None)
-    """The same for each task: integers [tasks], on the device that trains, from `training.accumulate`; None: each loss
-    token counts for all tasks."""
+    """The same for each task, or sums of weights: [tasks], on the device that trains, from `training.accumulate`; None:
+    each loss token counts for all tasks."""
     dp_size: int | None = host(None)
     """Ranks over which the loss tokens are counted; None before a Balancer."""
     plan_hash: int | None = host(None)
@@ -255,18 +255,26 @@ class SequenceBatch(JaggedBatch):
 
     features: KeyedJaggedTensor
     """int64; keys: `user_id` if configured, the contextual features, `item_id` (history, then candidates), `action`,
-    any extra events.
+    any extra events of integers.
     """
+    float_features: KeyedJaggedTensor | None = None
+    """float32; keys: the contextual features and extra events of floats."""
     labels: KeyedJaggedTensor | None = None
-    """int64; key `label`: the actions of the candidates, or of the history."""
+    """int64; key `label`: the actions of the candidates, or of the history, or another column of these events."""
+    targets: KeyedJaggedTensor | None = None
+    """float32; key `target`: the column `LoaderConfig.target` of these events."""
+    weights: KeyedJaggedTensor | None = None
+    """float32; key `weight`: of each loss token."""
     num_candidates: Tensor = dense()
     """int64 [batch_size]: how many of the last item ids are candidates."""
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
     def loss_key(self) -> LossKey | None:
-        """Return the labels' key or, without labels, that of the item ids, each predicted from the one before."""
-        return LossKey("features", "item_id", skip=1) if self.labels is None else LossKey("labels", "label")
+        """Return the key of labels, else of targets, else of the item ids, each predicted from the one before."""
+        if self.labels is None and self.targets is None:
+            return LossKey("features", "item_id", skip=1)
+        return LossKey("targets", "target") if self.labels is None else LossKey("labels", "label")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -277,6 +285,8 @@ class SemanticIdBatch(JaggedBatch):
     """int64; keys: `user_id` if configured, the contextual features, `semantic_id` (`levels` tokens per event of the
     history), `candidate_id` if configured (the `levels` tokens of the target).
     """
+    float_features: KeyedJaggedTensor | None = None
+    """float32; keys: the contextual features of floats."""
     labels: KeyedJaggedTensor
     """int64; key `label`: `levels` codes of each labeled event: the target or, with labels for the history, every event
     but the first of a history, in time order.

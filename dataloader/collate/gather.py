@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,12 +91,18 @@ class KeyValues(NamedTuple):
     column: str
     begins: Ints
     sizes: Ints
-    max_size: int
-    """Most elements of any sample, also of other batches and ranks."""
+    max_size: int | None
+    """Most elements of any sample, also of other batches and ranks; None: not known."""
     tokens: ItemTokens | None = None
     """Replaces each element, an item, by its tokens."""
     is_of_user: bool = False
     """Whether it is a column of users rather than events."""
+    is_repeated: bool = False
+    """Whether a sample's values are all the element at its begin."""
+
+    def elements(self, store: SequenceStore) -> NDArray[Any]:
+        """Return the column."""
+        return (store.rows if self.is_of_user else store.events)[self.column]
 
     @property
     def lengths(self) -> Ints:
@@ -104,9 +110,9 @@ class KeyValues(NamedTuple):
         return self.sizes if self.tokens is None else self.sizes * self.tokens.codes.shape[1]
 
     @property
-    def length_limit(self) -> int:
-        """Most values of any sample."""
-        return self.max_size if self.tokens is None else self.max_size * self.tokens.codes.shape[1]
+    def length_limit(self) -> int | None:
+        """Most values of any sample; None: not known."""
+        return self.max_size if self.tokens is None or not self.max_size else self.max_size * self.tokens.codes.shape[1]
 
 
 def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> KeyValues:
@@ -124,14 +130,16 @@ def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> Ke
 
 
 class Gathered(NamedTuple):
-    """The values of some keys in G batches, one after the other; their views, and the longest row of each key [G]."""
+    """The values of some keys in G batches, one after the other; views of them; the longest row of each key: [G, K]."""
 
-    values: Ints
+    values: NDArray[Any]
     tensors: list[KeyedJaggedTensor]
-    max_lengths: list[dict[str, int]]
+    max_lengths: Ints
 
 
-def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_size: int, num_batches: int) -> Gathered:
+def gather(
+    groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_size: int, num_batches: int, dtype: str
+) -> Gathered:
     """Copy the samples' values into one array, batch after batch and key after key; rows after the last are padding.
 
     batch_size = 2, lengths {"sex": [1 1 1], "item_id": [2 0 3]}, two batches, the second with one padding row:
@@ -143,14 +151,16 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
     lengths = np.stack([pad_rows(values.lengths, batch_size, num_batches) for values in keys.values()], axis=1)
     out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
     num_values = lengths.sum(axis=2)
-    out = np.empty(int(num_values.sum()), dtype=np.int64)
-    for index, (column, begins, sizes, _, tokens, is_of_user) in enumerate(keys.values()):
+    out = np.empty(int(num_values.sum()), dtype=dtype)
+    for index, values in enumerate(keys.values()):
         begins_of_key = out_begins[:, index].reshape(-1)
         for store, _, samples in groups:
-            elements = (store.rows if is_of_user else store.events)[column]
-            if tokens is None:
-                _copy_elements(elements, samples, begins, sizes, begins_of_key, out)
-            elif not _copy_tokens(elements, samples, begins, sizes, begins_of_key, *tokens, out):
+            places = (values.elements(store), samples, values.begins, values.sizes, begins_of_key)
+            if values.is_repeated:
+                _repeat_elements(*places, out)
+            elif values.tokens is None:
+                _copy_elements(*places, out)
+            elif not _copy_tokens(*places, *values.tokens, out):
                 raise IndexError("a row has an item without a code; it is not a sample")
     parts = torch.from_numpy(out).split(num_values.sum(axis=1).tolist())
     return Gathered(
@@ -159,7 +169,7 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
             keyed_jagged_tensor(names, *of_batch)
             for of_batch in zip(parts, torch.from_numpy(lengths), num_values.tolist(), strict=True)
         ],
-        max_lengths=[dict(zip(names, longest, strict=True)) for longest in lengths.max(axis=2, initial=0).tolist()],
+        max_lengths=lengths.max(axis=2, initial=0),
     )
 
 
@@ -199,7 +209,7 @@ def _find_spans(
 
 @compiled
 def _copy_elements(
-    column: NDArray[np.integer], sample_indices: Ints, begins: Ints, sizes: Ints, out_begins: Ints, out: Ints
+    column: NDArray[Any], sample_indices: Ints, begins: Ints, sizes: Ints, out_begins: Ints, out: NDArray[Any]
 ) -> int:
     # Samples are scattered over a column that fits no cache. Touching all their cache lines first lets the processor
     # fetch many lines at a time; copying right away would wait for each sample's lines in turn.
@@ -207,13 +217,21 @@ def _copy_elements(
     touched = 0
     for sample in sample_indices:
         for index in range(begins[sample], begins[sample] + sizes[sample], step):
-            touched ^= column[index]
+            touched ^= int(column[index])
     for sample in sample_indices:
         begin, out_begin, size = begins[sample], out_begins[sample], sizes[sample]
         elements, copied = column[begin : begin + size], out[out_begin : out_begin + size]
         for index in range(size):  # compiles to a faster loop than a slice assignment
             copied[index] = elements[index]
     return touched  # so that the compiler does not remove the loads
+
+
+@compiled
+def _repeat_elements(
+    column: NDArray[Any], sample_indices: Ints, begins: Ints, sizes: Ints, out_begins: Ints, out: NDArray[Any]
+) -> None:
+    for sample in sample_indices:
+        out[out_begins[sample] : out_begins[sample] + sizes[sample]] = column[begins[sample]]
 
 
 @compiled

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batches.batch import SemanticIdBatch
-from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues
-from evenrank.dataloader.collate.sequences import Collate, check_user_ids
+from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues, StoreRows
+from evenrank.dataloader.collate.sequences import LABEL, Collate, Fields, check_user_ids
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 
@@ -178,10 +178,10 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
             values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, 1, tokens)
         return values
 
-    def _label_values(self, spans: HistorySpans) -> KeyValues:
+    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
         begins, history_ends, ends = spans
         firsts = np.minimum(begins + 1, history_ends) if self.history_labels else history_ends
         offsets = self.table.level_offsets
         tokens = ItemTokens(self.table.codes, offsets if self.label_offsets else np.zeros_like(offsets))
         max_size = max(self.max_history_length, 1) if self.history_labels else 1
-        return KeyValues(ITEM_ID, firsts, ends - firsts, max_size, tokens)
+        return {"labels": {LABEL: KeyValues(ITEM_ID, firsts, ends - firsts, max_size, tokens)}}

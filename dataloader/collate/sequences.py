@@ -1,7 +1,7 @@
 """Samples of stores -> batches: the base `Collate`, and `SequenceCollate` for histories and candidates."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.batches.batch import Batch, SequenceBatch
+from evenrank.dataloader.batches.batch import Batch, SequenceBatch, name_keys
 from evenrank.dataloader.collate.gather import (
     HistorySpans,
     KeyValues,
@@ -21,10 +21,12 @@ from evenrank.dataloader.collate.gather import (
     gather,
     pad_rows,
 )
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
+from evenrank.datasets.schema import ACTION, FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.datasets.store import SequenceStore
 
-LABEL = "label"
+LABEL, TARGET, WEIGHT = "label", "target", "weight"
+_FLOAT_FIELDS = ("float_features", "targets", "weights")
+Fields = dict[str, dict[str, KeyValues]]  # by field of the batch, in its order, and key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +38,11 @@ class Collate(ABC, Generic[Batch]):
     max_history_length: int
     max_num_candidates: int
     user_id: bool
+    context: tuple[str, ...] | None = None
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
+        _check_known("contextual feature", self.context or (), store.manifest.contextual)
 
     @abstractmethod
     def unusable(self, store: SequenceStore) -> Mapping[str, NDArray[np.int64]]:
@@ -50,10 +54,8 @@ class Collate(ABC, Generic[Batch]):
 
     def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
         """Return how long the rows of these samples are in a batch, without making it."""
-        spans, features, labels = self._find(groups, num_samples)
-        of_keys = {("features", name): values.lengths for name, values in features.items()}
-        if labels is not None:
-            of_keys["labels", LABEL] = labels.lengths
+        spans, fields = self._find(groups, num_samples)
+        of_keys = {(field, name): values.lengths for field, keys in fields.items() for name, values in keys.items()}
         no_candidates = np.zeros(num_samples, dtype=np.int64)
         num_candidates = self._dense_columns(spans).get("num_candidates", no_candidates)
         return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
@@ -66,26 +68,29 @@ class Collate(ABC, Generic[Batch]):
         At least one group is needed, because the stores name the contextual features.
         """
         num_samples = len(sample_ids)
-        spans, features, labels = self._find(groups, num_samples)
-        gathered = gather(groups, features, batch_size, num_batches)
-        fields: dict[str, Sequence[Any]] = {"features": gathered.tensors}
-        max_lengths = gathered.max_lengths
-        if labels is None:
+        spans, jagged = self._find(groups, num_samples)
+        fields: dict[str, Sequence[Any]] = {}
+        longest = []
+        for field, keys in jagged.items():
+            gathered = gather(groups, keys, batch_size, num_batches, FLOAT if field in _FLOAT_FIELDS else "int64")
+            if field == "labels":
+                self._finish_labels(gathered.values)
+            fields[field] = gathered.tensors
+            longest.append(gathered.max_lengths)
+        if (predicted := jagged.get("labels") or jagged.get("targets")) is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
-            loss_lengths = np.maximum(features[ITEM_ID].lengths - 1, 0)
+            loss_lengths = np.maximum(jagged["features"][ITEM_ID].lengths - 1, 0)
         else:
-            loss_lengths = labels.lengths
-            gathered = gather(groups, {LABEL: labels}, batch_size, num_batches)
-            self._finish_labels(gathered.values)
-            fields["labels"] = gathered.tensors
-            max_lengths = [a | b for a, b in zip(max_lengths, gathered.max_lengths, strict=True)]
+            (loss_lengths,) = (values.lengths for values in predicted.values())
         loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
         for name, column in self._dense_columns(spans).items():
             fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
         fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
-        limits = {name: values.length_limit for name, values in features.items()}
-        if labels is not None:
-            limits[LABEL] = labels.length_limit
+        of_keys = {(field, key): values for field, keys in jagged.items() for key, values in keys.items()}
+        names = name_keys(tuple(of_keys))
+        max_lengths = [dict(zip(names, of_batch, strict=True)) for of_batch in np.concatenate(longest, axis=1).tolist()]
+        limits = {name: values.length_limit for name, values in zip(names, of_keys.values(), strict=True)}
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
         return [
             self._batch_type(
                 batch_size=batch_size,
@@ -103,7 +108,8 @@ class Collate(ABC, Generic[Batch]):
         """Return the features that are made from events, by key."""
 
     @abstractmethod
-    def _label_values(self, spans: HistorySpans) -> KeyValues | None: ...
+    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
+        """Return the fields of labels, targets and weights, as far as batches have them."""
 
     def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
@@ -112,14 +118,16 @@ class Collate(ABC, Generic[Batch]):
     def _finish_labels(self, values: NDArray[np.int64]) -> None:
         """Change the gathered labels in place."""
 
-    def _find(
-        self, groups: Sequence[StoreRows], num_samples: int
-    ) -> tuple[HistorySpans, dict[str, KeyValues], KeyValues | None]:
-        """Return the samples' histories and candidates, their features by key, and their labels."""
+    def _find(self, groups: Sequence[StoreRows], num_samples: int) -> tuple[HistorySpans, Fields]:
+        """Return the samples' histories and candidates, and the values of all jagged keys."""
         spans = find_spans(groups, num_samples, self.max_history_length, self.max_num_candidates)
-        names = (*((USER_ID,) if self.user_id else ()), *groups[0].store.manifest.contextual)
-        context = {name: find_context(groups, name, num_samples) for name in names}
-        return spans, context | self._event_values(spans), self._label_values(spans)
+        store = groups[0].store
+        context = store.manifest.contextual if self.context is None else self.context
+        names = (*((USER_ID,) if self.user_id else ()), *context)
+        features = {name: find_context(groups, name, num_samples) for name in names} | self._event_values(spans)
+        floats = {name: features.pop(name) for name in [*features] if features[name].elements(store).dtype.kind == "f"}
+        fields = {"features": features, "float_features": floats} if floats else {"features": features}
+        return spans, fields | self._loss_values(groups, spans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,13 +148,20 @@ class SequenceCollate(Collate[SequenceBatch]):
     num_tasks: int
     candidate_actions: bool
     extra_events: tuple[str, ...]
+    label: str | None = None
+    target: str | None = None
+    weight: str | None = None
 
     def check(self, store: SequenceStore) -> None:
-        """Raise a ConfigError if the store lacks one of the extra events."""
-        known = [name for name in store.events if name not in (ITEM_ID, ACTION)]
-        for name in self.extra_events:
-            if name not in known:
-                raise ConfigError(f"the dataset has no extra events {name!r}; known: {', '.join(known)}")
+        """Raise a ConfigError if the store lacks a column that batches need."""
+        Collate.check(self, store)
+        events = [name for name in store.events if name != ITEM_ID]
+        integers = [name for name in events if store.events[name].dtype.kind == "i"]
+        floats = [name for name, dtype in store.manifest.contextual.items() if dtype == FLOAT]
+        _check_known("extra events", self.extra_events, [name for name in events if name != ACTION])
+        _check_known("integer events for label", [self.label] if self.label else (), integers)
+        _check_known("events for target", [self.target] if self.target else (), events)
+        _check_known("events or float feature for weight", [self.weight] if self.weight else (), [*events, *floats])
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows with fewer events than candidates or, if rows have numbers of targets, those with none."""
@@ -173,11 +188,25 @@ class SequenceCollate(Collate[SequenceBatch]):
                 values[name] = KeyValues(name, begins, history_ends - begins, self.max_history_length)
         return values
 
-    def _label_values(self, spans: HistorySpans) -> KeyValues | None:
-        if not self.max_num_candidates and not self.num_tasks:
-            return None
+    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
+        has_labels = bool(self.max_num_candidates or self.num_tasks or self.label)
+        if not (has_labels or self.target or self.weight):
+            return {}
         begins = spans.history_ends if self.max_num_candidates else spans.begins
-        return KeyValues(ACTION, begins, spans.ends - begins, self.max_num_candidates or self.max_history_length)
+        max_size = self.max_num_candidates or self.max_history_length
+        if not (has_labels or self.target):  # only weights, of items that are predicted from their predecessors
+            begins, max_size = np.minimum(begins + 1, spans.ends), max(max_size - 1, 0)
+        values = KeyValues(self.label or ACTION, begins, spans.ends - begins, max_size)
+        fields = {"labels": {LABEL: values}} if has_labels else {}
+        if self.target:
+            fields["targets"] = {TARGET: values._replace(column=self.target)}
+        if self.weight:
+            values = values._replace(column=self.weight)
+            if self.weight in groups[0].store.rows:
+                rows = find_context(groups, self.weight, len(begins)).begins
+                values = values._replace(begins=rows, is_of_user=True, is_repeated=True)
+            fields["weights"] = {WEIGHT: values}
+        return fields
 
     def _finish_labels(self, values: NDArray[np.int64]) -> None:
         if self.num_tasks > 1:
@@ -185,6 +214,12 @@ class SequenceCollate(Collate[SequenceBatch]):
 
     def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         return {"num_candidates": spans.ends - spans.history_ends}
+
+
+def _check_known(kind: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"the dataset has no {kind} {name!r}; known: {', '.join(known) or 'none'}")
 
 
 def check_user_ids(store: SequenceStore) -> None:

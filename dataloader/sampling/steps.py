@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.batches.batch import Batch
+from evenrank.dataloader.batches.schema import BatchSchema, schema_of
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import Order
@@ -33,7 +34,7 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Several datasets with the same contextual features, each with a share of an epoch proportional to its weight."""
+    """Several datasets with the same columns in batches, each with a share of an epoch proportional to its weight."""
 
     weights: Mapping[Path | str, float]
     """Per folder of a dataset; positive. `sample_ids` number the rows of the datasets consecutively, in this order."""
@@ -56,10 +57,11 @@ def find_samples(
     first_row = 0  # of the store, over all stores
     for store in stores:
         collate.check(store)
-        if store.manifest.contextual != stores[0].manifest.contextual:
+        schemas = [] if store is stores[0] else [_schema_of(each, collate) for each in (store, stores[0])]
+        if differences := [text for schema in schemas[1:] for text in schemas[0].differences(schema)]:
             raise DataError(
-                f"{store.folder} has the contextual features {list(store.manifest.contextual)}, {stores[0].folder} has "
-                f"{list(stores[0].manifest.contextual)}; the datasets of a mixture must have the same"
+                f"batches of {store.folder} and {stores[0].folder} differ in {'; '.join(differences)}; a mixture needs "
+                "datasets with the same columns"
             )
         unusable = collate.unusable(store)
         for reason, rows in unusable.items():
@@ -67,6 +69,11 @@ def find_samples(
         samples.append(Samples(num_rows=len(store), left_out=np.unique(np.concatenate([*unusable.values(), _NO_ROWS]))))
         first_row += len(store)
     return samples, left_out
+
+
+def _schema_of(store: SequenceStore, collate: Collate[Any]) -> BatchSchema:
+    (empty,) = collate(group_by_store([store], _NO_ROWS), _NO_ROWS, batch_size=1)
+    return schema_of(empty)
 
 
 def make_order(

@@ -190,8 +190,14 @@ def _embeddings(config: TrainConfig, configs: list[EmbeddingConfig]) -> nn.Modul
     return replicated
 
 
+def _contextual(config: TrainConfig, manifest: Manifest) -> tuple[str, ...]:
+    """Return the features that are one token of a sample each: ids with one value."""
+    single = (name for name, dtype in manifest.contextual.items() if dtype == "int64")
+    return (*((USER_ID,) if config.user_id else ()), *single)
+
+
 def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
-    contextual = (*((USER_ID,) if config.user_id else ()), *manifest.contextual)
+    contextual = _contextual(config, manifest)
     return HSTUConfig(
         max_length=len(contextual) + 2 * config.max_history_length,
         contextual=contextual,
@@ -228,7 +234,7 @@ def _flops_and_work(config: TrainConfig, shape: HSTUConfig, *, head: tuple[int, 
 def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     """Predict the codes of each next item; measured by the place of the last item in a beam search."""
     table = _code_table(config, manifest)
-    contextual = (*((USER_ID,) if config.user_id else ()), *manifest.contextual)
+    contextual = _contextual(config, manifest)
     shape = DecoderConfig(
         codebook_sizes=table.codebook_sizes,
         contextual={name: manifest.vocabulary_sizes[name] for name in contextual},

@@ -20,7 +20,7 @@ from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
 from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
 
-Columns = dict[str, NDArray[Any]]  # columns of events by name: int64 or int32 [events]
+Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 
 # Target size of a bucket; building the sequences of one takes about 0.3 GB, or twice as much if most times are equal.

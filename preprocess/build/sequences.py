@@ -5,6 +5,7 @@ The compiled loops run without the GIL.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -62,8 +63,8 @@ def first_at_or_after(
 
 @compiled
 def gather(
-    column: NDArray[np.int64], order: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
-) -> NDArray[np.int64]:
+    column: NDArray[Any], order: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[Any]:
     """Concatenate column[order[begins[i] : ends[i]]] over all rows i."""
     values = np.empty(np.sum(ends - begins), dtype=column.dtype)
     position = 0
@@ -89,7 +90,7 @@ class Sequences:
     begins: NDArray[np.int64]  # [rows]
     ends: NDArray[np.int64]  # [rows]
     order: NDArray[np.int32]  # [events]
-    events: Mapping[str, NDArray[np.int64]]  # item_id, action, timestamp_ms and extra columns: [events] each
+    events: Mapping[str, NDArray[Any]]  # item_id, action, timestamp_ms and extra columns: [events] each
     windows: NDArray[np.int32]  # index of each row among those of its user: [rows]
     num_targets: NDArray[np.int32]  # number of last events of each row that are to be predicted: [rows]
 
@@ -106,7 +107,7 @@ class Sequences:
         per_row = ("user_keys", "user_ids", "begins", "ends", "windows", "num_targets")
         return replace(self, **{name: getattr(self, name)[rows] for name in per_row})
 
-    def values(self, name: str) -> NDArray[np.int64]:
+    def values(self, name: str) -> NDArray[Any]:
         """Return the values of a column for the events of all rows, concatenated: [sum(lengths)]."""
         return gather(self.events[name], self.order, self.begins, self.ends)
 

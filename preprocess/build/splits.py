@@ -26,7 +26,7 @@ from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 from evenrank.preprocess.sources.raw_values import raw_id
-from evenrank.preprocess.sources.tabular import open_plain_csv, open_table
+from evenrank.preprocess.sources.tabular import open_table
 from evenrank.preprocess.sources.times import PER_SECOND, unit_of
 
 TRAIN, EVAL = "train", "eval"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     LENGTH,
     LENGTH_PERCENTILES,
+    MULTI_VALUED,
     NUM_TARGETS,
     USER_ID,
     WINDOW,
@@ -32,7 +34,7 @@ ROWS_PER_FILE = 16_384
 ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
 _MAX_QUEUED_GROUPS = 4  # row groups waiting to be encoded
-_Columns = dict[str, NDArray[np.integer]]  # values by column: [rows], or [events] concatenated over the rows
+_Columns = dict[str, Any]  # arrays by column, [rows] or [events] concatenated over the rows; Series of context
 
 
 class SplitWriter:
@@ -41,17 +43,19 @@ class SplitWriter:
     Args:
         folder: folder of the dataset.
         name: name of the split.
-        row_columns: further columns with one value per row: `window`, `num_targets` (int32), contextual features.
+        row_columns: further columns besides lists of events, and their types: `window`, `num_targets` (int32),
+            contextual features.
         extra_events: further list columns and their element types.
     """
 
-    def __init__(self, folder: Path, name: str, row_columns: Sequence[str], extra_events: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, name: str, row_columns: Mapping[str, str], extra_events: Mapping[str, str]
+    ) -> None:
         self._folder, self._name = folder, name
         element_types = {**EVENT_DTYPES, **extra_events}
         self._event_columns = tuple(element_types)
-        row_types = dict.fromkeys((USER_ID, *row_columns), "int64")
-        row_types |= {column: "int32" for column in (WINDOW, NUM_TARGETS) if column in row_columns}
-        fields = [pa.field(column, pa.type_for_alias(dtype), nullable=False) for column, dtype in row_types.items()]
+        row_types = {USER_ID: "int64", **row_columns}
+        fields = [pa.field(column, _arrow_type(dtype), nullable=False) for column, dtype in row_types.items()]
         fields += [pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()]
         self._schema = pa.schema([*fields, pa.field(LENGTH, pa.int32(), nullable=False)])
         (folder / name).mkdir()
@@ -66,8 +70,8 @@ class SplitWriter:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="evenrank-writer")
         self._queue: deque[Future[None]] = deque()
 
-    def append(self, sequences: Sequences, context: Mapping[str, NDArray[np.int64]]) -> None:
-        """Append rows, with their contextual features: int64 [rows] each."""
+    def append(self, sequences: Sequences, context: pl.DataFrame) -> None:
+        """Append rows, with their contextual features: a column [rows] each."""
         lengths = sequences.lengths
         self._lengths.append(lengths)
         cumulative_events = np.cumsum(lengths)
@@ -77,15 +81,15 @@ class SplitWriter:
             group_end = np.searchsorted(cumulative_events, events_before + EVENTS_PER_GROUP - self._pending_events) + 1
             max_rows = min(ROWS_PER_GROUP - self._pending_rows, ROWS_PER_FILE - self._file_rows)
             end = min(len(sequences), begin + max_rows, max(int(group_end), begin + 1))
-            self._add_pending(sequences.take(np.arange(begin, end)), context, slice(begin, end))
+            self._add_pending(sequences.take(np.arange(begin, end)), context[begin:end])
             is_full = self._pending_rows == ROWS_PER_GROUP or self._pending_events >= EVENTS_PER_GROUP
             if is_full or self._file_rows == ROWS_PER_FILE:
                 self._write_group()
             begin = end
 
-    def _add_pending(self, rows: Sequences, context: Mapping[str, NDArray[np.int64]], selected: slice) -> None:
+    def _add_pending(self, rows: Sequences, context: pl.DataFrame) -> None:
         columns: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
-        columns |= {name: values[selected] for name, values in context.items()}
+        columns |= context.to_dict()
         columns |= {name: rows.values(name) for name in self._event_columns}
         columns[LENGTH] = rows.lengths.astype(np.int32)
         for name, largest in self.largest.items():
@@ -128,12 +132,16 @@ class SplitWriter:
         if self._file is None:
             # Delta encoding is faster and smaller than a dictionary, even for random values, because ids and time
             # stamps use few of their 64 bits.
+            lists = {entry.name: entry.type.value_type for entry in self._schema if pa.types.is_list(entry.type)}
+            delta, split = "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"
             self._file = pq.ParquetWriter(
                 self._folder / self._current_path(),
                 self._schema,
                 compression="zstd",
                 use_dictionary=False,
-                column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in self._event_columns},
+                column_encoding={
+                    f"{name}.list.element": delta if t != pa.float32() else split for name, t in lists.items()
+                },
             )
         if parts:
             self._file.write_table(self._to_table(parts), row_group_size=ROWS_PER_GROUP)
@@ -141,9 +149,8 @@ class SplitWriter:
             self._end_file(ROWS_PER_FILE)
 
     def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in self._schema.names}
-        offsets = _arrow_array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
-        arrays = {name: _arrow_array(values) for name, values in columns.items()}
+        arrays = {name: _arrow_array([part[name] for part in parts]) for name in self._schema.names}
+        offsets = _arrow_array([np.zeros(1, dtype=np.int32), np.cumsum(arrays[LENGTH].to_numpy(), dtype=np.int32)])
         for name in self._event_columns:
             arrays[name] = pa.ListArray.from_arrays(offsets, arrays[name])
         return pa.table(arrays, schema=self._schema)
@@ -159,8 +166,15 @@ class SplitWriter:
         return f"{self._name}/part-{len(self._files):05d}.parquet"
 
 
-def _arrow_array(values: NDArray[Any]) -> pa.Array:
-    """Wrap an array without `pa.array`, which imports pandas where it is installed: 0.2 seconds."""
+def _arrow_type(dtype: str) -> pa.DataType:
+    return pa.list_(pa.int64()) if dtype == MULTI_VALUED else pa.type_for_alias(dtype)
+
+
+def _arrow_array(parts: Sequence[Any]) -> pa.Array:
+    """Join arrays, or Series, without `pa.array`, which imports pandas where it is installed: 0.2 seconds."""
+    if isinstance(parts[0], pl.Series):
+        return pl.concat(parts).to_arrow()
+    values = np.concatenate(parts)
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 

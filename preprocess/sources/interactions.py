@@ -2,17 +2,17 @@
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
-from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, SourceFile
+from evenrank.datasets.schema import FLOAT, ITEM_ID, MULTI_VALUED, USER_ID, IdKind, SourceFile
 
 # Boolean column, true for rows that were parsed and whose values are in range. In other rows, the values of all other
 # columns are undefined.
@@ -42,7 +42,7 @@ class EventPart:
     size: int  # approximate number of bytes; it determines the number of buckets
     events: pl.LazyFrame
     """Columns user_id, item_id (Int64, UInt64 or String), timestamp_ms (int64), action (int32), extra columns and
-    IS_GOOD; in file order."""
+    IS_GOOD; in file order. Good rows have neither nulls nor, in float32 columns, values that are not finite."""
     find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first `limit` bad rows; may be slow
     find_texts: Callable[[], frozenset[str]] = frozenset  # columns of ids that were taken for integers, but are text
 
@@ -106,12 +106,22 @@ def time_checks(name: str, *, unit_ms: int = 1) -> dict[str, pl.Expr]:
     return {**integer_checks(name), f"{name} is not in the years 1970 to 9999": is_in_range}
 
 
+_DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VALUED, pl.Float32(): FLOAT}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The contextual features of users, encoded as integers: 0 if missing, else 1..n by sorted value."""
+    """The contextual features of users, encoded as integers: 0 if missing, else 1..n by sorted value; or floats."""
 
-    features: pl.DataFrame  # user_id (int64, the user's key), then one int64 column per feature
-    labels: Mapping[str, tuple[str | None, ...]]  # of the ids 0 (always None), 1, 2, ... of each feature
+    features: (
+        pl.DataFrame
+    )  # user_id (int64, the user's key), then one column per feature: Int64, List(Int64) or Float32
+    labels: Mapping[str, tuple[str | None, ...]]  # of the ids 0 (always None), 1, 2, ... of each feature of integers
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Type of each feature, as in the manifest."""
+        return {name: _DTYPES[dtype] for name, dtype in self.features.drop(USER_ID).schema.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,40 +133,57 @@ class Interactions:
     context: Context | None = None
     num_actions: int | None  # None if the largest action is only known once all events are read
     time_unit: TimestampUnit = "ms"  # of the raw times
-    extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or int32
+    extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64, int32 or float32
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
     id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})
 
 
-def encode_context(raw: pl.DataFrame) -> Context:
-    """Encode columns of sortable values, except `user_id`, as 1..n by sorted value, and as 0 where a value is null."""
+def encode_context(raw: pl.DataFrame, floats: Collection[str] = ()) -> Context:
+    """Encode columns of sortable values, except `user_id`, as 1..n by sorted value, and as 0 where a value is null.
+
+    The elements of lists are encoded alike, without nulls. Columns named in `floats` become float32, 0 where a value is
+    null; raises a DataError if one is not finite.
+    """
     columns, labels = [raw.get_column(USER_ID)], {}
     for feature in raw.drop(USER_ID).iter_columns():
-        values = feature.drop_nulls().unique().sort()
-        columns.append((values.search_sorted(feature).cast(pl.Int64) + 1).set(feature.is_null(), 0).alias(feature.name))
-        labels[feature.name] = (None, *map(str, values))
+        if feature.name in floats:
+            encoded = feature.cast(pl.Float32).fill_null(0)
+            for value in feature.filter(~encoded.is_finite()):
+                raise DataError(f"the feature {feature.name!r} has the value {value}, no finite float32; change it")
+        else:
+            is_list = feature.dtype == pl.List
+            values = (feature.explode() if is_list else feature).drop_nulls().unique().sort()
+            if is_list:
+                ids = pl.int_range(1, len(values) + 1, eager=True)
+                element = pl.element().replace_strict(values, ids, return_dtype=pl.Int64)
+                encoded = feature.list.drop_nulls().list.eval(element).cast(pl.List(pl.Int64)).fill_null([])
+            else:
+                encoded = (values.search_sorted(feature).cast(pl.Int64) + 1).set(feature.is_null(), 0)
+            labels[feature.name] = (None, *map(str, values))
+        columns.append(encoded.alias(feature.name))
     return Context(features=pl.DataFrame(columns), labels=labels)
 
 
 class ContextLookup:
-    """Look up features by the key of a user; one without features gets 0, the id of a missing value."""
+    """Look up features by the key of a user; one without features gets 0, a missing value, or an empty list."""
 
     def __init__(self, context: Context | None) -> None:
         features = pl.DataFrame(schema={USER_ID: pl.Int64}) if context is None else context.features.sort(USER_ID)
-        columns = {column.name: column.to_numpy() for column in features.iter_columns()}
-        self._users: NDArray[np.int64] = columns.pop(USER_ID)
-        self._features = columns
-        self._requested = np.zeros(len(self._users), dtype=bool)
-        self.names = tuple(columns)
+        missing: dict[str, list[Any]] = {
+            name: [[] if dtype == pl.List else 0] for name, dtype in features.schema.items()
+        }
+        features = features.vstack(pl.DataFrame(missing, schema=features.schema))
+        self._users: NDArray[np.int64] = features.get_column(USER_ID).to_numpy()  # and a last row, of any other user
+        self._features = features.drop(USER_ID)
+        self._requested = np.zeros(len(self._users) - 1, dtype=bool)
+        self.dtypes = {} if context is None else context.dtypes
 
-    def lookup(self, user_keys: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return each feature of the given users: int64 [users]."""
-        if not len(self._users):
-            return {name: np.zeros(len(user_keys), dtype=np.int64) for name in self.names}
-        positions = np.minimum(np.searchsorted(self._users, user_keys), len(self._users) - 1)
-        is_known = self._users[positions] == user_keys
+    def lookup(self, user_keys: NDArray[np.int64]) -> pl.DataFrame:
+        """Return the features of the given users: a row of each."""
+        positions = np.searchsorted(self._users[:-1], user_keys)
+        is_known = (positions < len(self._requested)) & (self._users[positions] == user_keys)
         self._requested[positions[is_known]] = True
-        return {name: np.where(is_known, values[positions], 0) for name, values in self._features.items()}
+        return self._features[np.where(is_known, positions, len(self._requested))]
 
     def count_unrequested(self) -> int:
         """Return the number of users that have features and were never looked up."""

@@ -157,8 +157,11 @@ def test_a_mixture_numbers_the_rows_of_its_datasets_consecutively(small_dataset:
 
 def test_mixtures_with_unequal_features_or_another_order_are_refused(small_dataset: Path, tmp_path: Path) -> None:
     other = copy_dataset(small_dataset, tmp_path / "other")
-    update_manifest(other, contextual=())
-    with pytest.raises(DataError, match=r"other has the contextual features \[\], .*data has \['segment'\]"):
+    update_manifest(other, contextual={})
+    with pytest.raises(
+        DataError,
+        match=r"other and .*data differ in length limit of segment: None and 1; features: .*action and .*segment, item",
+    ):
         _loaders(Mixture(weights={small_dataset: 1, other: 1}), 1)
     with pytest.raises(ConfigError, match="mixtures are always shuffled; order must be 'shuffle', got 'time'"):
         _loaders(Mixture(weights={small_dataset: 1}), 1, order="time")

@@ -17,6 +17,7 @@ from evenrank.dataloader import (
     SequenceBatch,
     StreamConfig,
     StreamLoader,
+    build_loader,
     build_stream_loader,
     merge_stream_states,
 )
@@ -83,6 +84,22 @@ def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
         seen += batch.num_real
     assert seen == (store.lengths >= 2).sum()
     assert loader.left_out == {"fewer events than 2 candidates": (store.lengths < 2).sum()}
+
+
+def test_columns_of_every_kind_are_those_of_a_loader(rich_dataset: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"extra_events": ("price",), "label": "dwell", "target": "price", "weight": "share"}
+    config = LoaderConfig(batch_size=8, max_history_length=10, **options)
+    loader = build_loader(rich_dataset, config, rank=0, world_size=1)
+    stream = build_stream_loader(write_in_parts(rich_dataset, tmp_path / "parts"), config, SMALL, rank=0, world_size=1)
+    for batch in stream:
+        same = loader.collate(batch.sample_ids[: batch.num_real].numpy())
+        for name in ("features", "float_features", "labels", "targets", "weights"):
+            streamed, collated = (getattr(each, name) for each in (batch.slice(0, batch.num_real), same))
+            assert streamed.keys() == collated.keys()
+            assert streamed.lengths().tolist() == collated.lengths().tolist()
+            assert streamed.values().tolist() == collated.values().tolist()
+    assert same.features.keys() == ["segment", "tags", "item_id", "action"]
+    assert same.float_features.keys() == ["share", "price"]
 
 
 def test_resuming_in_the_same_shape_yields_the_same_batches(parts: Path) -> None:

@@ -68,3 +68,35 @@ def write_in_parts(dataset: Path, out: Path) -> Path:
     train = replace(manifest.splits["train"], files=tuple(files))
     write_manifest(replace(manifest, splits={**manifest.splits, "train": train}), out)
     return out
+
+
+def add_columns(dataset: Path) -> Path:
+    """Add columns of all kinds to the dataset of `small_dataset`: `tags` and `share` of users, others of events."""
+    manifest = read_manifest(dataset)
+    rng = np.random.default_rng(0)
+    for split in manifest.splits:
+        (path,) = (dataset / split).glob("*.parquet")
+        table = pq.read_table(path)
+        lengths, num_tags = table["length"].to_numpy(), rng.integers(0, 4, len(table))
+        share = rng.integers(0, 5, len(table)).astype(np.float32) / 4
+        for name, values in (
+            ("tags", _lists(num_tags, rng.integers(1, 9, num_tags.sum()))),
+            ("share", pa.array(share)),
+            ("price", _lists(lengths, rng.normal(size=lengths.sum()).astype(np.float32))),
+            ("dwell", _lists(lengths, rng.integers(-5, 60, lengths.sum(), dtype=np.int32))),
+        ):
+            table = table.append_column(name, values)
+        pq.write_table(table, path)
+        update_manifest(
+            dataset,
+            split,
+            contextual={"segment": "int64", "tags": "list<int64>", "share": "float32"},
+            extra_events={"price": "float32", "dwell": "int32"},
+            vocabulary_sizes={**manifest.vocabulary_sizes, "tags": 9},
+            context_labels={**manifest.context_labels, "tags": (None, *"abcdefgh")},
+        )
+    return dataset
+
+
+def _lists(lengths: NDArray[np.integer], values: NDArray[Any]) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))

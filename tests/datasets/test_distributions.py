@@ -197,7 +197,9 @@ def test_a_column_of_a_dataset_becomes_a_distribution(small_dataset: Path, colum
 
 
 def test_a_column_without_a_distribution_is_refused(small_dataset: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no column 'genre'; known: length, item_id, action, timestamp_ms, user_id"):
+    with pytest.raises(
+        ConfigError, match=r"no integer column 'genre'; known: length, item_id, action, timestamp_ms, user_id"
+    ):
         Histogram.read(small_dataset, "genre")
     with pytest.raises(DataError, match="has no split 'test'; known: eval, train"):
         Histogram.read(small_dataset, split="test")

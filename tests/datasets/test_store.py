@@ -1,3 +1,4 @@
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -16,7 +17,7 @@ from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import read_manifest
 from evenrank.datasets.store import open_store
 from evenrank.datasets.stream import open_stream
-from tests.datasets.crafted import add_targets, change_table
+from tests.datasets.crafted import add_targets, change_table, copy_dataset, write_in_parts
 
 
 def test_rows_equal_those_of_the_parquet_files(small_dataset: Path) -> None:
@@ -32,6 +33,45 @@ def test_rows_equal_those_of_the_parquet_files(small_dataset: Path) -> None:
         assert isinstance(store.events[name].base, np.memmap)
         assert not store.events[name].flags.writeable
     assert store.events["action"].dtype == np.int32
+
+
+def test_columns_of_every_kind_equal_those_of_the_parquet_files_also_read_as_a_stream(
+    rich_dataset: Path, tmp_path: Path
+) -> None:
+    store = open_store(rich_dataset)
+    table = pq.read_table(rich_dataset / "train")
+    assert store.rows["share"].dtype == store.events["price"].dtype == np.float32
+    assert store.events["dwell"].dtype == np.int32
+    in_parts = write_in_parts(rich_dataset, tmp_path / "parts")  # row groups of 10
+    for read, first, end in ((store, 0, len(table)), (open_stream(in_parts, "train").read(7, 93), 7, 93)):
+        rows = table.slice(first, end - first)
+        assert {name: read.rows[name].tolist() for name in ("segment", "share")} == {
+            name: rows[name].to_pylist() for name in ("segment", "share")
+        }
+        for name, offsets, values in (
+            ("tags", read.multi_valued["tags"].offsets, read.rows["tags"]),
+            *((name, read.offsets, read.events[name]) for name in ("price", "dwell")),
+        ):
+            assert [values[a:b].tolist() for a, b in itertools.pairwise(offsets)] == rows[name].to_pylist()
+    assert [open_stream(in_parts, "train").read(3, 3).rows[name].dtype for name in ("tags", "share")] == ["i8", "f4"]
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.multi_valued["tags"].offsets.tolist() == store.multi_valued["tags"].offsets.tolist()
+    remapped = store.remapped({"tags": _Reversed()})
+    assert remapped.rows["tags"].tolist() == (599 - store.rows["tags"]).tolist()
+
+
+@pytest.mark.parametrize("values", [{0: 1}, {5: 1 << 40}, {-1: 1 << 40}, {-1: -1}, {4: 9, 5: 2}])
+def test_offsets_of_a_feature_out_of_range_are_refused(
+    rich_dataset: Path, tmp_path: Path, values: dict[int, int]
+) -> None:
+    dataset = copy_dataset(rich_dataset, tmp_path / "data")
+    open_store(dataset)
+    (cached,) = (dataset / ".cache").glob("*/row_offsets/tags.npy")
+    changed = np.load(cached)
+    changed[list(values)] = list(values.values())
+    np.save(cached, changed)
+    with pytest.raises(DataError, match=r"tags.npy is damaged; delete .*-train-v4 to have it rebuilt"):
+        open_store(dataset)
 
 
 def _open_and_sum(path: Path, results: "multiprocessing.Queue[tuple[int, ...]]") -> None:
@@ -52,7 +92,7 @@ def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path
     items = open_store(small_dataset).events["item_id"]
     assert sums == {(int(items.sum()), int((599 - items).sum()))}
     built = sorted(path.name for path in (dataset / ".cache").iterdir() if path.is_dir())
-    assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v3", *_entries(dataset)])
+    assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v4", *_entries(dataset)])
     assert len(built) == 2
 
 
@@ -61,7 +101,7 @@ def test_a_damaged_cache_says_what_to_delete(dataset: Path, damage: Callable[[Pa
     open_store(dataset)
     (cached,) = (dataset / ".cache").glob("*/events/item_id.npy")
     damage(cached)
-    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v3 to have it rebuilt"):
+    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v4 to have it rebuilt"):
         open_store(dataset)
 
 
@@ -84,7 +124,7 @@ def test_a_cache_with_indices_out_of_range_is_refused(dataset: Path, name: str, 
     changed = np.load(cached)
     changed[list(values)] = list(values.values())
     np.save(cached, changed)
-    with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v3 to have it rebuilt"):
+    with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v4 to have it rebuilt"):
         open_store(dataset)
 
 

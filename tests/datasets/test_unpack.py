@@ -1,3 +1,4 @@
+import math
 import os
 import resource
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.store import SequenceStore, open_store
 from evenrank.datasets.stream import open_stream
 from evenrank.datasets.unpack import ColumnWriter, map_column
-from tests.datasets.crafted import add_targets, change_table, set_columns, update_manifest, write_in_parts
+from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns, update_manifest, write_in_parts
 
 STRANGER = 54321  # a user id without an entry in the password database
 Change = Callable[[pa.Table], pa.Table]
@@ -76,12 +77,12 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(dataset: Path) -> None:
     assert [path.suffix for path in (dataset / ".cache").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
 @pytest.mark.parametrize("parts", [[], [0], [5], [2, 0, 3]])
 def test_a_column_written_in_parts_is_that_of_numpy(tmp_path: Path, dtype: str, parts: list[int]) -> None:
     values = [np.arange(n, dtype=dtype) - 1 for n in parts]
     expected = np.concatenate([np.empty(0, dtype), *values])
-    with ColumnWriter(tmp_path / "column.npy", dtype, len(expected)) as column:
+    with ColumnWriter(tmp_path / "column.npy", dtype) as column:
         for part in values:
             column.append(part)
     np.save(tmp_path / "theirs.npy", expected)
@@ -130,6 +131,35 @@ def test_a_malformed_column_is_named(dataset: Path, change: Change, message: str
     with pytest.raises(DataError, match=f"part-00000.parquet{message}"):
         open_store(dataset)
     assert not [path for path in (dataset / ".cache").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("share", math.nan, "'share' has infinite values or NaN; preprocess"),
+        ("share", None, "'share' must be float32 without nulls, it has 1 nulls"),
+        ("tags", [1, 9], r"'tags' has values from 1 to 9, which must be in 0\.\.8"),
+        ("tags", [1, None], "'tags' must be int64 without nulls, it has 1 nulls"),
+        ("tags", None, "'tags' must be list<int64> without nulls, it has 1 null lists"),
+        ("price", [math.inf], "'price' has infinite values or NaN; preprocess"),
+        ("price", [0.5, 0.5], "a list of column 'price' has another length than its row's 'length'"),
+    ],
+)
+def test_a_wrong_value_of_a_float_or_of_several_ids_is_refused(
+    rich_dataset: Path, tmp_path: Path, name: str, row: object, message: str
+) -> None:
+    dataset = copy_dataset(rich_dataset, tmp_path / "data")
+    first = pq.read_table(dataset / "train")["length"].to_pylist().index(1)
+
+    def change(table: pa.Table) -> pa.Table:
+        column = table[name].to_pylist()
+        column[first] = row
+        return set_columns({name: pa.array(column, table.schema.field(name).type)})(table)
+
+    change_table(dataset, change)
+    for read in (open_store, lambda path: open_stream(path, "train").read(0, len(pq.read_table(path / "train")))):
+        with pytest.raises(DataError, match=message):
+            read(dataset)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_ml_1m_has_contextual_features_which_are_0_if_unknown(tmp_path: Path) ->
         (4, 0, 0, 0, 0, [1], [0], [1000], 1),
         (5, 0, 1, 0, 0, [1], [0], [1000], 1),
     ]
-    assert manifest.contextual == names[1:5]
+    assert list(manifest.contextual.items()) == [(name, "int64") for name in names[1:5]]
     assert manifest.context_labels["sex"] == (None, "F", "M")
     assert manifest.context_labels["age_group"] == (None, "1", "25", "56")
     assert manifest.context_labels["zip_code"] == (None, "48067", "55117-12", "70072")

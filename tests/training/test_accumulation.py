@@ -52,6 +52,14 @@ def test_loss_tokens_of_tasks_are_counted_over_the_ranks_and_steps_of_an_optimiz
         assert tokens == [[[33, 0, 10], [33, 0, 10]], [[4, 5, 1]]]
 
 
+def test_floats_are_sums_of_weights_added_up_in_float64() -> None:
+    sums = torch.tensor([[0.5, 2**24], [0.25, 1]], dtype=torch.float32)
+    ((first, second),) = accumulate(_batches([9, 9]), 2, task_tokens=lambda batch: sums[batch.step])
+    assert first.world_task_tokens is second.world_task_tokens
+    assert first.world_task_tokens is not None
+    assert first.world_task_tokens.tolist() == [0.75, 2**24 + 1]
+
+
 def _raises_unlike_others(rank: int, world_size: int) -> None:
     """Accumulate other numbers of steps, count other tasks, or count them on one rank alone."""
     ones = torch.ones(2 + rank, dtype=torch.int64)
@@ -76,6 +84,10 @@ def test_wrong_arguments_are_refused() -> None:
         accumulate(_batches([1]), 1, group=wrong)
     with pytest.raises(ConfigError, match="a batch has no world_loss_tokens; pass a Balancer instead of the loader"):
         list(accumulate(_batches([3, None]), 2))
-    for tokens, got in ((torch.tensor(3), r"torch.int64 \[\]"), (torch.ones(2), r"torch.float32 \[2\]"), ([3], "list")):
-        with pytest.raises(ConfigError, match=rf"task_tokens must return integers \[tasks\], got {got}; add up boolea"):
+    for tokens, got in (
+        (torch.tensor(3), r"torch.int64 \[\]"),
+        (torch.ones(1, 2), r"torch.float32 \[1, 2\]"),
+        ([3], "list"),
+    ):
+        with pytest.raises(ConfigError, match=rf"task_tokens must return a tensor \[tasks\], got {got}; add up boolea"):
             list(accumulate(_batches([1]), 1, task_tokens=Mock(return_value=tokens)))

@@ -16,7 +16,7 @@ import evenrank.training
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
-from evenrank.training import accumulate, label_bits, scale_loss
+from evenrank.training import LossAverage, accumulate, label_bits, scale_loss
 from tests.dataloader.balance.costs import COST
 from tests.ranks import RankPool
 
@@ -117,6 +117,57 @@ def test_balanced_gradients_equal_those_of_one_rank_with_all_samples(ranks: Rank
         assert strategy != "none" or any(0 in num_real for _, num_real in results)
         for gradients, _ in results:
             torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
+
+
+_WEIGHTED = {"max_history_length": 20, "target": "price", "weight": "share"}
+
+
+def _weighted_loss_sum(bias: Tensor, batch: SequenceBatch) -> Tensor:
+    assert batch.targets is not None
+    assert batch.weights is not None
+    weights = batch.weights.values()
+    return (weights * (batch.targets.values() - bias) ** 2).sum().view(1) + 0 * bias
+
+
+def _weight_sum(batch: SequenceBatch) -> Tensor:
+    assert batch.weights is not None
+    return batch.weights.values().sum().view(1)
+
+
+def _train_weighted(rank: int, world_size: int, path: Path) -> list[float]:
+    bias = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    average, gradients = LossAverage(), []
+    loader = build_loader(path, LoaderConfig(batch_size=8, **_WEIGHTED), rank=rank, world_size=world_size)
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
+        for (batch,) in accumulate(balancer, 1, task_tokens=_weight_sum):
+            loss_sums = _weighted_loss_sum(bias, batch)
+            average.update(loss_sums.detach(), batch, task_tokens=_weight_sum(batch))
+            (gradient,) = torch.autograd.grad(scale_loss(loss_sums, batch).sum(), bias)
+            torch.distributed.all_reduce(gradient)
+            gradients.append(gradient.item() / world_size)  # as DDP averages them
+    return [*gradients, *average.compute()]
+
+
+def test_weighted_gradients_and_averages_equal_those_of_one_rank_with_all_samples(
+    ranks: RankPool, rich_dataset: Path
+) -> None:
+    bias = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    gradients, totals = [], torch.zeros(2, dtype=torch.float64)
+    for batch in build_loader(rich_dataset, LoaderConfig(batch_size=16, **_WEIGHTED), rank=0, world_size=1):
+        loss_sum, weight_sum = _weighted_loss_sum(bias, batch), _weight_sum(batch).double()
+        totals += torch.cat([loss_sum.detach(), weight_sum])
+        gradients += torch.autograd.grad(loss_sum / weight_sum, bias)
+    expected = [*(gradient.item() for gradient in gradients), (totals[0] / totals[1]).item()]
+    assert len(expected) > 10
+    assert ranks.run(2, _train_weighted, rich_dataset) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+def test_a_sum_of_weights_below_1_divides_the_loss_in_its_dtype() -> None:
+    batch = JaggedBatch(batch_size=1, num_real=1, world_loss_tokens=1, dp_size=2)
+    batch.world_task_tokens = torch.tensor([0.25, 0.0], dtype=torch.float64)
+    scaled = scale_loss(torch.tensor([1.5, 0.0]), batch)
+    assert scaled.tolist() == [12.0, 0.0]
+    assert scaled.dtype == torch.float32
 
 
 Sample = tuple[float, list[bool]]  # a feature, and of which tasks it is a loss token

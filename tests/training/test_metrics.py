@@ -74,6 +74,66 @@ def test_ranking_metrics_equal_their_definitions(places: list[int]) -> None:
     assert metric.compute() == pytest.approx(expected, rel=1e-14, nan_ok=True)
 
 
+WEIGHTS = st.one_of(st.integers(0, 3).map(float), st.floats(0, 100, width=32))
+
+
+@given(samples=st.lists(st.tuples(SCORES, st.booleans(), WEIGHTS), max_size=20), cut=st.integers(0, 20))
+def test_weighted_auc_counts_each_pair_with_the_product_of_its_weights(samples: list[Any], cut: int) -> None:
+    metric = BinaryAUC()
+    scores, targets = _tensors([sample[:2] for sample in samples])
+    weights = torch.tensor([weight for *_, weight in samples], dtype=torch.float32)
+    weights[cut:] = 1  # of samples that are added without weights
+    metric.update(scores[:cut], targets[:cut], weights[:cut])
+    metric.update(scores[cut:], targets[cut:])
+    weighted = [(score, positive, w) for (score, positive, _), w in zip(samples, weights.tolist(), strict=True)]
+    pairs = [
+        (p, n, Fraction(v * w)) for p, positive, v in weighted if positive for n, other, w in weighted if not other
+    ]
+    total = sum(weight for *_, weight in pairs)
+    wins = sum(weight * Fraction((p > n) * 2 + (p == n), 2) for p, n, weight in pairs)
+    expected = float(wins / total) if total else math.nan
+    for _ in range(2):
+        assert metric.compute() == [pytest.approx(expected, rel=1e-12, nan_ok=True)]
+
+
+@given(samples=st.lists(st.tuples(st.integers(-1, 5), WEIGHTS), max_size=9), cut=st.integers(0, 9))
+def test_weighted_ranking_metrics_are_weighted_means(samples: list[tuple[int, float]], cut: int) -> None:
+    metric = RankingMetrics((3,))
+    places = torch.tensor([place for place, _ in samples], dtype=torch.int64)
+    weights = torch.tensor([weight for _, weight in samples], dtype=torch.float32)
+    weights[cut:] = 1
+    metric.update(places[cut:])
+    metric.update(places[:cut], weights[:cut])
+    of_places = list(zip(places.tolist(), weights.tolist(), strict=True))
+    total = math.fsum(weights.tolist())
+    sums = {
+        "recall": math.fsum(w for place, w in of_places if 1 <= place <= 3),
+        "ndcg": math.fsum(w / math.log2(place + 1) for place, w in of_places if 1 <= place <= 3),
+        "mrr": math.fsum(w / place for place, w in of_places if 1 <= place <= 3),
+    }
+    expected = {f"{name}@3": value / total if total else math.nan for name, value in sums.items()}
+    assert metric.compute() == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def _compute_weighted(rank: int, world_size: int, parts: list[tuple[Tensor, ...]]) -> list[float]:
+    """Compute metrics where ranks without samples do not know that others have weights."""
+    auc, ranking = BinaryAUC(2), RankingMetrics((10,))
+    scores, targets, places, weights = parts[rank]
+    if len(scores):
+        auc.update(scores, targets, weights)
+        ranking.update(places, weights)
+    return [*auc.compute(), *ranking.compute().values()]
+
+
+def test_weighted_metrics_are_those_of_all_ranks(ranks: RankPool) -> None:
+    samples = (*_random_samples(), torch.rand(800, dtype=torch.float64))
+    expected = _compute_weighted(0, 1, [samples])
+    assert len({*expected, *_compute(samples[:3])[0]}) == len(expected) + 2  # weights make a difference
+    owners = torch.randint(1, 3, (800,))
+    parts = [tuple(tensor[owners == rank] for tensor in samples) for rank in range(3)]
+    assert ranks.run(3, _compute_weighted, parts) == [pytest.approx(expected, rel=1e-12)] * 3
+
+
 Samples = tuple[Tensor, Tensor, Tensor]  # scores, targets, places
 
 
@@ -161,6 +221,10 @@ def test_gpus_over_nccl_give_equal_bits(gpu_ranks: RankPool) -> None:
         (lambda: BinaryAUC(2).update(torch.zeros(3), torch.zeros(3)), r"\[n, 2\], got scores \[3\] and targets \[3\]"),
         (lambda: BinaryAUC(2).update(torch.zeros(3, 2), torch.zeros(4, 2)), r"scores \[3, 2\] and targets \[4, 2\]"),
         (lambda: RankingMetrics((5, 0)), r"ks must be numbers of at least 1, got \[5, 0\]"),
+        (
+            lambda: RankingMetrics().update(torch.ones(3).int(), torch.ones(2)),
+            r"weights must be \[3\], one per .*\[2\]",
+        ),
         (lambda: RankingMetrics().update(torch.zeros(2)), r"places must be integers \[n\], got torch.float32 \[2\]"),
     ],
 )

@@ -138,7 +138,7 @@ def _manifest(workload: Workload, config: TrainConfig) -> Manifest:
         sources=(),
         options={},
         splits={},
-        contextual=(),
+        contextual={},
         extra_events={},
         vocabulary_sizes={
             USER_ID: workload.user_rows,

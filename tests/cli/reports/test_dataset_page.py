@@ -58,7 +58,7 @@ MANIFEST = Manifest(
     sources=(SourceFile(path="raw/tiny.csv", bytes=1234, sha256="0" * 64),),
     options={**OPTIONS, "audit": {"duplicate events (kept)": 1234}},
     splits={"train": _split("train", [3, 0, 4]), "eval": _split("eval", [1])},
-    contextual=("country",),
+    contextual={"country": "int64"},
     extra_events={},
     vocabulary_sizes={"user_id": 5, "item_id": 31, "country": 3},
     context_labels={"country": (None, SCRIPT, "Peru")},

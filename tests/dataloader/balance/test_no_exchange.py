@@ -79,6 +79,21 @@ def test_settings_are_planned_as_trained(ranks: RankPool, small_dataset: Path, o
     ranks.run(3, _both_ways, small_dataset, LoaderConfig(**{"batch_size": 4, **options}), 1, {})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"extra_events": ("price", "dwell"), "weight": "dwell"},
+        {"max_num_candidates": 2, "label": "dwell", "target": "price", "weight": "share", "context": ("tags",)},
+        {"target": "dwell", "weight": "price", "context": ("share",)},
+    ],
+    ids=str,
+)
+def test_columns_of_every_kind_are_moved_and_planned_as_trained(
+    ranks: RankPool, rich_dataset: Path, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _both_ways, rich_dataset, LoaderConfig(batch_size=6, prefetch=3, **options), 1, {})
+
+
 @pytest.mark.parametrize("options", [{}, {"history_labels": True, "candidate_feature": True, "user_id": True}], ids=str)
 def test_semantic_ids_are_planned_by_their_codes(ranks: RankPool, small_dataset: Path, options: dict[str, Any]) -> None:
     codes = random_codes(501, levels=2, codebook_size=8)

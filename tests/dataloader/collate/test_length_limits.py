@@ -39,7 +39,9 @@ SEQUENCES = st.builds(
     max_num_candidates=st.integers(0, 4),
     num_tasks=st.integers(0, 2),
     candidate_actions=st.booleans(),
-    extra_events=st.sampled_from([(), ("timestamp_ms",), ("play_time_ms",), ("play_time_ms", "timestamp_ms")]),
+    extra_events=st.sampled_from([(), ("timestamp_ms",), ("play_time_ms",), ("price", "timestamp_ms")]),
+    target=st.sampled_from([None, "price", "play_time_ms"]),
+    weight=st.sampled_from([None, "price", "share"]),
     user_id=st.booleans(),
 )
 SEMANTIC_IDS = st.builds(
@@ -62,10 +64,10 @@ def _store(num_events: Sequence[int], num_tags: Sequence[int], num_targets: Sequ
     rows = np.arange(len(num_events))
     return replace(
         STORE,
-        manifest=replace(STORE.manifest, contextual=("age", "tags"), extra_events={"play_time_ms": "int64"}),
+        manifest=replace(STORE.manifest, contextual={"age": "int64", "tags": "list<int64>", "share": "float32"}),
         offsets=offsets,
-        events={**columns, "timestamp_ms": events, "play_time_ms": events},
-        rows={"user_id": rows, "age": rows, "tags": np.arange(tag_offsets[-1])},
+        events={**columns, "timestamp_ms": events, "play_time_ms": events, "price": events / np.float32(2)},
+        rows={"user_id": rows, "age": rows, "tags": np.arange(tag_offsets[-1]), "share": rows / np.float32(4)},
         multi_valued={"tags": MultiValued(offsets=tag_offsets, max_length=5)},
         num_targets=None if num_targets is None else np.array(num_targets, dtype=np.int32),
     )
@@ -115,7 +117,7 @@ def test_limits_are_kept_by_everything_that_makes_a_batch_of_another() -> None:
     config = LoaderConfig(batch_size=2, max_history_length=10)
     batch = _batches(config, _store([30, 2], [5, 1], None))[0]
     schema = schema_of(batch)
-    limits = {"age": 1, "tags": 5, "item_id": 10, "action": 10}
+    limits = {"age": 1, "tags": 5, "item_id": 10, "action": 10, "share": 1}
     others = (pad_batch(batch, 5), batch.slice(1, 2), batch.to("cpu"), batch.replace(step=3), empty_batch(schema))
     for other in (batch, *others):
         assert other.length_limits == limits

@@ -25,7 +25,7 @@ def test_every_feature_follows_its_distribution(tmp_path: Path) -> None:
     assert set(store.events["action"].tolist()) == {2, 3}
     assert set(store.rows["country"].tolist()) == {0, 1, 2, 3}
     assert set(store.rows["device"].tolist()) == {1, 2, 3, 4, 5}
-    assert manifest.contextual == ("country", "device")
+    assert list(manifest.contextual.items()) == [("country", "int64"), ("device", "int64")]
     assert manifest.vocabulary_sizes == {"user_id": 401, "item_id": 31, "action": 4, "country": 4, "device": 6}
     assert manifest.context_labels["country"] == (None, "country 1", "country 2", "country 3")
     assert "observations=3" in manifest.options["lengths"]

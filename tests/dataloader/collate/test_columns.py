@@ -1,0 +1,153 @@
+"""Columns of every kind in batches, compared with a plain collation of Python lists."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import LoaderConfig, LossKey, SequenceBatch
+from evenrank.dataloader.collate.gather import StoreRows
+from evenrank.datasets import SequenceStore
+from evenrank.datasets.store import MultiValued
+from tests.dataloader.batch_helpers import rows_of
+from tests.dataloader.collate.stores import STORE
+
+EVENTS = ("item_id", "action", "timestamp_ms", "dwell", "price")
+CONFIGS = st.builds(
+    LoaderConfig,
+    batch_size=st.integers(1, 4),
+    max_history_length=st.integers(0, 6),
+    max_num_candidates=st.integers(0, 3),
+    num_tasks=st.integers(0, 1),
+    candidate_actions=st.booleans(),
+    extra_events=st.lists(st.sampled_from(["timestamp_ms", "dwell", "price"]), unique=True).map(tuple),
+    context=st.one_of(st.none(), st.lists(st.sampled_from(["age", "tags", "share"]), unique=True).map(tuple)),
+    label=st.sampled_from([None, "action", "dwell", "timestamp_ms"]),
+    target=st.sampled_from([None, "action", "dwell", "price"]),
+    weight=st.sampled_from([None, "action", "price", "share"]),
+)
+
+
+def _store(users: list[tuple[int, int]], first: int = 0) -> SequenceStore:
+    """Return a store of users with so many events and tags, in which all values differ."""
+    offsets, tag_offsets = (np.cumsum([0, *counts]) for counts in zip(*users, strict=True))
+    events = np.arange(first, first + offsets[-1])
+    rows = np.arange(first, first + len(users))
+    context = {"age": "int64", "share": "float32", "tags": "list<int64>"}
+    dtypes = ("int64", "int32", "int64", "int32", "float32")
+    return replace(
+        STORE,
+        manifest=replace(STORE.manifest, contextual=context),
+        offsets=offsets,
+        events={name: (events * (i + 2) + i / 4).astype(dtypes[i]) for i, name in enumerate(EVENTS)},
+        rows={"user_id": rows, "age": rows + 7, "share": rows / np.float32(8), "tags": np.arange(tag_offsets[-1])},
+        multi_valued={"tags": MultiValued(offsets=tag_offsets)},
+    )
+
+
+def _expected(config: LoaderConfig, store: SequenceStore, row: int) -> dict[str, dict[str, list[float]]]:
+    """Return the values of a row of a store by field and key."""
+    events = {
+        name: values[store.offsets[row] : store.offsets[row + 1]].tolist() for name, values in store.events.items()
+    }
+    split = len(events["item_id"]) - config.max_num_candidates
+    begin = max(split - config.max_history_length, 0)
+    tags = store.multi_valued["tags"].offsets
+    context = {name: store.rows[name][row : row + 1].tolist() for name in ("age", "share")}
+    context["tags"] = store.rows["tags"][tags[row] : tags[row + 1]].tolist()
+    values = {name: context[name] for name in (store.manifest.contextual if config.context is None else config.context)}
+    for name in ("item_id", "action", *config.extra_events):
+        is_known = name in ("item_id", "timestamp_ms") or config.candidate_actions
+        values[name] = events[name][begin:] if is_known else events[name][begin:split]
+    fields: dict[str, dict[str, list[float]]] = {"features": {}, "float_features": {}}
+    for name, of_key in values.items():
+        fields["float_features" if name in ("share", "price") else "features"][name] = of_key
+    has_labels = bool(config.max_num_candidates or config.num_tasks or config.label)
+    if has_labels or config.target:
+        predicted = slice(split if config.max_num_candidates else begin, None)
+    else:
+        predicted = slice(begin + 1, None)
+    fields["labels"] = {"label": events[config.label or "action"][predicted]} if has_labels else {}
+    fields["targets"] = {"target": events[config.target][predicted]} if config.target else {}
+    of_sample = [context["share"][0]] * len(events["item_id"][predicted])
+    weights = of_sample if config.weight == "share" else events[config.weight][predicted] if config.weight else []
+    fields["weights"] = {"weight": weights} if config.weight else {}
+    return fields
+
+
+@given(
+    config=CONFIGS,
+    stores=st.lists(
+        st.lists(st.tuples(st.integers(3, 9), st.integers(0, 3)), min_size=1, max_size=5), min_size=1, max_size=2
+    ),
+    seed=st.integers(0, 99),
+)
+def test_batches_equal_a_plain_collation(config: LoaderConfig, stores: list[Any], seed: int) -> None:
+    opened = [_store(users, 100 * index) for index, users in enumerate(stores)]
+    collate = config.make_collate()
+    for store in opened:
+        collate.check(store)
+    samples = [(store, row) for store in opened for row in range(len(store))]
+    order = np.random.default_rng(seed).permutation(len(samples))
+    groups = []
+    for store in opened:
+        indices = np.array([place for place, i in enumerate(order) if samples[i][0] is store], dtype=np.int64)
+        groups.append(StoreRows(store, np.array([samples[order[i]][1] for i in indices], dtype=np.int64), indices))
+    num_batches = len(samples) // config.batch_size + 1
+    batches = collate(groups, np.arange(len(samples)), batch_size=config.batch_size, num_batches=num_batches)
+    expected = [_expected(config, *samples[i]) for i in order]
+    lengths = collate.lengths(groups, len(samples)).of_keys
+    for number, batch in enumerate(batches):
+        first = number * config.batch_size
+        rows = expected[first : first + config.batch_size]
+        for field, dtype in (("features", "int64"), ("float_features", "float32"), ("labels", "int64")):
+            value = getattr(batch, field)
+            assert value is None or str(value.values().dtype) == f"torch.{dtype}"
+        keys = [(field, key) for field, of_keys in expected[0].items() for key in of_keys]
+        assert list(lengths) == keys
+        jagged = [(name, value) for name, value in batch.tensors() if name in expected[0] and value is not None]
+        assert [(name, key) for name, value in jagged for key in value.keys()] == keys  # noqa: SIM118
+        for name, key in keys:
+            padding: list[list[float]] = [[]] * (config.batch_size - len(rows))
+            assert rows_of(getattr(batch, name), key) == [row[name][key] for row in rows] + padding
+            of_batch = lengths[name, key][first : first + config.batch_size].tolist()
+            assert of_batch == [len(row[name][key]) for row in rows]
+        loss = batch.loss_key() or LossKey("", "")
+        counted = [max(len(row[loss.field][loss.key]) - loss.skip, 0) for row in rows]
+        assert batch.loss_tokens == sum(counted)
+        assert batch.weights is None or batch.weights["weight"].lengths().tolist()[: len(rows)] == counted
+
+
+def test_the_loss_tokens_are_those_of_targets_where_there_are_no_labels() -> None:
+    def loss_key(**options: Any) -> LossKey | None:
+        collate = LoaderConfig(batch_size=1, **options).make_collate()
+        batch: SequenceBatch
+        (batch,) = collate([StoreRows(_store([(4, 0)]), np.array([0]), np.array([0]))], np.array([0]), batch_size=1)
+        assert batch.loss_tokens == 4 - (batch.labels is None and batch.targets is None)
+        return batch.loss_key()
+
+    assert loss_key(weight="price") == LossKey("features", "item_id", skip=1)
+    assert loss_key(target="price", weight="share") == LossKey("targets", "target")
+    assert (
+        loss_key(target="price", label="dwell") == loss_key(target="price", num_tasks=2) == LossKey("labels", "label")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": ("age", "sex")}, "no contextual feature 'sex'; known: age, share, tags$"),
+        ({"extra_events": ("share",)}, "no extra events 'share'; known: timestamp_ms, dwell, price$"),
+        ({"label": "price"}, "no integer events for label 'price'; known: action, timestamp_ms, dwell$"),
+        ({"target": "cost"}, "no events for target 'cost'; known: action, timestamp_ms, dwell, price$"),
+        ({"weight": "age"}, "no events or float feature for weight 'age'; known: action, .*, price, share$"),
+        ({"label": "dwell", "num_tasks": 2}, "num_tasks above 1 are bits of actions, got label 'dwell'; use num_tasks"),
+    ],
+)
+def test_a_column_that_the_dataset_lacks_is_named_with_those_it_has(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoaderConfig(batch_size=1, **options).make_collate().check(_store([(4, 0)]))

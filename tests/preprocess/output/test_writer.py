@@ -1,0 +1,95 @@
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.core.errors import DataError
+from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.sequences import build_sequences
+from evenrank.preprocess.output.writer import SplitWriter
+from evenrank.preprocess.sources.interactions import ContextLookup, encode_context
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), st.sampled_from("cab")), max_size=3))
+USERS = st.lists(
+    st.tuples(
+        st.booleans(),  # whether the user has features
+        TAGS,
+        st.one_of(st.none(), FLOATS),
+        st.one_of(st.none(), st.sampled_from(["y", "x"])),
+        st.lists(FLOATS, min_size=1, max_size=4),  # prices of the events
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=60)
+@given(users=USERS, parts=st.integers(1, 3))
+def test_features_and_events_of_every_kind_are_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    users: list[tuple[bool, list[str | None], float, str, list[float]]],
+    parts: int,
+) -> None:
+    known = {user: features for user, (has_features, *features, _) in enumerate(users) if has_features}
+    columns = dict(zip(("tags", "share", "sex"), zip(*known.values(), strict=True), strict=True)) if known else {}
+    schema = {"user_id": pl.Int64(), "tags": pl.List(pl.String()), "share": pl.Float64(), "sex": pl.String()}
+    raw = pl.DataFrame({"user_id": [*known], **columns} if known else [], schema=schema)
+    context = ContextLookup(encode_context(raw, ["share"]))
+    assert context.dtypes == {"tags": "list<int64>", "share": "float32", "sex": "int64"}
+
+    folder = tmp_path_factory.mktemp("data")
+    num_events = [len(prices) for *_, prices in users]
+    events = {
+        "user_id": np.repeat(np.arange(len(users)), num_events),
+        "item_id": np.arange(sum(num_events)),
+        "action": np.zeros(sum(num_events), dtype=np.int32),
+        "timestamp_ms": np.arange(sum(num_events)),
+        "price": np.concatenate([np.array(prices, dtype=np.float32) for *_, prices in users]),
+    }
+    buckets = Buckets(folder / "buckets", len(events["item_id"]), {name: str(v.dtype) for name, v in events.items()})
+    buckets.append(events)
+    sequences, _ = build_sequences(buckets.read(0))
+    writer = SplitWriter(folder, "train", context.dtypes, {"price": "float32"})
+    for rows in np.array_split(np.arange(len(sequences)), parts):
+        part = sequences.take(rows)
+        writer.append(part, context.lookup(part.user_ids))
+    assert writer.close().rows == len(users)
+
+    found = {name: sorted({v for v in values if v is not None}) for name, values in _values(known).items()}
+    table = pq.read_table(folder / "train").to_pylist()
+    assert sorted(row["user_id"] for row in table) == list(range(len(users)))
+    for row in table:
+        has_features, tags, share, sex, prices = users[row["user_id"]]
+        assert row["price"] == prices
+        assert row["tags"] == [found["tags"].index(tag) + 1 for tag in tags or () if has_features and tag is not None]
+        assert row["share"] == (share or 0 if has_features else 0)
+        assert row["sex"] == (found["sex"].index(sex) + 1 if has_features and sex is not None else 0)
+    assert context.count_unrequested() == 0
+
+
+def _values(known: dict[int, list[object]]) -> dict[str, list[object]]:
+    return {
+        "tags": [tag for tags, _, _ in known.values() for tag in tags or ()],  # type: ignore[attr-defined]
+        "sex": [sex for _, _, sex in known.values()],
+    }
+
+
+def test_labels_are_of_ids_alone_and_floats_must_be_finite_in_float32() -> None:
+    raw = pl.DataFrame({"user_id": [1, 2], "tags": [[5, 3], [9, None]], "share": [0.5, None]})
+    encoded = encode_context(raw, ["share"])
+    assert encoded.labels == {"tags": (None, "3", "5", "9")}
+    assert encoded.features.to_dict(as_series=False) == {"user_id": [1, 2], "tags": [[2, 1], [3]], "share": [0.5, 0.0]}
+    with pytest.raises(DataError, match=r"the feature 'share' has the value 1e\+39, no finite float32; change it"):
+        encode_context(raw.with_columns(share=pl.lit(1e39)), ["share"])
+
+
+def test_users_without_features_are_counted(tmp_path: Path) -> None:
+    lookup = ContextLookup(encode_context(pl.DataFrame({"user_id": [4, 2, 9], "sex": ["m", "f", "m"]})))
+    assert lookup.lookup(np.array([9, 3, 10, 0, 2]))["sex"].to_list() == [2, 0, 0, 0, 1]
+    assert lookup.count_unrequested() == 1
+    assert ContextLookup(None).lookup(np.array([1, 2])).columns == []
