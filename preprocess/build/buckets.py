@@ -137,9 +137,10 @@ def fill_buckets(
             num_bad += len(batch) - len(good)
             columns = {column.name: column for column in good.drop(IS_GOOD).iter_columns()}
             keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
-            buckets.append(keys | {name: column.to_numpy() for name, column in columns.items()})
-            num_events += len(good)
-            on_stage(f"reading {part.name}: {num_events:,} events")
+            for events in part.expand(keys | {name: column.to_numpy() for name, column in columns.items()}):
+                buckets.append(events)
+                num_events += len(events[USER_ID])
+                on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad:
             if text_columns := part.find_texts():
                 raise TextIdsError(text_columns)

@@ -16,13 +16,13 @@ from evenrank.datasets.schema import (
     EVENT_DTYPES,
     ITEM_ID,
     LENGTH,
-    LENGTH_PERCENTILES,
     NUM_TARGETS,
     USER_ID,
     WINDOW,
     DataFile,
     Split,
     sha256_of,
+    summarize_lengths,
 )
 from evenrank.preprocess.build.sequences import Sequences
 
@@ -162,12 +162,3 @@ class SplitWriter:
 def _arrow_array(values: NDArray[Any]) -> pa.Array:
     """Wrap an array without `pa.array`, which imports pandas where it is installed: 0.2 seconds."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """Return minimum, percentiles (nearest rank), maximum and mean of history lengths; empty if there are none."""
-    if len(lengths) == 0:
-        return {}
-    names = ("min", *(f"p{percent}" for percent in LENGTH_PERCENTILES), "max")
-    values = np.percentile(lengths, (0, *LENGTH_PERCENTILES, 100), method="inverted_cdf").tolist()
-    return {**dict(zip(names, values, strict=True)), "mean": round(float(lengths.mean()), 3)}

@@ -2,9 +2,10 @@
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -43,6 +44,8 @@ class EventPart:
     IS_GOOD; in file order."""
     find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first `limit` bad rows; may be slow
     find_texts: Callable[[], frozenset[str]] = frozenset  # columns of ids that were taken for integers, but are text
+    expand: Callable[[dict[str, NDArray[Any]]], Iterable[dict[str, NDArray[Any]]]] = lambda events: (events,)
+    """Called with the columns of some good rows, ids as keys; returns the events to use instead, in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
