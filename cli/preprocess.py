@@ -158,7 +158,7 @@ def preprocess_command(
     expand: Annotated[
         str | None,
         _optional(
-            help="Synthetic data: MovieLens with U times the users and I times the items instead, such as ml-20m:16x32.",
+            help="Synthetic data: MovieLens with U times the users and I times the items, such as ml-20m:16x32.",
             metavar="NAME:UxI[:RATE]",
         ),
     ] = None,

@@ -67,10 +67,9 @@ def build_loader(
     """
 
     def make(members: Members | None = None) -> Loader[Batch]:
-        folders, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
-        stores = [data if isinstance(data, SequenceStore) else open_store(folder, config.split) for folder in folders]
+        opened, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
         return Loader(
-            stores,
+            [store if isinstance(store, SequenceStore) else open_store(store, config.split) for store in opened],
             config,
             rank=rank,
             world_size=world_size,

@@ -168,9 +168,7 @@ def _reopen(
     return store.remapped(column_maps)
 
 
-def open_store(
-    path: Path | str, split: str = "train", *, columns: Mapping[str, str] | None = None
-) -> SequenceStore:
+def open_store(path: Path | str, split: str = "train", *, columns: Mapping[str, str] | None = None) -> SequenceStore:
     """Open a split of the dataset in folder `path`; the first process of a machine to do so unpacks it.
 
     If the folder is preprocessed again while a store is open, the store keeps the data that it opened.

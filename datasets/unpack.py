@@ -167,7 +167,9 @@ GroupReader = Callable[[pq.ParquetFile, int, Manifest, str], RowBlock]
 def unpack(folder: Path, manifest: Manifest, split: str, read_group: GroupReader) -> Path:
     """Return the cache entry with a split's columns as `.npy` files; build it if it does not exist."""
     name = f"{manifest.content_hash}-{split}-{_LAYOUT}"
-    return find_or_build(folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], read_group, entry))
+    return find_or_build(
+        folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], read_group, entry)
+    )
 
 
 def _build(folder: Path, manifest: Manifest, split: Split, read_group: GroupReader, entry: Path) -> None:

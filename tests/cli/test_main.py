@@ -100,9 +100,12 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ),
         (
             "preprocess --dataset synthetic --expand ml-1m:2x2 --users 9",
-            "--users applies to --dataset synthetic without --expand, not to --dataset synthetic with --expand ml-1m:2x2",
+            "--users applies to --dataset synthetic without --expand, not to --dataset synthetic with --expand ml-1m:2",
         ),
-        ("preprocess --dataset synthetic --expand ml-1m", "'ml-1m' is no expansion of MovieLens; write it like ml-20m:"),
+        (
+            "preprocess --dataset synthetic --expand ml-1m",
+            "'ml-1m' is no expansion of MovieLens; write it like ml-20m:",
+        ),
         ("preprocess --dataset synthetic --by-date", "--by-date applies to --requests SECONDS, which is missing; add "),
         ("preprocess --dataset synthetic --stride 4", "--stride applies to --window, which is missing; add it"),
         ("simulate nowhere", "'nowhere' is neither a folder nor a distribution; pass a folder written by `evenrank "),

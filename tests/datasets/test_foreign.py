@@ -2,7 +2,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_rows_are_those_of_the_files_in_order(
         pq.write_table(pa.table({"i": lists}), folder / f"{number:03}.parquet", row_group_size=rows_per_group)
     store = open_store(folder, columns={"item_id": "i"})
     items, offsets = store.events["item_id"], store.offsets
-    assert [items[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)] == rows
+    assert [items[a:b].tolist() for a, b in pairwise(offsets)] == rows
     assert store.rows["user_id"].tolist() == list(range(len(rows)))
 
 
@@ -180,7 +180,7 @@ def test_a_fault_names_the_file_and_the_column(tmp_path: Path, columns: dict[str
 
 
 def test_columns_need_items_and_a_folder_needs_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="columns must name the column of item_id, they have user_id$"):
+    with pytest.raises(ConfigError, match=r"columns must name the column of item_id, they have user_id$"):
         open_store(tmp_path, columns={"user_id": "uid"})
     with pytest.raises(ConfigError, match="no feature can be called 'label'"):
         open_store(tmp_path, columns={"item_id": "movies", "label": "x"})

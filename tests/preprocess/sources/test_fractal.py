@@ -13,7 +13,7 @@ from evenrank.preprocess.build import buckets
 from evenrank.preprocess.pipeline import open_source
 from evenrank.preprocess.sources import fractal
 
-U, I = 3, 4
+USERS, ITEMS = 3, 4
 Events = NDArray[np.int64]  # [events, 4]: user, item, action, time
 
 
@@ -41,19 +41,19 @@ def _expand(raw: Path, out: Path, expand: str, **options: Any) -> tuple[Events, 
 @pytest.mark.parametrize("rate", [1.0, 0.25])
 def test_marginals_are_products_of_those_of_the_base_and_of_the_reduced_matrix(tmp_path: Path, rate: float) -> None:
     base = _write_ratings(tmp_path / "raw")
-    expanded, manifest = _expand(tmp_path / "raw", tmp_path / "out", f"ml-20m:{U}x{I}" + ":.25" * (rate < 1))
+    expanded, manifest = _expand(tmp_path / "raw", tmp_path / "out", f"ml-20m:{USERS}x{ITEMS}" + ":.25" * (rate < 1))
     expected = manifest.options["expected_events"]
     assert abs(len(expanded) - expected) < 5 * np.sqrt(expected)
     # Each event is one of the base, and no cell has it twice.
-    origins = expanded // [U, I, 1, 1]
+    origins = expanded // [USERS, ITEMS, 1, 1]
     assert set(map(tuple, origins.tolist())) <= set(map(tuple, base.tolist()))
     assert len(np.unique(expanded, axis=0)) == len(expanded)
-    in_cells = np.zeros((U, I))
-    np.add.at(in_cells, (expanded[:, 0] % U, expanded[:, 1] % I), 1)
+    in_cells = np.zeros((USERS, ITEMS))
+    np.add.at(in_cells, (expanded[:, 0] % USERS, expanded[:, 1] % ITEMS), 1)
     chances = in_cells / len(base)
     assert chances.min() <= 0.001  # of the cell whose value was the least
     assert chances.max() == pytest.approx(rate, abs=5 * np.sqrt(rate * (1 - rate) / len(base)))
-    for column, factor, per_copy in ((0, U, chances.sum(1)), (1, I, chances.sum(0))):
+    for column, factor, per_copy in ((0, USERS, chances.sum(1)), (1, ITEMS, chances.sum(0))):
         of_base, of_expanded = Counter(base[:, column].tolist()), Counter(expanded[:, column].tolist())
         assert set(of_expanded) <= {id_ * factor + copy for id_ in of_base for copy in range(factor)}
         assert len(of_expanded) > 0.8 * len(of_base) * factor * rate
@@ -79,9 +79,9 @@ def test_the_reduced_matrix_is_that_of_the_paper(tmp_path: Path) -> None:
         values, vectors = np.linalg.eigh(averaged.T @ averaged)
         return averaged @ vectors @ np.diag(values**-0.5) @ vectors.T
 
-    reduced = resize(left[:, :U], U) @ np.diag(scales[:U]) @ resize(right[:U].T, I).T
+    reduced = resize(left[:, :USERS], USERS) @ np.diag(scales[:USERS]) @ resize(right[:USERS].T, ITEMS).T
     chances = (reduced - reduced.min()) / (reduced.max() - reduced.min())
-    _, manifest = _expand(tmp_path / "raw", tmp_path / "out", f"ml-20m:{U}x{I}")
+    _, manifest = _expand(tmp_path / "raw", tmp_path / "out", f"ml-20m:{USERS}x{ITEMS}")
     assert manifest.options["expected_events"] == pytest.approx(chances.sum() * len(base), abs=1)
 
 
