@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import schema
-from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, TIMESTAMP_MS, USER_ID, DataFile, Manifest, Split
+from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, TIMESTAMP_MS, USER_ID, IdSummary, Manifest, Split
 from evenrank.datasets.unpack import RowBlock, find_or_build, read_blocks, wrap_parquet_errors
 
 _LAYOUT = "v1"  # version of the manifests in the cache, part of the entry's name
@@ -60,15 +60,16 @@ class ListReader:
     def _integers(self, name: str, array: pa.Array, manifest: Manifest, path: str) -> NDArray[np.integer]:
         if pa.types.is_timestamp(array.type):
             array = array.cast(pa.timestamp("ms"), safe=False).cast("int64")
-        fault = "nulls" if array.null_count else None if pa.types.is_integer(array.type) else f"type {array.type}"
-        values = np.zeros(0) if fault else array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
-        is_signed = name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events)
-        if fault or (not is_signed and values.min(initial=0) < 0):
-            raise DataError(
-                f"{path}: column {self.columns[name]!r} ({name}) must have integers{'' if is_signed else ' >= 0'}, it "
-                f"has {fault or values.min()}; `evenrank preprocess` numbers ids of a log of events"
-            )
-        return values
+        fault: object = f"{array.null_count} nulls and type {array.type}"
+        if pa.types.is_integer(array.type) and not array.null_count:
+            values: NDArray[np.integer] = array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
+            if name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events) or values.min(initial=0) >= 0:
+                return values
+            fault = values.min()
+        raise DataError(
+            f"{path}: column {self.columns[name]!r} ({name}) must have integers, from 0 if they are ids, it has "
+            f"{fault}; `evenrank preprocess` numbers ids"
+        )
 
 
 def describe_folder(folder: Path, split: str, columns: Mapping[str, str]) -> Manifest:
@@ -105,10 +106,10 @@ def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, 
             if wrong := [column for column in columns.values() if present.names.count(column) != 1]:
                 number = present.names.count(wrong[0])
                 raise DataError(f"{path} has {number} columns {wrong[0]!r}; known: {', '.join(present.names)}")
-            files.append(DataFile(path=name, rows=file.metadata.num_rows, sha256=sha256))
+            files.append(schema.DataFile(path=name, rows=file.metadata.num_rows, sha256=sha256))
             types = {name: present.field(column).type for name, column in columns.items()}
-    extra = {name: type_ for name, type_ in types.items() if name not in (USER_ID, *EVENT_DTYPES)}
-    contextual = tuple(name for name, type_ in extra.items() if not _is_list(type_))
+    extra = {name: _is_list(type_) for name, type_ in types.items() if name not in (USER_ID, *EVENT_DTYPES)}
+    contextual = tuple(name for name, is_list in extra.items() if not is_list)
     unread = Split(files=tuple(files), rows=sum(file.rows for file in files), interactions=0, lengths={})
     manifest = Manifest(
         schema_version=schema.SCHEMA_VERSION,
@@ -117,13 +118,10 @@ def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, 
         options={"columns": dict(columns)},
         splits={split: unread},
         contextual=contextual,
-        extra_events={
-            name: "int32" if type_.value_type == pa.int32() else "int64"
-            for name, type_ in extra.items()
-            if name not in contextual
-        },
+        extra_events={name: "int64" for name, is_list in extra.items() if is_list},
         vocabulary_sizes=dict.fromkeys((USER_ID, ITEM_ID, ACTION, *contextual), 0),
         context_labels=dict.fromkeys(contextual, (None,)),
+        ids=dict.fromkeys((USER_ID, ITEM_ID), IdSummary(rule="keep", kind="int64")),
         content_hash="",
     )
     sizes, parts = dict(manifest.vocabulary_sizes), []
@@ -132,11 +130,10 @@ def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, 
         values = {**block.row_columns, **block.event_columns}
         sizes = {name: max(size, int(values[name].max(initial=-1)) + 1) for name, size in sizes.items()}
     lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-    summary = schema.summarize_lengths(lengths)
-    splits = {split: replace(unread, interactions=int(lengths.sum()), lengths=summary)}
-    content_hash = schema.content_hash(splits, contextual, manifest.extra_events, sizes)
+    splits = {split: replace(unread, interactions=int(lengths.sum()), lengths=schema.summarize_lengths(lengths))}
+    content_hash = schema.content_hash(splits, contextual, manifest.extra_events, sizes, manifest.ids)
     return replace(manifest, splits=splits, vocabulary_sizes=sizes, content_hash=content_hash)
 
 
 def _is_list(type_: pa.DataType) -> bool:
-    return pa.types.is_list(type_) or pa.types.is_large_list(type_)
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))

@@ -114,7 +114,8 @@ def _resize(vectors: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     begin, end = bounds[:-1] // size, -(-bounds[1:] // size)
     sums = np.vstack([np.zeros(vectors.shape[1]), np.cumsum(vectors, axis=0)])
     left, _, right = np.linalg.svd((sums[end] - sums[begin]) / (end - begin)[:, None], full_matrices=False)
-    return left @ right
+    orthogonal: NDArray[np.float64] = left @ right
+    return orthogonal
 
 
 @compiled

@@ -161,9 +161,15 @@ def test_a_loader_resumes_exactly(tmp_path: Path) -> None:
         ({"item_id": "films"}, "a.parquet has 0 columns 'films'; known: movies, ts, name, floats"),
         ({"item_id": "name"}, "a.parquet: column 'name' (item_id) has no lists; map one that has"),
         ({"item_id": "movies", "timestamp_ms": "ts"}, "a.parquet, row 2: 'movies' has 1 values, 'ts' has 2; the lists"),
-        ({"item_id": "ts"}, "column 'ts' (item_id) must have integers >= 0, it has -4; `evenrank preprocess` numbers"),
-        ({"item_id": "floats"}, "column 'floats' (item_id) must have integers >= 0, it has type double; `evenrank"),
-        ({"item_id": "movies", "shop": "name"}, "column 'name' (shop) must have integers >= 0, it has type string;"),
+        ({"item_id": "ts"}, "column 'ts' (item_id) must have integers, from 0 if they are ids, it has -4; `even"),
+        (
+            {"item_id": "floats"},
+            "column 'floats' (item_id) must have integers, from 0 if they are ids, it has 0 nulls and type double;",
+        ),
+        (
+            {"item_id": "movies", "shop": "name"},
+            "column 'name' (shop) must have integers, from 0 if they are ids, it has 0 nulls and",
+        ),
     ],
 )
 def test_a_fault_names_the_file_and_the_column(tmp_path: Path, columns: dict[str, str], message: str) -> None:
