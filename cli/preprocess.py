@@ -32,12 +32,26 @@ _DESCRIPTION = (  # of a custom log, besides its files a key of the file of --co
 
 # The options that have no effect on some datasets, or without others; `v` are the values of all options.
 _CONDITIONS = (
-    Condition(("raw_dir",), "public datasets", ("dataset",), lambda v: v["dataset"] not in (SYNTHETIC, CUSTOM)),
     Condition(
-        ("users", "items", "lengths"), f"--dataset {SYNTHETIC}", ("dataset",), lambda v: v["dataset"] == SYNTHETIC
+        ("raw_dir",),
+        "public datasets and to --expand",
+        ("dataset",),
+        lambda v: v["dataset"] not in (SYNTHETIC, CUSTOM) or v["expand"] is not None,
     ),
+    Condition(
+        ("users", "items", "lengths"),
+        f"--dataset {SYNTHETIC} without --expand",
+        ("dataset", "expand"),
+        lambda v: v["dataset"] == SYNTHETIC and v["expand"] is None,
+    ),
+    Condition(("expand",), f"--dataset {SYNTHETIC}", ("dataset",), lambda v: v["dataset"] == SYNTHETIC),
     Condition(("config_file", *_DESCRIPTION), f"--dataset {CUSTOM}", ("dataset",), lambda v: v["dataset"] == CUSTOM),
-    Condition(("on_error",), "datasets that are read from files", ("dataset",), lambda v: v["dataset"] != SYNTHETIC),
+    Condition(
+        ("on_error",),
+        "datasets that are read from files",
+        ("dataset",),
+        lambda v: v["dataset"] != SYNTHETIC or v["expand"] is not None,
+    ),
     Condition(
         ("seed",),
         f"--split user:FRACTION and to --dataset {SYNTHETIC}",
@@ -165,6 +179,13 @@ def preprocess_command(
     lengths: Annotated[
         str, typer.Option(help="Synthetic data: events per user: uniform, normal, zipf or lognormal, with parameters.")
     ] = "lognormal:mean=128,std=256,high=4096",
+    expand: Annotated[
+        str | None,
+        _optional(
+            help="Synthetic data: MovieLens with U times the users and I times the items, such as ml-20m:16x32.",
+            metavar="NAME:UxI[:RATE]",
+        ),
+    ] = None,
 ) -> None:
     """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.
 
@@ -175,6 +196,7 @@ def preprocess_command(
         evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
         evenrank preprocess --dataset custom --events log.csv --user-column uid --action-columns click,buy
         evenrank preprocess --dataset synthetic --users 1000000 --lengths zipf:exponent=1.2,high=4096
+        evenrank preprocess --dataset synthetic --expand ml-20m:16x32
     """
     check_conditions(ctx, *_CONDITIONS)
     if eval_fraction is not None and given_options(ctx, ["split"]):
@@ -226,6 +248,7 @@ def preprocess_command(
             synthetic=SyntheticConfig(
                 num_users=users, lengths=parse_distribution(lengths), items=Zipf(exponent=1.05, high=items)
             ),
+            expand=expand,
             custom=custom,
         )
         with console.stages() as on_stage:

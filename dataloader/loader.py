@@ -34,7 +34,7 @@ _log = logging.getLogger("evenrank")
 
 
 def build_loader(
-    data: Path | str | Mixture,
+    data: Path | str | Mixture | SequenceStore,
     config: ReadConfig[Batch],
     *,
     rank: int,
@@ -48,7 +48,8 @@ def build_loader(
     With `balance`, and where there is a process group, this is collective: every rank must call it.
 
     Args:
-        data: the folder that `evenrank preprocess` wrote, or a Mixture of such folders.
+        data: the folder that `evenrank preprocess` wrote, a Mixture of such folders, or what `open_store` returned,
+            whatever `config.split` is.
         config: LoaderConfig or SemanticIdConfig, which decides the type of the batches; the same on all ranks.
         rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
@@ -67,9 +68,9 @@ def build_loader(
     """
 
     def make(members: Members | None = None) -> Loader[Batch]:
-        folders, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
+        opened, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
         return Loader(
-            [open_store(folder, config.split) for folder in folders],
+            [store if isinstance(store, SequenceStore) else open_store(store, config.split) for store in opened],
             config,
             rank=rank,
             world_size=world_size,

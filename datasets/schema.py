@@ -235,6 +235,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
+    """Return minimum, percentiles (nearest rank), maximum and mean of history lengths; empty if there are none."""
+    if len(lengths) == 0:
+        return {}
+    names = ("min", *(f"p{percent}" for percent in LENGTH_PERCENTILES), "max")
+    values = np.percentile(lengths, (0, *LENGTH_PERCENTILES, 100), method="inverted_cdf").tolist()
+    return {**dict(zip(names, values, strict=True)), "mean": round(float(lengths.mean()), 3)}
+
+
 def content_hash(
     splits: Mapping[str, Split],
     contextual: Mapping[str, str],

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.foreign import ListReader, describe_folder
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
 from evenrank.datasets.unpack import (
     EVENTS,
@@ -27,6 +28,7 @@ from evenrank.datasets.unpack import (
     ColumnWriter,
     find_or_build,
     map_column,
+    read_row_group,
     unpack,
 )
 
@@ -60,7 +62,7 @@ class MultiValued:
     max_length: int | None = None  # limit to the values of a row, if it is known
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SequenceStore:
     """The rows of a split, open for reading. The arrays of `open_store` are read-only views of memory-mapped files.
 
@@ -86,6 +88,15 @@ class SequenceStore:
     """Of the dataset; None if the arrays exist only in memory."""
     column_maps: Mapping[str, ColumnMap] = field(default_factory=dict)
     """The remapped columns of `events` and `rows`; see `remapped`."""
+    columns: Mapping[str, str] | None = None
+    """Of a folder that was opened with them; see `open_store`."""
+
+    def __repr__(self) -> str:
+        context = f"; context: {', '.join(self.manifest.contextual)}" if self.manifest.contextual else ""
+        return (
+            f"SequenceStore({str(self.folder or 'in memory')!r}, split={self.split!r}, {len(self):,} rows, "
+            f"{self.offsets[-1]:,} events: {', '.join(self.events)}{context})"
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -142,28 +153,42 @@ class SequenceStore:
         if self.folder is None:
             fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
             return partial(SequenceStore, **fields), ()
-        return _reopen, (self.folder, self.split, self.manifest.content_hash, self.column_maps)
+        return _reopen, (self.folder, self.split, self.manifest.content_hash, self.column_maps, self.columns)
 
 
-def _reopen(folder: Path, split: str, content_hash: str, column_maps: Mapping[str, ColumnMap]) -> SequenceStore:
-    store = open_store(folder, split)
+def _reopen(
+    folder: Path,
+    split: str,
+    content_hash: str,
+    column_maps: Mapping[str, ColumnMap],
+    columns: Mapping[str, str] | None,
+) -> SequenceStore:
+    store = open_store(folder, split, columns=columns)
     if store.manifest.content_hash != content_hash:
         raise DataError(f"{folder} was replaced by other data after it was opened; open it again")
     return store.remapped(column_maps)
 
 
-def open_store(path: Path | str, split: str = "train") -> SequenceStore:
+def open_store(path: Path | str, split: str = "train", *, columns: Mapping[str, str] | None = None) -> SequenceStore:
     """Open a split of the dataset in folder `path`; the first process of a machine to do so unpacks it.
 
     If the folder is preprocessed again while a store is open, the store keeps the data that it opened.
 
+    Args:
+        path: the folder that `evenrank preprocess` wrote or, with `columns`, any folder of Parquet files.
+        split: its name; with `columns`, all files below the folder are the one split, which gets this name.
+        columns: names in the files by names in batches: `item_id`, and optionally `user_id` (else the row number),
+            `timestamp_ms`, `action` (else 0) and any others. Lists become columns of events, and must be as long as the
+            row's `item_id` and in the order of time; integers become contextual features. Ids are at least 0.
+
     Raises:
+        ConfigError: `columns` lacks `item_id`, or has a name that no feature can have.
         DataError: the folder is not a dataset, has no such split, or its Parquet files do not match the manifest.
     """
     folder = Path(path).absolute()
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder) if columns is None else describe_folder(folder, split, columns)
     info = manifest.split(split, folder)
-    cache = unpack(folder, manifest, split)
+    cache = unpack(folder, manifest, split, read_row_group if columns is None else ListReader(columns=columns))
     has_targets = (cache / f"{NUM_TARGETS}.npy").exists()
     row_offsets = {name: _map(cache, f"{ROW_OFFSETS}/{name}", "int64", info.rows + 1) for name in manifest.multi_valued}
     num_values = {name: int(offsets[-1]) for name, offsets in row_offsets.items()}
@@ -183,6 +208,7 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
         num_targets=_map(cache, NUM_TARGETS, "int32", info.rows) if has_targets else None,
         time_order=_map(cache, TIME_ORDER, "int64", info.rows),
         folder=folder,
+        columns=columns,
     )
     _check_indices(store, cache, info.interactions)
     return store

@@ -180,13 +180,19 @@ class RowBlock(NamedTuple):
         )
 
 
-def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
+# `read_row_group`, or its like for files of another layout.
+GroupReader = Callable[[pq.ParquetFile, int, Manifest, str], RowBlock]
+
+
+def unpack(folder: Path, manifest: Manifest, split: str, read_group: GroupReader) -> Path:
     """Return the cache entry with a split's columns as `.npy` files; build it if it does not exist."""
     name = f"{manifest.content_hash}-{split}-{_LAYOUT}"
-    return find_or_build(folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], entry))
+    return find_or_build(
+        folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], read_group, entry)
+    )
 
 
-def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
+def _build(folder: Path, manifest: Manifest, split: Split, read_group: GroupReader, entry: Path) -> None:
     for kind in (ROWS, ROW_OFFSETS, EVENTS):
         (entry / kind).mkdir()
     num_rows = num_events = 0
@@ -203,7 +209,7 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
             column.append(np.zeros(1, dtype=np.int64))
         rows = {name: create(f"{ROWS}/{name}", dtype) for name, dtype in manifest.row_columns.items()}
         events = {name: create(f"{EVENTS}/{name}", dtype) for name, dtype in manifest.event_dtypes.items()}
-        for index, (path, block) in enumerate(_read_blocks(folder, manifest, split)):
+        for index, (path, block) in enumerate(read_blocks(folder, manifest, split, read_group)):
             if index == 0 and NUM_TARGETS in block.row_columns:
                 rows[NUM_TARGETS] = create(NUM_TARGETS, "int32")
             if block.row_columns.keys() != rows.keys():
@@ -238,7 +244,9 @@ def _last_times(block: RowBlock) -> NDArray[np.int64]:
     return times
 
 
-def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tuple[Path, RowBlock]]:
+def read_blocks(
+    folder: Path, manifest: Manifest, split: Split, read_group: GroupReader
+) -> Iterator[tuple[Path, RowBlock]]:
     """Read and check the Parquet files of a split, one row group at a time."""
     for file in split.files:
         path = folder / file.path
@@ -249,7 +257,7 @@ def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tup
             opened.seek(0)
             with wrap_parquet_errors(str(path)), pq.ParquetFile(opened) as parquet:
                 for group in range(parquet.num_row_groups):
-                    yield path, read_row_group(parquet, group, manifest, str(path))
+                    yield path, read_group(parquet, group, manifest, str(path))
 
 
 @contextlib.contextmanager

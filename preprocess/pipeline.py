@@ -41,6 +41,7 @@ from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
+from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.sources.interactions import ContextLookup, Interactions
 from evenrank.preprocess.sources.kuairand import read_kuairand
 from evenrank.preprocess.sources.movielens import read_movielens
@@ -85,6 +86,8 @@ class PreprocessConfig:
     """Rule for requests.parquet; None: do not write it."""
     synthetic: SyntheticConfig | None = None
     """Size and distributions of dataset `synthetic`; None: the defaults."""
+    expand: str | None = None
+    """NAME:UxI or NAME:UxI:RATE: dataset `synthetic` is a fractal expansion; see `preprocess.sources.fractal`."""
     custom: TabularConfig | None = None
     """Files and columns of dataset `custom`."""
 
@@ -98,6 +101,8 @@ class PreprocessConfig:
             )
         if parse_unknown(self.unknown) and self.vocabulary is None:
             raise ConfigError(f"unknown {self.unknown!r} has no effect without vocabulary; give both")
+        if self.expand is not None:
+            parse_expansion(self.expand)
         if not 0 <= self.seed < 2**62:
             raise ConfigError(f"seed must be between 0 and 2^62 - 1, got {self.seed}")
         if any("\ud800" <= character <= "\udfff" for character in str(self.out)):  # how Python keeps other bytes
@@ -141,7 +146,7 @@ def preprocess(
 
 
 def _id_rules(config: PreprocessConfig) -> dict[str, str]:
-    default = AUTO if config.dataset == CUSTOM else DENSE if config.dataset in CATALOG else KEEP
+    default = AUTO if config.dataset == CUSTOM else DENSE if config.dataset in CATALOG or config.expand else KEEP
     return {USER_ID: default, ITEM_ID: default} | parse_ids(config.ids)
 
 
@@ -156,6 +161,10 @@ def open_source(
 
     `rules` are those of the ids; columns of `text_ids` are text even if they begin with integers.
     """
+    if config.dataset == SYNTHETIC and config.expand is not None:
+        expansion = parse_expansion(config.expand)
+        base = open_source(replace(config, dataset=expansion.base), rules=rules, show_progress=show_progress)
+        return expand_interactions(base, expansion, seed=config.seed)
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
     if config.dataset == CUSTOM:

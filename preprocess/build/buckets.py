@@ -139,11 +139,12 @@ def fill_buckets(
             num_bad += len(batch) - len(good)
             columns = {column.name: column for column in good.drop(IS_GOOD).iter_columns()}
             keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
-            buckets.append(keys | {name: column.to_numpy() for name, column in columns.items()})
-            num_events += len(good)
-            times = columns[TIMESTAMP_MS].to_numpy()
-            first_ms, last_ms = int(times.min(initial=first_ms)), int(times.max(initial=last_ms))
-            on_stage(f"reading {part.name}: {num_events:,} events")
+            for events in part.expand(keys | {name: column.to_numpy() for name, column in columns.items()}):
+                buckets.append(events)
+                num_events += len(events[USER_ID])
+                times = events[TIMESTAMP_MS]
+                first_ms, last_ms = int(times.min(initial=first_ms)), int(times.max(initial=last_ms))
+                on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad:
             if text_columns := part.find_texts():
                 raise TextIdsError(text_columns)

@@ -125,12 +125,13 @@ def read_listed_users(path: Path, columns: tuple[str, ...], kind: IdKind) -> NDA
     """Return the keys of the users that a file lists, without those of another kind: int64 [users].
 
     Args:
-        path: a text file (.txt or no suffix) with an id per line, or a table with the log's column of users.
+        path: a text file (.txt) with an id per line, or a table with the log's column of users.
         columns: those of users, items and times in the log; a file with all of them is a log.
         kind: of the ids in the log.
     """
-    if path.suffix.lower() in ("", ".txt"):
-        table, column = open_plain_csv(path, {USER_ID: pl.String}, has_header=False, separator="\n"), USER_ID
+    if path.suffix.lower() == ".txt":
+        # A separator that no id contains, repeated, so that quotes are part of an id.
+        table, column = open_table(path, {USER_ID: pl.String()}, separator="\x1f\x1f", columns=[USER_ID]), USER_ID
     else:
         table, column = open_table(path, columns[:1]), columns[0]
         with contextlib.suppress(DataError):

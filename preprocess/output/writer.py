@@ -17,7 +17,6 @@ from evenrank.datasets.schema import (
     EVENT_DTYPES,
     ITEM_ID,
     LENGTH,
-    LENGTH_PERCENTILES,
     MULTI_VALUED,
     NUM_TARGETS,
     USER_ID,
@@ -25,6 +24,7 @@ from evenrank.datasets.schema import (
     DataFile,
     Split,
     sha256_of,
+    summarize_lengths,
 )
 from evenrank.preprocess.build.sequences import Sequences
 
@@ -176,12 +176,3 @@ def _arrow_array(parts: Sequence[Any]) -> pa.Array:
         return pl.concat(parts).to_arrow()
     values = np.concatenate(parts)
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """Return minimum, percentiles (nearest rank), maximum and mean of history lengths; empty if there are none."""
-    if len(lengths) == 0:
-        return {}
-    names = ("min", *(f"p{percent}" for percent in LENGTH_PERCENTILES), "max")
-    values = np.percentile(lengths, (0, *LENGTH_PERCENTILES, 100), method="inverted_cdf").tolist()
-    return {**dict(zip(names, values, strict=True)), "mean": round(float(lengths.mean()), 3)}

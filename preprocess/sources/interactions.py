@@ -2,7 +2,7 @@
 
 import contextlib
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,8 @@ class EventPart:
     IS_GOOD; in file order. Good rows have neither nulls nor, in float32 columns, values that are not finite."""
     find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first `limit` bad rows; may be slow
     find_texts: Callable[[], frozenset[str]] = frozenset  # columns of ids that were taken for integers, but are text
+    expand: Callable[[dict[str, NDArray[Any]]], Iterable[dict[str, NDArray[Any]]]] = lambda events: (events,)
+    """Called with the columns of some good rows, ids as keys; returns the events to use instead, in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,9 +115,7 @@ _DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VA
 class Context:
     """The contextual features of users, encoded as integers: 0 if missing, else 1..n by sorted value; or floats."""
 
-    features: (
-        pl.DataFrame
-    )  # user_id (int64, the user's key), then one column per feature: Int64, List(Int64) or Float32
+    features: pl.DataFrame  # user_id (int64, the user's key), then per feature Int64, List(Int64) or Float32
     labels: Mapping[str, tuple[str | None, ...]]  # of the ids 0 (always None), 1, 2, ... of each feature of integers
 
     @property

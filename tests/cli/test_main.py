@@ -90,14 +90,15 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
                 f"{option.split()[0]} applies to {where}, not to --dataset {other}",
             )
             for option, where, other in (
-                ("--users 20000", "--dataset synthetic", "custom"),
-                ("--items 5", "--dataset synthetic", "ml-1m"),
-                ("--lengths zipf", "--dataset synthetic", "all"),
+                ("--users 20000", "--dataset synthetic without --expand", "custom"),
+                ("--items 5", "--dataset synthetic without --expand", "ml-1m"),
+                ("--lengths zipf", "--dataset synthetic without --expand", "all"),
+                ("--expand ml-1m:2x2", "--dataset synthetic", "ml-1m"),
                 ("--events a.csv", "--dataset custom", "ml-1m"),
                 ("--config a.toml", "--dataset custom", "all"),
                 ("--timestamp-unit s", "--dataset custom", "synthetic"),
                 ("--context a.csv", "--dataset custom", "synthetic"),
-                ("--raw-dir raw", "public datasets", "custom"),
+                ("--raw-dir raw", "public datasets and to --expand", "custom"),
                 ("--on-error fail", "datasets that are read from files", "synthetic"),
             )
         ),
@@ -105,6 +106,14 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
             "preprocess --dataset ml-1m --split leave-last:1 --seed 0",
             "--seed applies to --split user:FRACTION and to --dataset synthetic, not to --dataset ml-1m with --split "
             "leave-last:1; change one of them",
+        ),
+        (
+            "preprocess --dataset synthetic --expand ml-1m:2x2 --users 9",
+            "--users applies to --dataset synthetic without --expand, not to --dataset synthetic with --expand ml-1m:2",
+        ),
+        (
+            "preprocess --dataset synthetic --expand ml-1m",
+            "'ml-1m' is no expansion of MovieLens; write it like ml-20m:",
         ),
         ("preprocess --dataset synthetic --by-date", "--by-date applies to --requests SECONDS, which is missing; add "),
         ("preprocess --dataset synthetic --stride 4", "--stride applies to --window, which is missing; add it"),

@@ -1,0 +1,161 @@
+"""Parquet files of other programs, with one row per user and lists of events, as a split without preprocessing.
+
+A first pass over the files makes their manifest, which is kept in the cache until one of them changes.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets import schema
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    FLOAT,
+    ITEM_ID,
+    TIMESTAMP_MS,
+    USER_ID,
+    IdSummary,
+    Manifest,
+    Split,
+)
+from evenrank.datasets.unpack import RowBlock, find_or_build, read_blocks, wrap_parquet_errors
+
+_LAYOUT = "v1"  # version of the manifests in the cache, part of the entry's name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListReader:
+    """Reads and checks row groups, like `read_row_group`; called with all of a folder, in order."""
+
+    columns: Mapping[str, str]  # in the files, by name in batches
+    row_numbers: Iterator[int] = field(default_factory=count)  # in place of user ids
+
+    def __call__(self, file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
+        """Return the rows of a group; a null list has no events."""
+        table = file.read_row_group(group, columns=[*self.columns.values()])
+        arrays = {name: table.column(column).combine_chunks() for name, column in self.columns.items()}
+        lists = {name: arrays.pop(name) for name in manifest.event_dtypes if name in arrays}
+        if wrong := [name for name, array in lists.items() if not _is_list(array.type)]:
+            raise DataError(f"{path}: column {self.columns[wrong[0]]!r} ({wrong[0]}) has no lists; map one that has")
+        counts = {name: pc.list_value_length(array).fill_null(0).to_numpy() for name, array in lists.items()}
+        lengths = counts[ITEM_ID].astype(np.int64)
+        for name, others in counts.items():
+            for row in np.flatnonzero(others != lengths)[:1]:
+                raise DataError(
+                    f"{path}, row {row + sum(file.metadata.row_group(before).num_rows for before in range(group))}: "
+                    f"{self.columns[ITEM_ID]!r} has {lengths[row]} values, {self.columns[name]!r} has {others[row]}; "
+                    "the lists of a row need one value per event"
+                )
+        values = {
+            name: self._values(name, array, manifest, path)
+            for name, array in (arrays | {name: array.flatten() for name, array in lists.items()}).items()
+        }
+        events = {
+            name: values.pop(name) if name in lists else np.zeros(lengths.sum(), dtype)
+            for name, dtype in manifest.event_dtypes.items()
+        }
+        users = {USER_ID: np.fromiter(islice(self.row_numbers, len(lengths)), int)}
+        return RowBlock(lengths, users | values, events, {})
+
+    def _values(self, name: str, array: pa.Array, manifest: Manifest, path: str) -> NDArray[Any]:
+        if pa.types.is_timestamp(array.type):
+            array = array.cast(pa.timestamp("ms"), safe=False).cast("int64")
+        if FLOAT in (manifest.extra_events.get(name), manifest.contextual.get(name)):
+            floats: NDArray[np.float32] = array.cast(pa.float32()).fill_null(0).to_numpy()
+            if np.isfinite(floats).all():
+                return floats
+            raise DataError(f"{path}: column {self.columns[name]!r} ({name}) has values that are not finite")
+        fault: object = f"{array.null_count} nulls and type {array.type}"
+        if pa.types.is_integer(array.type) and not array.null_count:
+            values: NDArray[np.integer] = array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
+            if name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events) or values.min(initial=0) >= 0:
+                return values
+            fault = values.min()
+        raise DataError(
+            f"{path}: column {self.columns[name]!r} ({name}) must have integers, from 0 if they are ids, it has "
+            f"{fault}; `evenrank preprocess` numbers ids"
+        )
+
+
+def describe_folder(folder: Path, split: str, columns: Mapping[str, str]) -> Manifest:
+    """Return a manifest of the Parquet files below a folder, as one split, in the order of their paths."""
+    if ITEM_ID not in columns:
+        raise ConfigError(f"columns must name the column of {ITEM_ID}, they have {', '.join(columns) or 'nothing'}")
+    schema.check_new_names(columns.keys() - {USER_ID, *EVENT_DTYPES})
+    paths = {path.relative_to(folder).as_posix(): path.stat() for path in sorted(folder.rglob("*.parquet"))}
+    # As for Spark, names that begin with . or _ are not data; the cache is one of them.
+    files = [name for name in paths if not any(part[0] in "._" for part in name.split("/"))]
+    if not files:
+        raise DataError(f"{folder} has no Parquet files; pass a folder with files that end in .parquet")
+    versions = [(name, paths[name].st_size, paths[name].st_mtime_ns) for name in files]
+    key = _hash([str(folder), split, [*columns.items()], versions])
+    entry = find_or_build(
+        folder, f"{key[:32]}-manifest-{_LAYOUT}", lambda path: _describe(folder, files, split, columns).write(path)
+    )
+    manifest = schema.read_manifest(entry)
+    # With other columns, the same files are other data.
+    return replace(manifest, content_hash=_hash([manifest.content_hash, [*columns.items()]]))
+
+
+def _hash(description: object) -> str:
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
+
+
+def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, str]) -> Manifest:
+    files, types = [], {}
+    for name in names:
+        path = folder / name
+        sha256 = schema.sha256_of(path)
+        with wrap_parquet_errors(str(path)), pq.ParquetFile(path) as file:
+            present = file.schema_arrow
+            if wrong := [column for column in columns.values() if present.names.count(column) != 1]:
+                number = present.names.count(wrong[0])
+                raise DataError(f"{path} has {number} columns {wrong[0]!r}; known: {', '.join(present.names)}")
+            files.append(schema.DataFile(path=name, rows=file.metadata.num_rows, sha256=sha256))
+            types = {name: present.field(column).type for name, column in columns.items()}
+    extra = {name: type_ for name, type_ in types.items() if name not in (USER_ID, *EVENT_DTYPES)}
+    contextual = {name: _dtype(type_) for name, type_ in extra.items() if not _is_list(type_)}
+    labelled = [name for name, dtype in contextual.items() if dtype != FLOAT]
+    unread = Split(files=tuple(files), rows=sum(file.rows for file in files), interactions=0, lengths={})
+    manifest = Manifest(
+        schema_version=schema.SCHEMA_VERSION,
+        dataset=folder.name,
+        sources=(),
+        options={"columns": dict(columns)},
+        splits={split: unread},
+        contextual=contextual,
+        extra_events={name: _dtype(type_.value_type) for name, type_ in extra.items() if _is_list(type_)},
+        vocabulary_sizes=dict.fromkeys((USER_ID, ITEM_ID, ACTION, *labelled), 0),
+        context_labels=dict.fromkeys(labelled, (None,)),
+        ids=dict.fromkeys((USER_ID, ITEM_ID), IdSummary(rule="keep", kind="int64")),
+        content_hash="",
+    )
+    sizes, parts = dict(manifest.vocabulary_sizes), []
+    for _, block in read_blocks(folder, manifest, unread, ListReader(columns=columns)):
+        parts.append(block.lengths)
+        values = {**block.row_columns, **block.event_columns}
+        sizes = {name: max(size, int(values[name].max(initial=-1)) + 1) for name, size in sizes.items()}
+    lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+    splits = {split: replace(unread, interactions=int(lengths.sum()), lengths=schema.summarize_lengths(lengths))}
+    content_hash = schema.content_hash(splits, contextual, manifest.extra_events, sizes, manifest.ids)
+    return replace(manifest, splits=splits, vocabulary_sizes=sizes, content_hash=content_hash)
+
+
+def _dtype(type_: pa.DataType) -> str:
+    return FLOAT if pa.types.is_floating(type_) else "int64"
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))

@@ -1,0 +1,142 @@
+"""Fractal expansion: MovieLens with U times the users and I times the items; 16 x 32 of ml-20m is called ml-3b.
+
+After Belletti et al., "Scalable Realistic Recommendation Datasets through Fractal Expansions" (arXiv:1901.08910). The
+matrix of ratings is reduced to R, U x I, in 0..1 (their algorithm 2): its singular vectors are averaged over groups of
+consecutive ids and made orthogonal again. Each rating of user u and item m then becomes, with probability R[i, j] for
+each (i, j), one of user u*U + i and item m*I + j, of the same value and time: a stochastic Kronecker product. Unlike
+theirs, it does not shuffle the users and items of each (i, j), so that histories and popularities stay as skewed.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from evenrank.core.errors import ConfigError
+from evenrank.core.hashing import mix64, mix_word
+from evenrank.core.numba_cache import compiled
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
+from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
+from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
+
+_EVENTS_AT_ONCE = 1_000_000
+_BYTES_PER_EVENT = 20  # as of synthetic data
+_OVERSAMPLED, _ITERATIONS = 8, 4  # of the randomized SVD (Halko, Martinsson and Tropp, arXiv:0909.4061)
+_GAMMA = 0x9E3779B97F4A7C15  # between the words that SplitMix64 hashes
+
+
+class Expansion(NamedTuple):
+    """The dataset to expand, the users and items for each of its own, and a factor of all probabilities."""
+
+    base: str
+    users: int
+    items: int
+    rate: float
+
+
+def parse_expansion(text: str) -> Expansion:
+    """Parse NAME:UxI or NAME:UxI:RATE."""
+    match = re.fullmatch(r"([^:]+):(\d{1,5})x(\d{1,5})(?::(0?\.\d+))?", text)
+    base, users, items, rate = match.groups("1") if match else ("", 0, 0, 0)
+    expansion = Expansion(base, int(users), int(items), float(rate))
+    if isinstance(CATALOG.get(base), MovieLensDataset) and min(expansion.users, expansion.items) > 1 and expansion.rate:
+        return expansion
+    raise ConfigError(
+        f"{text!r} is no expansion of MovieLens; write it like ml-20m:16x32, with factors of 2 to 99999, or "
+        "ml-20m:16x16384:0.01 for a hundredth of the events"
+    )
+
+
+def expand_interactions(base: Interactions, expansion: Expansion, *, seed: int) -> Interactions:
+    """Return the expansion of a dataset, which is drawn in pieces while it is read."""
+    (part,) = base.parts
+    chances, num_events = _reduce(part, expansion)
+    per_event = chances.sum() * expansion.rate
+    num_expected = round(num_events * per_event)
+
+    def expand(events: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
+        num_at_once = int(_EVENTS_AT_ONCE / per_event) + 1
+        for first in range(0, len(events[USER_ID]), num_at_once):
+            some = {name: values[first : first + num_at_once] for name, values in events.items()}
+            words = np.array([seed], dtype=np.uint64)
+            for name in (USER_ID, ITEM_ID, TIMESTAMP_MS):  # so that draws do not depend on the pieces
+                words = mix64(words) ^ some[name].view(np.uint64)
+            drawn, cells = np.divmod(_draw(mix64(words), chances.ravel(), expansion.rate), chances.size)
+            copies = {name: values[drawn] for name, values in some.items()}
+            copies[USER_ID] = copies[USER_ID] * expansion.users + cells // expansion.items
+            copies[ITEM_ID] = copies[ITEM_ID] * expansion.items + cells % expansion.items
+            yield copies
+
+    context = base.context
+    if context is not None:
+        copied = context.features.join(pl.DataFrame({"copy": range(expansion.users)}), how="cross")
+        user = (pl.col(USER_ID) * expansion.users + pl.col("copy")).alias(USER_ID)
+        context = replace(context, features=copied.with_columns(user).drop("copy"))
+    name = f"{part.name} expanded to about {num_expected:,} events"
+    return replace(
+        base,
+        parts=(replace(part, name=name, size=num_expected * _BYTES_PER_EVENT, expand=expand),),
+        context=context,
+        options={"expand": expansion._asdict(), "expected_events": num_expected},
+    )
+
+
+def _reduce(part: EventPart, expansion: Expansion) -> tuple[NDArray[np.float64], int]:
+    """Return R, float64 [users, items], and the number of ratings, which are in memory meanwhile."""
+    ids = [(pl.col(name).rank("dense") - 1).cast(pl.Int32) for name in (USER_ID, ITEM_ID)]
+    with wrap_read_errors(part.name):
+        ratings = part.events.filter(IS_GOOD).select(*ids, ACTION).collect()
+    users, items, actions = (column.to_numpy() for column in ratings.iter_columns())
+    num_users, num_items = users.max(initial=-1) + 1, items.max(initial=-1) + 1
+    rank = min(expansion.users, expansion.items, num_users, num_items)
+
+    def multiply(to: NDArray[np.int32], size: int, of: NDArray[np.int32], vectors: NDArray[np.float64]) -> Any:
+        return np.stack([np.bincount(to, (actions + 1) * vector[of], size) for vector in vectors.T], axis=1)
+
+    of_items = np.random.default_rng(0).standard_normal((num_items, min(rank + _OVERSAMPLED, num_users, num_items)))
+    for _ in range(_ITERATIONS):
+        of_users = np.linalg.qr(multiply(users, num_users, items, np.linalg.qr(of_items)[0]))[0]
+        of_items = multiply(items, num_items, users, of_users)
+    left, scales, right = np.linalg.svd(of_items.T, full_matrices=False)
+    of_users = _resize(of_users @ left[:, :rank], expansion.users) * scales[:rank]
+    reduced = of_users @ _resize(right[:rank].T, expansion.items).T
+    # Rounded, because libraries for linear algebra differ in the last digits.
+    return np.round((reduced - reduced.min()) / np.ptp(reduced), 6), len(ratings)
+
+
+def _resize(vectors: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """Average vectors [n, rank] over n rows in order to [size, rank], and return the closest orthogonal ones."""
+    bounds = np.arange(size + 1) * len(vectors)
+    begin, end = bounds[:-1] // size, -(-bounds[1:] // size)
+    sums = np.vstack([np.zeros(vectors.shape[1]), np.cumsum(vectors, axis=0)])
+    left, _, right = np.linalg.svd((sums[end] - sums[begin]) / (end - begin)[:, None], full_matrices=False)
+    orthogonal: NDArray[np.float64] = left @ right
+    return orthogonal
+
+
+@compiled
+def _draw(words: NDArray[np.uint64], chances: NDArray[np.float64], rate: float) -> NDArray[np.int64]:
+    """Draw cells with probability chances * rate for each event: return event * len(chances) + cell, ascending."""
+    drawn = np.empty(int(len(words) * chances.sum() * rate * 1.1) + 1024, dtype=np.int64)
+    num_drawn = 0
+    log_miss = np.log1p(-rate)
+    for event in range(len(words)):
+        word, cell = words[event], -1
+        while True:
+            # To the next cell that the rate lets through, and whether its own chance does.
+            word += np.uint64(_GAMMA)
+            skipped = np.log((np.float64(mix_word(word) >> np.uint64(11)) + 0.5) * 2.0**-53) / log_miss
+            if skipped >= len(chances) - 1 - cell:
+                break
+            cell += 1 + int(skipped)
+            word += np.uint64(_GAMMA)
+            if np.float64(mix_word(word) >> np.uint64(11)) * 2.0**-53 < chances[cell]:
+                if num_drawn == len(drawn):
+                    drawn = np.concatenate((drawn, np.empty_like(drawn)))
+                drawn[num_drawn] = event * len(chances) + cell
+                num_drawn += 1
+    return drawn[:num_drawn]
