@@ -207,8 +207,8 @@ def preprocess_command(
     from evenrank.datasets.distributions import Zipf, parse_distribution
     from evenrank.datasets.event_statistics import read_statistics
     from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
-    from evenrank.preprocess.sources.custom import read_toml
-    from evenrank.preprocess.sources.times import UNITS
+    from evenrank.preprocess.files.times import UNITS
+    from evenrank.preprocess.log_config import read_toml
 
     custom = None
     if dataset == CUSTOM:

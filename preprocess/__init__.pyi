@@ -1,9 +1,9 @@
 from .build.filters import Filters as Filters
 from .build.inference_requests import RequestRule as RequestRule
+from .log_config import TabularConfig as TabularConfig
 from .pipeline import PreprocessConfig as PreprocessConfig
 from .pipeline import preprocess as preprocess
 from .sources.catalog import DATASETS as DATASETS
-from .sources.custom import TabularConfig as TabularConfig
 from .sources.synthetic import SyntheticConfig as SyntheticConfig
 
 __all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "TabularConfig", "preprocess"]

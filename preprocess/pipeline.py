@@ -36,17 +36,19 @@ from evenrank.preprocess.build.key_table import TextValues
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, parse_split, read_listed_users
 from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
+from evenrank.preprocess.files.times import check_era, utc_text
+from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
-from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
+from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
+from evenrank.preprocess.sources.features import ContextLookup
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
-from evenrank.preprocess.sources.interactions import ContextLookup, Interactions
+from evenrank.preprocess.sources.interactions import Interactions
 from evenrank.preprocess.sources.kuairand import read_kuairand
 from evenrank.preprocess.sources.movielens import read_movielens
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
-from evenrank.preprocess.sources.times import check_era, utc_text
 
 # A low estimate, since a few buckets too many cost little: a row of MovieLens, the densest log known, has 27 bytes.
 _BYTES_PER_EVENT = 20
@@ -189,7 +191,7 @@ def _write_dataset(
     """Write all files of a dataset to an empty folder."""
     rule, eval_users = parse_split(config.split), np.empty(0, dtype=np.int64)
     if rule.file is not None:
-        columns = (USER_ID, ITEM_ID, TIMESTAMP_MS) if config.custom is None else config.custom.event_columns[:3]
+        columns = (USER_ID, ITEM_ID, TIMESTAMP_MS) if config.custom is None else config.custom.needed_columns[:3]
         eval_users = read_listed_users(rule.file, columns, interactions.id_kinds[USER_ID])
     num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}

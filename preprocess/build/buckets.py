@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
-from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
+from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
+from evenrank.preprocess.sources.interactions import Interactions
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read

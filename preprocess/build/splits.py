@@ -24,10 +24,9 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
-from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
-from evenrank.preprocess.sources.raw_values import raw_id
-from evenrank.preprocess.sources.tabular import open_table
-from evenrank.preprocess.sources.times import PER_SECOND, unit_of
+from evenrank.preprocess.files.raw_values import raw_id
+from evenrank.preprocess.files.tabular import open_table
+from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
 
 TRAIN, EVAL = "train", "eval"
 _MAX_TARGETS = int(np.iinfo(np.int32).max)

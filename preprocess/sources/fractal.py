@@ -20,8 +20,9 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64, mix_word
 from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
+from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
 from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
-from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
+from evenrank.preprocess.sources.interactions import Interactions
 
 _EVENTS_AT_ONCE = 1_000_000
 _BYTES_PER_EVENT = 20  # as of synthetic data

@@ -8,16 +8,12 @@ from pathlib import Path
 import polars as pl
 
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
+from evenrank.preprocess.files.table import EventPart
+from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.sources.catalog import PublicArchive
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import (
-    EventPart,
-    Interactions,
-    encode_context,
-    integer_checks,
-    time_checks,
-)
-from evenrank.preprocess.sources.tabular import open_table
+from evenrank.preprocess.sources.features import encode_context
+from evenrank.preprocess.sources.interactions import Interactions, integer_checks, time_checks
 
 # All columns of a log, in file order.
 _HEADER = (

@@ -5,10 +5,11 @@ from pathlib import Path
 import polars as pl
 
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
+from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.sources.catalog import MovieLensDataset
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import Interactions, encode_context, integer_checks, time_checks
-from evenrank.preprocess.sources.tabular import open_table
+from evenrank.preprocess.sources.features import encode_context
+from evenrank.preprocess.sources.interactions import Interactions, integer_checks, time_checks
 
 _RATING_COLUMNS = {"userId": pl.Int64(), "movieId": pl.Int64(), "rating": pl.Float64(), "timestamp": pl.Int64()}
 _USER_COLUMNS = dict.fromkeys(("user", "sex", "age_group", "occupation", "zip_code"), pl.String())

@@ -9,7 +9,9 @@ import polars as pl
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
-from evenrank.preprocess.sources.interactions import IS_GOOD, Context, EventPart, Interactions
+from evenrank.preprocess.files.table import IS_GOOD, EventPart
+from evenrank.preprocess.sources.features import Context
+from evenrank.preprocess.sources.interactions import Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000

@@ -11,7 +11,7 @@ from evenrank.core.errors import DataError
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.output.writer import SplitWriter
-from evenrank.preprocess.sources.interactions import ContextLookup, encode_context
+from evenrank.preprocess.sources.features import ContextLookup, encode_context
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), st.sampled_from("cab")), max_size=3))

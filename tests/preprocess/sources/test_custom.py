@@ -14,9 +14,11 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess.build.key_table import text_keys
-from evenrank.preprocess.sources.custom import TabularConfig, read_tabular, read_toml
-from evenrank.preprocess.sources.interactions import IS_GOOD, Interactions
-from evenrank.preprocess.sources.tabular import open_table
+from evenrank.preprocess.files.table import IS_GOOD
+from evenrank.preprocess.files.tabular import open_table
+from evenrank.preprocess.log_config import TabularConfig, read_toml
+from evenrank.preprocess.sources.custom import read_tabular
+from evenrank.preprocess.sources.interactions import Interactions
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'

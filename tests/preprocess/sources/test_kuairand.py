@@ -4,8 +4,9 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import DataError
+from evenrank.preprocess.files.table import BadRow
 from evenrank.preprocess.sources.catalog import CATALOG
-from evenrank.preprocess.sources.interactions import BadRow, Interactions
+from evenrank.preprocess.sources.interactions import Interactions
 from evenrank.preprocess.sources.kuairand import read_kuairand
 
 LOG_HEADER = (

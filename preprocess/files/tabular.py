@@ -19,9 +19,8 @@ from polars.io.plugins import register_io_source
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
-from evenrank.preprocess.sources import locate
-from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
-from evenrank.preprocess.sources.parse_numbers import (
+from evenrank.preprocess.files import locate
+from evenrank.preprocess.files.parse_numbers import (
     DECIMAL,
     EMPTY,
     INTEGER,
@@ -32,7 +31,8 @@ from evenrank.preprocess.sources.parse_numbers import (
     parse_numbers,
     split_fields,
 )
-from evenrank.preprocess.sources.text_blocks import REPLACEMENT, Block, read_blocks, read_first_line
+from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
+from evenrank.preprocess.files.text_blocks import REPLACEMENT, Block, read_blocks, read_first_line
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _EVENT_BYTES = 28  # of an event in memory: three int64 and one int32

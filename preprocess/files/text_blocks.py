@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_regular
-from evenrank.preprocess.sources.interactions import LINE, TEXT
-from evenrank.preprocess.sources.locate import CODECS
+from evenrank.preprocess.files.locate import CODECS
+from evenrank.preprocess.files.table import LINE, TEXT
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 16 << 20

@@ -6,9 +6,12 @@ import numpy as np
 import polars as pl
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources.interactions import IS_WELL_FORMED, Table, TimestampUnit, wrap_read_errors
-from evenrank.preprocess.sources.raw_values import as_integer, integer_bits
+from evenrank.preprocess.files.raw_values import as_integer, integer_bits
+from evenrank.preprocess.files.table import IS_WELL_FORMED, Table, wrap_read_errors
+from evenrank.preprocess.log_config import TimestampUnit
 
+# The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
+MAX_TIMESTAMP_MS = 253_402_300_799_999
 UNITS: Mapping[TimestampUnit, str] = {
     "auto": "Parquet's date and time types",  # where there is nothing to decide
     "s": "seconds since 1970",

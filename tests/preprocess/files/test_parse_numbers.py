@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from evenrank.preprocess.sources.parse_numbers import DECIMAL, INTEGER, SKIPPED, parse_numbers
+from evenrank.preprocess.files.parse_numbers import DECIMAL, INTEGER, SKIPPED, parse_numbers
 
 KINDS = np.array([INTEGER, SKIPPED, DECIMAL, INTEGER], dtype=np.int8)
 

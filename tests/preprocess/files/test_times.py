@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources.tabular import open_table
-from evenrank.preprocess.sources.times import check_era, decide_unit, timestamp_ms, unit_of, utc_text
+from evenrank.preprocess.files.tabular import open_table
+from evenrank.preprocess.files.times import check_era, decide_unit, timestamp_ms, unit_of, utc_text
 
 
 def _write(path: Path, values: list[Any]) -> Path:

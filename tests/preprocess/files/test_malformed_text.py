@@ -14,12 +14,12 @@ import pyarrow as pa
 import pytest
 
 from evenrank.core.errors import DataError
+from evenrank.preprocess.files.table import FAULT, IS_GOOD, IS_WELL_FORMED, LINE, TEXT, EventPart, Table
+from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.sources import text_blocks
 from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
-from evenrank.preprocess.sources.interactions import FAULT, IS_GOOD, IS_WELL_FORMED, LINE, TEXT, EventPart, Table
 from evenrank.preprocess.sources.kuairand import read_kuairand
 from evenrank.preprocess.sources.movielens import read_movielens
-from evenrank.preprocess.sources.tabular import open_table
 from tests.preprocess.sources.test_kuairand import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, write
 
 NASTY = [b"\0", b"\r", b"\n", b"\r\n", b'"', b'""', b",", b":", b"::", b"\t", b" ", b"\xef\xbb\xbf", b"\xff", b"\xc3"]

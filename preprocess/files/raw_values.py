@@ -6,7 +6,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, Table, wrap_read_errors
+from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, Table, wrap_read_errors
 
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
 # "007", "+7" and "-0" are texts: as integers they would be the same ids as "7" and "0".

@@ -1,0 +1,158 @@
+"""What a log of one's own looks like: its files, the columns to read and their types. Imports nothing heavy."""
+
+import re
+import tomllib
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.files import open_regular
+from evenrank.datasets.schema import check_new_names
+
+TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date"]
+ItemFeaturesAs = Literal["events", "table"]
+_DELIMITER = r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*'
+_MAX_FLAGS = 31  # the bits of a non-negative int32
+_TYPES = {"int": "int64", "float": "float32"}
+_ID, _LIST = "id", "list"
+
+
+class Column(NamedTuple):
+    """A column as `NAME[:TYPE][=FILL]` describes it."""
+
+    name: str
+    dtype: str
+    """`int64`, `float32`, or `id`: any values, which are numbered from 1; `list`: any number of them."""
+    fill: float | None
+    """Number in place of missing values; None: there must be none, except in features, where they are 0."""
+
+
+def parse_column(text: str, *, is_feature: bool) -> Column:
+    """Parse the description of a column; without a type, features of users and items are ids, others floats.
+
+    Raises a ConfigError if the type is unknown, or the fill not of that type.
+    """
+    head, has_fill, fill = text.partition("=")
+    name, has_type, kind = head.rpartition(":")
+    if not has_type:
+        name, kind = head, _ID if is_feature else "float"
+    known = (_ID, _LIST, "float") if is_feature else tuple(_TYPES)
+    if kind not in known or not name:
+        raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(known)}")
+    if not has_fill:
+        return Column(name, _TYPES.get(kind, kind), None)
+    try:
+        number = float(fill) if kind == "float" else int(fill) if kind == "int" else None
+    except ValueError:
+        number = None
+    if number is None or not -(2.0**63) <= number < 2.0**63:
+        raise ConfigError(f"column {text!r} has the fill {fill!r}, which is no {kind}; give a finite number, or none")
+    return Column(name, _TYPES[kind], number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TabularConfig:
+    """The files of a custom dataset and the names of their columns. The suffix of a file determines its format."""
+
+    events: tuple[Path, ...]
+    """Files, patterns such as `logs/*.csv.gz`, or folders, whose files are read in sorted order: delimited text (.csv,
+    .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz, .zst or .bz2, or .parquet. A folder
+    `day=1` adds a column `day`."""
+    user_column: str
+    """Column of user ids: integers or strings."""
+    item_column: str
+    """Column of item ids: integers or strings."""
+    timestamp_column: str
+    """Column of event times."""
+    timestamp_unit: TimestampUnit = "auto"
+    """Unit of numeric times, counted from 1970: `s`, `ms`, `us` or `ns`; `iso` for ISO 8601 text, in UTC unless it has
+    an offset; `date` for 2015-01-06 or 20150106; `auto`: as the first values look. Parquet's date and time types need
+    no unit."""
+    action_columns: tuple[str, ...] = ()
+    """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
+    action_map: str = ""
+    """How the one action column becomes an action; empty: it is an integer from 0 on. `stars`: 1 to 5 become 0 to 4;
+    `half-stars`: 0.5 to 5 become 0 to 9; `bins:2.5,4`: the number of these limits that a number reaches; `float`: a
+    float32 column of events with its name, and every action is 0."""
+    event_columns: tuple[str, ...] = ()
+    """Further columns of events: `NAME[:int|float][=FILL]`, float32 unless `int`, which is int64."""
+    label: str = ""
+    """One more of them, which the manifest names as the label; for LoaderConfig's `label` or `target`."""
+    weight: str = ""
+    """One more of them, which the manifest names as the weight; for LoaderConfig's `weight`."""
+    delimiter: str | None = None
+    """Separator of the fields of delimited events, one character or one character repeated; None: found by the first
+    line among comma, tab, semicolon, `|` and `::`."""
+    columns: tuple[str, ...] = ()
+    """Names of all columns of delimited events without a header; empty: the first line has them."""
+    context: Path | None = None
+    """File with the users' features: `user_column` and `context_columns`, one row per user."""
+    context_columns: tuple[str, ...] = ()
+    """Columns of `context` that are contextual features: `NAME[:id|float|list]`."""
+    context_header: tuple[str, ...] = ()
+    """Names of all columns of `context` without a header, divided like the events; empty: the first line has them."""
+    item_features: Path | None = None
+    """File with features of items: `item_column` and `item_columns`, one row per item."""
+    item_columns: tuple[str, ...] = ()
+    """Columns of `item_features`: `NAME[:id|float|list]`."""
+    item_features_as: ItemFeaturesAs = "events"
+    """`events`: columns of events; `table`: item_features.parquet, one row per item, also with lists."""
+
+    def __post_init__(self) -> None:
+        if not self.events:
+            raise ConfigError("events is empty; give at least one file")
+        if self.timestamp_unit not in get_args(TimestampUnit):
+            units = ", ".join(get_args(TimestampUnit))
+            raise ConfigError(f"timestamp_unit must be one of {units}, got {self.timestamp_unit!r}")
+        if len(self.action_columns) > _MAX_FLAGS:
+            raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
+        if (self.context is None) != (not self.context_columns):
+            raise ConfigError("context and context_columns go together; give both or none")
+        if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
+            raise ConfigError(f"delimiter must be a punctuation mark or a tab, or one repeated, got {self.delimiter!r}")
+        for names in (self.needed_columns, (self.user_column, *self.context_columns)):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
+        check_new_names(self.context_columns)
+
+    @property
+    def extra_columns(self) -> tuple[Column, ...]:
+        """The further columns of events, with label and weight."""
+        texts = dict.fromkeys((*self.event_columns, *filter(None, (self.label, self.weight))))
+        return tuple(parse_column(text, is_feature=False) for text in texts)
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """The columns to read from the event files."""
+        ids_and_time = (self.user_column, self.item_column, self.timestamp_column)
+        return (*ids_and_time, *self.action_columns, *(column.name for column in self.extra_columns))
+
+
+def read_toml(path: Path, **options: Any) -> TabularConfig:
+    """Read a configuration from a TOML file whose keys are the names of the fields; paths are relative to the file.
+
+    Further fields, `options`, come from the command line.
+    """
+    with open_regular(path) as file:
+        try:
+            raw = tomllib.load(file)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not valid TOML ({first_line(error)}); fix it") from error
+    known = {field.name: field.default is MISSING for field in fields(TabularConfig)}
+    if unknown := sorted(raw.keys() - known):
+        raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    if twice := [name for name in options if name in raw]:
+        raise ConfigError(f"--{twice[0].replace('_', '-')} is also in {path} ({twice[0]}); give it once")
+    values = dict(options)
+    for key, value in raw.items():
+        is_list = key in ("events", "action_columns", "columns", "context_columns")
+        items = value if is_list and isinstance(value, list) else [value]
+        if not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{path}: {key} must be a string{' or a list of strings' * is_list}, got {value!r}")
+        if key in ("events", "context"):
+            items = [path.parent / name for name in items]
+        values[key] = tuple(items) if is_list else items[0]
+    if missing := [name for name, is_required in known.items() if is_required and name not in values]:
+        raise ConfigError(f"{path} lacks {missing[0]}; add it")
+    return TabularConfig(**values)
