@@ -21,6 +21,9 @@ class Statistics:
 
     split: str
     """The rule of the split, such as `leave-last:1`."""
+    by: str
+    """What it divides: users (`user`), last events of each user from the earlier ones (`last`), late events from early
+    ones (`time`), or nothing."""
     events: Mapping[str, int]
     """By split."""
     users: int
@@ -53,6 +56,8 @@ class Statistics:
     def __post_init__(self) -> None:
         if not self.num_events == sum(self.hours_of_day) == sum(self.bins) or len(self.hours_of_day) != 24:
             raise ValueError("the counts do not add up")
+        if self.by not in ("user", "last", "time", ""):
+            raise ValueError(f"no split is by {self.by!r}")
         self.describe()  # raises an error where a number is missing
 
     @property
@@ -78,7 +83,7 @@ class Statistics:
             "popularity": f"{_percent(self.top_events, total)} of events have one of the most popular 1 % of items",
         }
         if in_eval:
-            early, of_items, of_users = self._verdicts(self.split.partition(":")[0])
+            early, of_items, of_users = self._verdicts()
             cold_events = f"{self.cold_item_events:,} or {_percent(self.cold_item_events, in_eval)} of its events"
             lines |= {
                 "eval events": f"{in_eval:,} ({_percent(in_eval, total)})",
@@ -88,16 +93,16 @@ class Statistics:
             }
         return lines
 
-    def _verdicts(self, kind: str) -> tuple[str, str, str]:
-        """Return what early events, cold items and cold users mean for a kind of split."""
-        early = "LEAK in time; " + ("preprocess again" if kind == "time" else _LEAVE_LAST)
-        if kind == "user" or not self.early_eval_events:
-            early = "expected: the split is by user, not by time" if kind == "user" else "expected: no leak in time"
-        if kind == "time":
+    def _verdicts(self) -> tuple[str, str, str]:
+        """Return what early events, cold items and cold users mean for this kind of split."""
+        early = "LEAK in time; " + ("the logs overlap" if self.by == "time" else _LEAVE_LAST)
+        if self.by == "user" or not self.early_eval_events:
+            early = "expected: the split is by user, not by time" if self.by == "user" else "expected: no leak in time"
+        if self.by == "time":
             return early, "expected: new since the split", "expected: new since the split"
         many = self.cold_item_events > _MANY_COLD * self.events["eval"]
         of_items = "warning: untrained embeddings; --k-core leaves out rare items" if many else "expected: rare items"
-        if kind == "user":
+        if self.by == "user":
             num_known = self.eval_users - self.cold_users
             of_users = "LEAK: the others are in train" if num_known else "expected: the split is by user"
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import polars as pl
 import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
@@ -20,7 +21,6 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     NUM_TARGETS,
     SCHEMA_VERSION,
-    TIMESTAMP_MS,
     USER_ID,
     WINDOW,
     Manifest,
@@ -34,7 +34,16 @@ from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, parse_ids, par
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
 from evenrank.preprocess.build.key_table import TextValues
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.build.splits import EVAL, SplitFacts, parse_split, read_listed_users
+from evenrank.preprocess.build.splits import (
+    EVAL,
+    IN_EVAL,
+    SplitFacts,
+    SplitRule,
+    by_second_log,
+    is_log,
+    parse_split,
+    read_listed_users,
+)
 from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
 from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.log_config import TabularConfig
@@ -172,12 +181,27 @@ def open_source(
     if config.dataset == CUSTOM:
         if config.custom is None:
             raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
-        return read_tabular(config.custom, rules, text_ids)
+        return _read_logs(config.custom, parse_split(config.split).file, rules, text_ids)
     public = CATALOG[config.dataset]
     folder = ensure_raw_files(public, config.raw_dir, show_progress=show_progress)
     if isinstance(public, MovieLensDataset):
         return read_movielens(public, folder)
     return read_kuairand(public, folder)
+
+
+def _read_logs(
+    log: TabularConfig, second: Path | None, rules: Mapping[str, str], text_ids: frozenset[str]
+) -> Interactions:
+    """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
+    if second is None or not is_log(second, log):
+        return read_tabular(log, rules, text_ids)
+    interactions = read_tabular(replace(log, events=(*log.events, second)), rules, text_ids)
+    marks = [0] * (len(interactions.parts) - 1) + [1]
+    parts = (
+        replace(part, events=part.events.with_columns(pl.lit(mark, pl.Int32).alias(IN_EVAL)))
+        for part, mark in zip(interactions.parts, marks, strict=True)
+    )
+    return replace(interactions, parts=tuple(parts), has_eval_log=True)
 
 
 def _write_dataset(
@@ -190,11 +214,13 @@ def _write_dataset(
 ) -> Manifest:
     """Write all files of a dataset to an empty folder."""
     rule, eval_users = parse_split(config.split), np.empty(0, dtype=np.int64)
-    if rule.file is not None:
-        columns = (USER_ID, ITEM_ID, TIMESTAMP_MS) if config.custom is None else config.custom.needed_columns[:3]
-        eval_users = read_listed_users(rule.file, columns, interactions.id_kinds[USER_ID])
-    num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
+    if interactions.has_eval_log:
+        rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
+    elif rule.file is not None:
+        column = USER_ID if config.custom is None else config.custom.user_column
+        eval_users = read_listed_users(rule.file, column, interactions.id_kinds[USER_ID])
+    num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
     (work := folder / ".work").mkdir()
     buckets = Buckets(work / "buckets", num_events, dtypes)
     texts = {
@@ -228,7 +254,7 @@ def _write_dataset(
             }
             ids = {name: pending.result() for name, pending in pending_ids.items()}
         splits, largest, statistics = _write_splits(
-            folder, config, facts, interactions, buckets, masks, ids, counts, on_stage
+            folder, config, rule, facts, interactions, buckets, masks, ids, counts, on_stage
         )
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
@@ -237,7 +263,7 @@ def _write_dataset(
                 f"{time['last']}; {rule.remedy}, or pass --allow-empty"
             )
         sources = pending_sources.result()
-        if rule.file is not None:
+        if rule.file is not None and not interactions.has_eval_log:
             sources += source_files(rule.file.parent, [rule.file])
     labels = {} if interactions.context is None else interactions.context.labels
     content: dict[str, Any] = {
@@ -283,6 +309,7 @@ def _write_dataset(
 def _write_splits(
     folder: Path,
     config: PreprocessConfig,
+    rule: SplitRule,
     facts: SplitFacts,
     interactions: Interactions,
     buckets: Buckets,
@@ -295,8 +322,7 @@ def _write_splits(
 
     Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
     """
-    rule, context = parse_split(config.split), ContextLookup(interactions.context)
-    statistics = EventCounter(config.split)
+    context, statistics = ContextLookup(interactions.context), EventCounter(config.split, rule.by)
     writers: dict[str, SplitWriter] = {}
     counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
     with contextlib.ExitStack() as stack:

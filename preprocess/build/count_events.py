@@ -21,10 +21,10 @@ _LARGEST = np.iinfo(np.int64).max
 
 
 class EventCounter:
-    """Follows the rows of a dataset, divided by the rule `split`, before windows are cut."""
+    """Follows the rows of a dataset, divided by the rule `split`, before windows are cut; `by` as of a SplitRule."""
 
-    def __init__(self, split: str) -> None:
-        self._split = split
+    def __init__(self, split: str, by: str) -> None:
+        self._split, self._by = split, by
         self._hours = ValueCounts()  # since 1970
         self._items: defaultdict[str, ValueCounts] = defaultdict(ValueCounts)
         self._events: Counter[str] = Counter()
@@ -68,6 +68,7 @@ class EventCounter:
         ranks = np.unique(np.geomspace(1, len(popularity), 100).astype(np.int64))
         return Statistics(
             split=self._split,
+            by=self._by,
             events=dict(self._events),
             users=self._users,
             items=len(popularity),

@@ -5,7 +5,7 @@ leave-last:2     the last 2 events of each user are predicted from the earlier o
 time:2015-01-06  events from this time on are predicted from the earlier ones; also a year, a month, ISO 8601 in UTC, or
                  a number since 1970 of seconds, milliseconds, ..., by its size
 time:last:7d     events less than 7 days (d; weeks w, hours h) older than the log's last event are predicted
-file:PATH        the users that a file lists are in `eval`
+file:PATH        the users that a file lists are in `eval`; or, if it is a second log, its events are predicted
 none             everything is in `train`
 """
 
@@ -15,20 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
 from evenrank.preprocess.files.raw_values import raw_id
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
+from evenrank.preprocess.log_config import TabularConfig
 
 TRAIN, EVAL = "train", "eval"
+IN_EVAL = "evenrank in_eval"  # column of events, if eval has its own log: 1 in that log, else 0
 _MAX_TARGETS = int(np.iinfo(np.int32).max)
 _LAST = re.compile("last:([1-9][0-9]{0,8})([hdw])")
 _DURATIONS_MS = {"h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
@@ -49,9 +53,14 @@ class SplitRule:
     """A rule that divides sequences into splits."""
 
     divide: Callable[[Sequences, SplitFacts], dict[str, Sequences]]
-    has_targets: bool = False  # whether a number of last events of the rows in `eval` are to be predicted
-    file: Path | None = None  # with the users of `eval`
+    by: Literal["user", "last", "time", ""]  # of `eval`: users, last events of each, late events; empty: there is none
+    file: Path | None = None  # with the users of `eval`, or its events
     remedy: str | None = None  # of a split without rows, if that is an error
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether a number of last events of the rows in `eval` are to be predicted."""
+        return self.by in ("last", "time")
 
 
 def parse_split(text: str) -> SplitRule:
@@ -59,22 +68,23 @@ def parse_split(text: str) -> SplitRule:
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
-            return SplitRule(divide=lambda sequences, facts: _by_user(sequences, fraction, facts.seed))
+            return SplitRule(divide=lambda sequences, facts: _by_user(sequences, fraction, facts.seed), by="user")
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_TARGETS:
-            return SplitRule(divide=lambda sequences, facts: _leave_last(sequences, count), has_targets=True)
+            return SplitRule(divide=lambda sequences, facts: _leave_last(sequences, count), by="last")
         if kind == "time":
             last = _LAST.fullmatch(value)
             offset_ms = -int(last[1]) * _DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
             if last or 0 <= offset_ms <= MAX_TIMESTAMP_MS:
                 return SplitRule(
                     divide=lambda sequences, facts: _by_time(sequences, offset_ms + facts.last_ms * (last is not None)),
-                    has_targets=True,
+                    by="time",
                     remedy="choose a time between them",
                 )
         if kind == "file" and value:
-            return SplitRule(divide=_by_list, file=Path(value), remedy="list some users of the log, but not all")
+            remedy = "list some users of the log, but not all"
+            return SplitRule(divide=_by_list, by="user", file=Path(value), remedy=remedy)
         if text == "none":
-            return SplitRule(divide=lambda sequences, facts: {TRAIN: sequences})
+            return SplitRule(divide=lambda sequences, facts: {TRAIN: sequences}, by="")
     except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
@@ -120,22 +130,61 @@ def _by_time(sequences: Sequences, boundary_ms: int) -> dict[str, Sequences]:
     return {TRAIN: train, EVAL: evaluated.take(boundaries < sequences.ends)}
 
 
-def read_listed_users(path: Path, columns: tuple[str, ...], kind: IdKind) -> NDArray[np.int64]:
+def by_second_log(rule: SplitRule) -> SplitRule:
+    """Return the rule of a file that is a second log, whose events have IN_EVAL."""
+    return replace(rule, divide=_by_second_log, by="time", remedy="give a second log with other events")
+
+
+def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
+    """Predict the events of the second log from those of the first one before them; `train` has all of the first."""
+    in_eval = sequences.events[IN_EVAL]
+    rows = _separate(sequences.order, in_eval, sequences.begins, sequences.ends)
+    train_order, train_ends, eval_order, eval_ends, num_targets = rows
+    train = replace(sequences, order=train_order, ends=train_ends)
+    evaluated = replace(sequences, order=eval_order, ends=eval_ends, num_targets=num_targets)
+    return {TRAIN: train.take(train_ends > sequences.begins), EVAL: evaluated.take(num_targets > 0)}
+
+
+@compiled
+def _separate(
+    order: NDArray[np.int32], in_eval: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    train_order, train_ends = order.copy(), begins.copy()
+    eval_order, eval_ends, num_targets = order.copy(), begins.copy(), np.zeros(len(begins), dtype=np.int32)
+    for row in range(len(begins)):
+        for offset in range(begins[row], ends[row]):
+            event = order[offset]
+            if not in_eval[event]:
+                train_order[train_ends[row]] = event
+                train_ends[row] += 1
+            if in_eval[event] or not num_targets[row]:
+                eval_order[eval_ends[row]] = event
+                eval_ends[row] += 1
+            num_targets[row] += in_eval[event]
+    return train_order, train_ends, eval_order, eval_ends, num_targets
+
+
+def is_log(path: Path, log: TabularConfig) -> bool:
+    """Return whether the file of `file:PATH` is a second log, which has items, and no list of users."""
+    with contextlib.suppress(DataError):
+        open_table(path, {log.item_column: pl.String()}, separator=log.delimiter, columns=log.columns)
+        return True
+    return False
+
+
+def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64]:
     """Return the keys of the users that a file lists, without those of another kind: int64 [users].
 
     Args:
-        path: a text file (.txt) with an id per line, or a table with the log's column of users.
-        columns: those of users, items and times in the log; a file with all of them is a log.
+        path: a text file (.txt) with an id per line, or a table.
+        column: of the users in a table.
         kind: of the ids in the log.
     """
     if path.suffix.lower() == ".txt":
         # A separator that no id contains, repeated, so that quotes are part of an id.
         table, column = open_table(path, {USER_ID: pl.String()}, separator="\x1f\x1f", columns=[USER_ID]), USER_ID
     else:
-        table, column = open_table(path, columns[:1]), columns[0]
-        with contextlib.suppress(DataError):
-            open_table(path, columns)
-            raise ConfigError(f"--split file:{path} is a log; list only users in it, in a column {column!r}")
+        table = open_table(path, {column: pl.String()})
     checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
     users = table.read_users([raw_id(table, column, kind).alias(USER_ID)], checks)
     return keys_of(users.get_column(USER_ID).drop_nulls())

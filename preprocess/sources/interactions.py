@@ -22,6 +22,7 @@ class Interactions:
     num_actions: int | None  # None if the largest action is only known once all events are read
     time_unit: TimestampUnit = "ms"  # of the raw times
     extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64, int32 or float32
+    has_eval_log: bool = False  # whether events have a further column, IN_EVAL
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
     id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})
 

@@ -11,6 +11,7 @@ from evenrank.datasets.schema import Manifest, read_manifest
 
 STATISTICS = Statistics(
     split="user:0.3",
+    by="user",
     events={"train": 9_000, "eval": 1_000},
     users=300,
     items=20,
@@ -50,29 +51,29 @@ def test_statistics_are_described_in_words() -> None:
         COLD_ITEMS: "0 of 10, in 0 or 0.0 % of its events (expected: rare items)",
         COLD_USERS: "90 of 90 (expected: the split is by user)",
     }
-    without_eval = dataclasses.replace(STATISTICS, split="none", events={"train": 10_000}).describe()
+    without_eval = dataclasses.replace(STATISTICS, split="none", by="", events={"train": 10_000}).describe()
     assert list(without_eval) == list(STATISTICS.describe())[:8]
 
 
 @pytest.mark.parametrize(
-    ("split", "label", "count", "verdict"),
+    ("by", "label", "count", "verdict"),
     [
-        ("user:0.3", EARLY, 5, "5 (expected: the split is by user, not by time)"),
-        ("leave-last:1", EARLY, 5, "5 (LEAK in time; inherent to leave-last, --split time:TIMESTAMP has none)"),
-        ("time:9", EARLY, 5, "5 (LEAK in time; preprocess again)"),
-        ("time:9", EARLY, 0, "0 (expected: no leak in time)"),
-        ("user:0.3", COLD_ITEMS, 100, "7 of 10, in 100 or 10.0 % of its events (expected: rare items)"),
-        ("leave-last:1", COLD_ITEMS, 101, "(warning: untrained embeddings; --k-core leaves out rare items)"),
-        ("time:9", COLD_ITEMS, 101, "(expected: new since the split)"),
-        ("user:0.3", COLD_USERS, 89, "89 of 90 (LEAK: the others are in train)"),
-        ("leave-last:1", COLD_USERS, 0, "0 of 90 (expected: all have a history in train)"),
-        ("leave-last:1", COLD_USERS, 1, "1 of 90 (warning: no history in train)"),
-        ("time:9", COLD_USERS, 5, "5 of 90 (expected: new since the split)"),
+        ("user", EARLY, 5, "5 (expected: the split is by user, not by time)"),
+        ("last", EARLY, 5, "5 (LEAK in time; inherent to leave-last, --split time:TIMESTAMP has none)"),
+        ("time", EARLY, 5, "5 (LEAK in time; the logs overlap)"),
+        ("time", EARLY, 0, "0 (expected: no leak in time)"),
+        ("user", COLD_ITEMS, 100, "7 of 10, in 100 or 10.0 % of its events (expected: rare items)"),
+        ("last", COLD_ITEMS, 101, "(warning: untrained embeddings; --k-core leaves out rare items)"),
+        ("time", COLD_ITEMS, 101, "(expected: new since the split)"),
+        ("user", COLD_USERS, 89, "89 of 90 (LEAK: the others are in train)"),
+        ("last", COLD_USERS, 0, "0 of 90 (expected: all have a history in train)"),
+        ("last", COLD_USERS, 1, "1 of 90 (warning: no history in train)"),
+        ("time", COLD_USERS, 5, "5 of 90 (expected: new since the split)"),
     ],
 )
-def test_the_verdict_depends_on_the_split(split: str, label: str, count: int, verdict: str) -> None:
+def test_the_verdict_depends_on_the_split(by: str, label: str, count: int, verdict: str) -> None:
     field = {EARLY: "early_eval_events", COLD_ITEMS: "cold_item_events", COLD_USERS: "cold_users"}[label]
-    changes: dict[str, Any] = {"split": split, "cold_items": 7, field: count}
+    changes: dict[str, Any] = {"by": by, "cold_items": 7, field: count}
     assert dataclasses.replace(STATISTICS, **changes).describe()[label].endswith(verdict)
 
 
@@ -87,7 +88,7 @@ def _manifest(folder: Path, **options: Any) -> Manifest:
         {"users": "3"},
         {"users": None},
         {"users": 0},
-        {"split": 3},
+        {"by": "item"},
         {"last_ms": 1e300},
         {"hours_of_day": [10_000]},
         {"bins": [1]},

@@ -30,6 +30,7 @@ def _split(name: str, lengths: list[int]) -> Split:
 # Of the stores below, of which eval predicts all events.
 STATISTICS = Statistics(
     split="user:0.3",
+    by="user",
     events={"train": 7, "eval": 1},
     users=4,
     items=3,
