@@ -1,19 +1,25 @@
 """How often each value occurs in any number of integers, in memory for the values that occur."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
 
-# Values from 0 to below this are counted in a table, whose unused pages take no memory; others, as hashes, by sorting.
 _TABLE_VALUES = 1 << 25
+_PIECE = 1 << 22  # of the table
 
 
 class ValueCounts:
-    """Counts the values of arrays of integers."""
+    """Counts the values of arrays of integers.
 
-    def __init__(self) -> None:
-        self._table = np.zeros(_TABLE_VALUES, dtype=np.uint32)
+    Those from 0 to below `num_values` are counted in a table, whose unused pages take no memory; others, such as
+    hashes, by sorting.
+    """
+
+    def __init__(self, num_values: int | None = None) -> None:
+        self._table: NDArray[np.integer] = np.zeros(num_values or _TABLE_VALUES, dtype=np.uint32)
         self._used = self._total = 0  # values of the table up to the largest one that occurred; all that were added
         self._others: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # ascending
         self._other_counts = self._others
@@ -23,8 +29,8 @@ class ValueCounts:
         self._total += len(values)
         if self._total >= 1 << 32:
             self._table = self._table.astype(np.int64, copy=False)
-        if values.min(initial=0) < 0 or values.max(initial=0) >= _TABLE_VALUES:
-            is_other = (values < 0) | (values >= _TABLE_VALUES)
+        if values.min(initial=0) < 0 or values.max(initial=0) >= len(self._table):
+            is_other: NDArray[np.bool_] = (values < 0) | (values >= len(self._table))
             others, counts = np.unique(values[is_other], return_counts=True)
             places, is_known = np.searchsorted(self._others, others), np.isin(others, self._others)
             self._other_counts[places[is_known]] += counts[is_known]
@@ -36,14 +42,30 @@ class ValueCounts:
         self._used = max(self._used, int(values.max(initial=-1)) + 1)
         _count_into(self._table, values)
 
-    def result(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the values that occurred, ascending, and how often each did: int64 [values] twice."""
-        values = np.flatnonzero(self._table[: self._used])
+    def pieces(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
+        """Yield the values that occurred, ascending, and how often each did, in pieces: integers [n] twice."""
         first_large = np.searchsorted(self._others, 0)
-        negative, large = np.split(self._others, [first_large])
-        of_negative, of_large = np.split(self._other_counts, [first_large])
-        counts = np.concatenate([of_negative, self._table[values], of_large], dtype=np.int64)
-        return np.concatenate([negative, values, large]), counts
+        yield self._others[:first_large], self._other_counts[:first_large]
+        for first in range(0, self._used, _PIECE):
+            counts = self._table[first : min(first + _PIECE, self._used)]
+            yield first + np.flatnonzero(counts), counts[counts > 0]
+        yield self._others[first_large:], self._other_counts[first_large:]
+
+    def result(self) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
+        """Return the values that occurred, ascending, and how often each did: integers [values] twice."""
+        values, counts = zip(*self.pieces(), strict=True)
+        return np.concatenate(values), np.concatenate(counts)
+
+    def count(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how often each of some values [n] occurred: int64 [n]."""
+        counts = np.zeros(len(values), dtype=np.int64)
+        in_table = (values >= 0) & (values < len(self._table))
+        counts[in_table] = self._table[values[in_table]]
+        places = np.searchsorted(self._others, values)
+        is_other = ~in_table & (places < len(self._others))
+        is_other[is_other] = self._others[places[is_other]] == values[is_other]
+        counts[is_other] = self._other_counts[places[is_other]]
+        return counts
 
 
 @compiled

@@ -322,7 +322,7 @@ def _write_splits(
 
     Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
     """
-    context, statistics = ContextLookup(interactions.context), EventCounter(config.split, rule.by)
+    context, statistics = ContextLookup(interactions.context), EventCounter(config.split, rule.by, ids[ITEM_ID].size)
     writers: dict[str, SplitWriter] = {}
     counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
     with contextlib.ExitStack() as stack:

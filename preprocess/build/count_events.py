@@ -1,6 +1,6 @@
 """Counts the events of a dataset, each once, while its rows are divided into splits."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +21,18 @@ _LARGEST = np.iinfo(np.int64).max
 
 
 class EventCounter:
-    """Follows the rows of a dataset, divided by the rule `split`, before windows are cut; `by` as of a SplitRule."""
+    """Follows the rows of a dataset, divided by the rule `split`, before windows are cut.
 
-    def __init__(self, split: str, by: str) -> None:
+    Args:
+        split: text of the rule.
+        by: what it divides; see SplitRule.
+        num_items: largest item id + 1, if it is known.
+    """
+
+    def __init__(self, split: str, by: str, num_items: int | None) -> None:
         self._split, self._by = split, by
         self._hours = ValueCounts()  # since 1970
-        self._items: defaultdict[str, ValueCounts] = defaultdict(ValueCounts)
+        self._items, self._train_items = ValueCounts(num_items), ValueCounts(num_items)  # the latter if there is eval
         self._events: Counter[str] = Counter()
         self._users = self._eval_users = self._cold_users = 0
         self._first_ms, self._last_ms, self._newest_train = _LARGEST, -_LARGEST, -_LARGEST
@@ -43,7 +49,9 @@ class EventCounter:
         for name, rows in divided.items():
             if rows.num_targets.any():  # the events before those to predict are in train too
                 rows = replace(rows, begins=rows.ends - rows.num_targets)
-            self._items[name].add(rows.values(ITEM_ID))
+            self._items.add(items := rows.values(ITEM_ID))
+            if name == TRAIN and EVAL in divided:
+                self._train_items.add(items)
             self._events[name] += int(rows.lengths.sum())
         train = divided[TRAIN]
         newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
@@ -60,11 +68,17 @@ class EventCounter:
         per_day = np.add.reduceat(counts, first_of_day)
         width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
         bins = hours // width - hours[0] // width
-        items, item_events = self._items[TRAIN].result()
-        eval_items, eval_events = self._items[EVAL].result()
-        places, is_known = np.searchsorted(items, eval_items), np.isin(eval_items, items)
-        item_events[places[is_known]] += eval_events[is_known]
-        popularity = np.sort(np.concatenate([item_events, eval_events[~is_known]]))[::-1]
+        of_pieces, eval_items, cold_items, cold_item_events = [], 0, 0, 0
+        for items, num_events in self._items.pieces():
+            of_pieces.append(num_events)
+            if EVAL in self._events:
+                in_train = self._train_items.count(items)
+                eval_items += int(np.count_nonzero(num_events > in_train))
+                cold_items += int(np.count_nonzero(in_train == 0))
+                cold_item_events += int(num_events[in_train == 0].sum())
+        popularity = np.concatenate(of_pieces)
+        popularity.sort()
+        popularity = popularity[::-1]
         ranks = np.unique(np.geomspace(1, len(popularity), 100).astype(np.int64))
         return Statistics(
             split=self._split,
@@ -84,9 +98,9 @@ class EventCounter:
             ranks_events=popularity[ranks - 1].tolist(),
             top_events=int(popularity[: -(-len(popularity) // 100)].sum()),
             early_eval_events=_count_early(folder / EVAL, self._newest_train) if EVAL in self._events else 0,
-            eval_items=len(eval_items),
-            cold_items=int((~is_known).sum()),
-            cold_item_events=int(eval_events[~is_known].sum()),
+            eval_items=eval_items,
+            cold_items=cold_items,
+            cold_item_events=cold_item_events,
             eval_users=self._eval_users,
             cold_users=self._cold_users,
         )

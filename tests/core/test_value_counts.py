@@ -11,16 +11,18 @@ from evenrank.core.value_counts import ValueCounts
 VALUES = st.integers(-3, 20) | st.sampled_from([-(2**63), -(2**40), 2**40, 2**63 - 1])
 
 
-@given(st.lists(st.lists(VALUES, max_size=20), max_size=6))
-def test_every_value_is_counted(parts: list[list[int]]) -> None:
+@given(st.lists(st.lists(VALUES, max_size=20), max_size=6), st.sampled_from([1, 5, 16, None]))
+def test_every_value_is_counted(parts: list[list[int]], num_values: int | None) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(value_counts, "_TABLE_VALUES", 16)
-        counts = ValueCounts()
+        patched.setattr(value_counts, "_PIECE", 3)
+        counts = ValueCounts(num_values)
         for part in parts:
             counts.add(np.array(part, dtype=np.int64))
         values, numbers = counts.result()
     expected = Counter(value for part in parts for value in part)
     assert list(zip(values.tolist(), numbers.tolist(), strict=True)) == sorted(expected.items())
+    queries = [-(2**63), -(2**50), -1, 0, 3, 16, 2**40, 2**63 - 1]
+    assert counts.count(np.array(queries)).tolist() == [expected[value] for value in queries]
 
 
 def test_counts_of_more_than_four_billion() -> None:
