@@ -10,7 +10,7 @@ from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
 from evenrank.datasets.schema import check_new_names
 
-TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date"]
+TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
 _DELIMITER = r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*'
 _MAX_FLAGS = 31  # the bits of a non-negative int32
@@ -63,18 +63,19 @@ class TabularConfig:
     """Column of user ids: integers or strings."""
     item_column: str
     """Column of item ids: integers or strings."""
-    timestamp_column: str
-    """Column of event times."""
+    timestamp_column: str = ""
+    """Column of event times; empty only with the unit `row`."""
     timestamp_unit: TimestampUnit = "auto"
     """Unit of numeric times, counted from 1970: `s`, `ms`, `us` or `ns`; `iso` for ISO 8601 text, in UTC unless it has
     an offset; `date` for 2015-01-06 or 20150106; `auto`: as the first values look. Parquet's date and time types need
-    no unit."""
+    no unit. `row`: there are no times, and rows count as seconds."""
     action_columns: tuple[str, ...] = ()
     """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
     action_map: str = ""
     """How the one action column becomes an action; empty: it is an integer from 0 on. `stars`: 1 to 5 become 0 to 4;
-    `half-stars`: 0.5 to 5 become 0 to 9; `bins:2.5,4`: the number of these limits that a number reaches; `float`: a
-    float32 column of events with its name, and every action is 0."""
+    `half-stars`: 0.5 to 5 become 0 to 9; `bins:2.5,4`: the number of these limits that a number reaches;
+    `values:pv,cart,buy`: the position of the text in this list; `float`: a float32 column of events with its name, and
+    every action is 0."""
     event_columns: tuple[str, ...] = ()
     """Further columns of events: `NAME[:int|float][=FILL]`, float32 unless `int`, which is int64."""
     label: str = ""

@@ -148,7 +148,7 @@ def split_fields(
 
 
 @compiled
-def _is_separator(data: NDArray[np.uint8], position: int, separator: int, width: int) -> bool:
+def _is_separator(data: NDArray[np.uint8], position: np.uint64, separator: int, width: int) -> bool:
     for _ in range(width):
         if data[position] != separator:
             return False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
@@ -47,10 +47,7 @@ def _open_text(path: Path) -> Iterator[BufferedReader]:
         if (codec := CODECS.get(path.suffix.lower())) is None:
             yield file
         else:
-            with (
-                pa.CompressedInputStream(file, codec) as stream,
-                BufferedReader(cast("BufferedReader", stream)) as text,
-            ):
+            with pa.CompressedInputStream(file, codec) as stream, BufferedReader(cast(Any, stream)) as text:
                 yield text
 
 
