@@ -31,14 +31,14 @@ class ValueCounts:
             self._table = self._table.astype(np.int64, copy=False)
         if values.min(initial=0) < 0 or values.max(initial=0) >= len(self._table):
             is_other: NDArray[np.bool_] = (values < 0) | (values >= len(self._table))
-            others, counts = np.unique(values[is_other], return_counts=True)
+            others, counts = np.unique(values.compress(is_other), return_counts=True)
             places, is_known = np.searchsorted(self._others, others), np.isin(others, self._others)
             self._other_counts[places[is_known]] += counts[is_known]
             self._others, self._other_counts = (
                 np.insert(old, places[~is_known], new[~is_known])
                 for old, new in ((self._others, others), (self._other_counts, counts))
             )
-            values = values[~is_other]
+            values = values.compress(~is_other)
         self._used = max(self._used, int(values.max(initial=-1)) + 1)
         _count_into(self._table, values)
 
@@ -51,10 +51,10 @@ class ValueCounts:
             yield first + np.flatnonzero(counts), counts[counts > 0]
         yield self._others[first_large:], self._other_counts[first_large:]
 
-    def result(self) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
-        """Return the values that occurred, ascending, and how often each did: integers [values] twice."""
+    def result(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the values that occurred, ascending, and how often each did: int64 [values] twice."""
         values, counts = zip(*self.pieces(), strict=True)
-        return np.concatenate(values), np.concatenate(counts)
+        return np.concatenate(values), np.concatenate(counts, dtype=np.int64)
 
     def count(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how often each of some values [n] occurred: int64 [n]."""
@@ -63,7 +63,7 @@ class ValueCounts:
         counts[in_table] = self._table[values[in_table]]
         places = np.searchsorted(self._others, values)
         is_other = ~in_table & (places < len(self._others))
-        is_other[is_other] = self._others[places[is_other]] == values[is_other]
+        is_other[is_other] = self._others[places[is_other]] == values.compress(is_other)
         counts[is_other] = self._other_counts[places[is_other]]
         return counts
 
