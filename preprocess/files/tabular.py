@@ -127,7 +127,7 @@ def _open_delimited(
         separator = _infer_separator(path, line, {name for name in needed if name not in folders}, len(columns))
     fields = _divide(line, separator)
     if not fields:
-        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes")
+        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
     if len(fields) != len(columns or fields):
         counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
         raise DataError(f"{path}: the first line has {counts}; correct one of them")
