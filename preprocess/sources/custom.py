@@ -167,8 +167,8 @@ def _event_column(table: Table, column: Column) -> Checked:
     value = as_number(table, name).cast(pl.Float32) if is_float else as_integer(table, name)
     is_absent, checks = is_missing(table, name), {}
     if column.fill is None:
-        fill = "0" if is_float else "int=0"
-        checks[f"{name} is missing; declare a value instead, such as {name}:{fill}"] = ~is_absent
+        fill = "=0" if is_float else ":int=0"
+        checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_absent
     else:
         value = pl.when(is_absent).then(pl.lit(column.fill, dtype=_DTYPES[column.dtype])).otherwise(value)
     kind = "a finite float32" if is_float else "an integer in -2^63..2^63-1"

@@ -541,7 +541,7 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     assert [row.reason for row in part.find_bad(9)] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
-        "w is missing; declare a value instead, such as w:0",
+        "w is missing; declare a value instead, such as w=0",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
 
