@@ -144,7 +144,7 @@ def _infer_separator(path: Path, line: str, names: Collection[str], num_columns:
         fitting = [separator for separator, fields in divided.items() if len(fields) == num_columns]
     else:
         fitting = [separator for separator, fields in divided.items() if set(names) <= set(fields)]
-    if len(fitting) > 1:
+    if any(divided[separator] != divided[fitting[0]] for separator in fitting):
         raise DataError(f"{path}: the delimiter could be any of {fitting} by the first line, {line[:80]!r}; give it")
     return fitting[0] if fitting else max(_SEPARATORS, key=line.count)
 
