@@ -43,6 +43,8 @@ CHANGES: dict[type, dict[str, Any]] = {
         "order": "rows",
         "max_num_candidates": 1,
         "extra_events": ("timestamp_ms",),
+        **dict.fromkeys(("label", "target", "weight"), "timestamp_ms"),
+        "context": (),
         "key_maps": {"item_id": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},
     },
     SemanticIdConfig: {
