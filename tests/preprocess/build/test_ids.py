@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.cli.__main__ import main
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID, USER_ID
@@ -132,28 +131,3 @@ def test_texts_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, DataError), match=r"user") as error:
         number(tmp_path / "out", path, ids="keep")
     assert "\n" not in str(error.value)
-
-
-def test_the_command_prints_the_rule_of_each_column_with_both_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(log: Path, out: str, *options: str) -> list[str]:
-        columns = ("--user-column", "user", "--item-column", "item", "--timestamp-column", "time", "--split", "none")
-        arguments = ["preprocess", "custom", "--events", str(log), *columns, "--out", str(tmp_path / out), *options]
-        assert main(arguments) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("user_id:", "item_id:"))]
-
-    log = write_log(tmp_path / "log.csv", [(1, 1000, 0), (2, 7, 1)])
-    assert run(log, "auto") == [
-        "user_id: kept (2 distinct, largest 2)",
-        "item_id: dense (2 distinct, largest 1,000), numbered 1 to 2 by first appearance",
-    ]
-    assert run(log, "hash", "--ids", "item=hash:1,user=dense") == [
-        "user_id: dense (2 distinct, largest 2), numbered 1 to 2 by first appearance",
-        "item_id: hash:1 (2 distinct), 2 values share their id with another",
-    ]
-    later = write_log(tmp_path / "later.csv", [(1, 1000, 0), (1, 8, 1)])
-    assert run(later, "later", "--vocabulary", str(tmp_path / "auto")) == [
-        "user_id: kept (1 distinct, largest 1)",
-        "item_id: dense (2 distinct, largest 1,000, 1 of them new), numbered 1 to 3 by first appearance",
-    ]
