@@ -104,7 +104,10 @@ def test_unknown_values_follow_the_known_ones(tmp_path: Path) -> None:
 def test_unknown_values_can_share_the_id_0(tmp_path: Path) -> None:
     manifest = tuesday(tmp_path, unknown="item=oov")
     assert vocabulary(tmp_path / "out") == [(1, "x", 1), (2, "y", 1)]
-    assert {row["user_id"]: row["item_id"] for row in read_rows(tmp_path / "out" / "train")} == {1: [2, 0], 3: [1, 0, 0]}
+    assert {row["user_id"]: row["item_id"] for row in read_rows(tmp_path / "out" / "train")} == {
+        1: [2, 0],
+        3: [1, 0, 0],
+    }
     assert manifest.ids["item_id"].unknown_events == 3
     assert len(manifest.ids["item_id"].versions) == 1
     assert dict(manifest.vocabulary_sizes) == {"user_id": 4, "item_id": 3, "action": 1}
