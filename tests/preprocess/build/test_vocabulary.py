@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest
 from evenrank.preprocess import Filters
-from evenrank.preprocess.build import buckets, key_table, vocabulary as vocabulary_module
+from evenrank.preprocess.build import buckets, key_table
+from evenrank.preprocess.build import vocabulary as vocabulary_module
 from tests.preprocess.build.id_logs import Event, expected_vocabulary, number, vocabulary, write_log
 from tests.preprocess.decoded import decode, read_rows
 
