@@ -1,4 +1,4 @@
-"""Vocabularies of small logs, compared with their definition: values by the time of their first event, then by value."""
+"""Vocabularies of small logs, compared with their definition: values by the time of their first event, then value."""
 
 from collections import Counter
 from pathlib import Path
