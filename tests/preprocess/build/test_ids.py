@@ -34,8 +34,22 @@ def test_rules_are_for_both_columns_or_one(text: str, rules: dict[str, str]) -> 
 
 @pytest.mark.parametrize(
     "text",
-    "sparse item= dense,keep item=dense,item=keep dense,item=keep action=keep hash hash:0 hash:-1 hash:1e3 hash:² "
-    "item=dense, user:keep hash:4611686018427387905".split(),
+    [
+        "sparse",
+        "item=",
+        "dense,keep",
+        "item=dense,item=keep",
+        "dense,item=keep",
+        "action=keep",
+        "hash",
+        "hash:0",
+        "hash:-1",
+        "hash:1e3",
+        "hash:²",
+        "item=dense,",
+        "user:keep",
+        "hash:4611686018427387905",
+    ],
 )
 def test_other_rules_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^invalid ids .*; expected auto, dense, keep or hash:N \(N from 1 to 2\^62"):
