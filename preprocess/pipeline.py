@@ -229,7 +229,12 @@ def _write_dataset(
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         pending_sources = background.submit(interactions.sources)
         counts, first_ms, last_ms = fill_buckets(
-            buckets, interactions, texts, on_error=config.on_error, on_stage=on_stage
+            buckets,
+            interactions.parts,
+            texts,
+            has_times=interactions.time_unit != "row",
+            on_error=config.on_error,
+            on_stage=on_stage,
         )
         if not config.allow_empty:
             check_era(last_ms, interactions.time_unit)

@@ -7,7 +7,7 @@ per bucket. Rows that cannot be read raise an error or are counted.
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
 from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
-from evenrank.preprocess.sources.interactions import Interactions
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
@@ -120,9 +119,10 @@ class TextIdsError(Exception):
 
 def fill_buckets(
     buckets: Buckets,
-    interactions: Interactions,
+    parts: Sequence[EventPart],
     texts: Mapping[str, TextValues],
     *,
+    has_times: bool,
     on_error: OnError,
     on_stage: Callable[[str], None],
 ) -> tuple[dict[str, int], int, int]:
@@ -133,7 +133,7 @@ def fill_buckets(
     """
     num_skipped: dict[str, int] = {}
     num_events, first_ms, last_ms = 0, 1 << 62, 0
-    for part in interactions.parts:
+    for part in parts:
         num_bad = 0
         for batch in _batches(part):
             good = batch if batch.get_column(IS_GOOD).all() else batch.filter(IS_GOOD)
@@ -141,7 +141,7 @@ def fill_buckets(
             columns = {column.name: column for column in good.drop(IS_GOOD).iter_columns()}
             keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
             values = {name: column.to_numpy() for name, column in columns.items()}
-            if interactions.time_unit == "row":
+            if not has_times:  # rows count as seconds
                 values[TIMESTAMP_MS] = np.arange(num_events, num_events + len(good)) * 1000
             for events in part.expand(keys | values):
                 buckets.append(events)
@@ -159,10 +159,10 @@ def fill_buckets(
             if on_error == "fail":
                 raise DataError(f"{part.name}: {description}; fix them, or skip them with --on-error skip")
             # The path below the common folder, so that the manifest does not depend on the machine.
-            folder = os.path.commonpath([Path(part.name).absolute().parent for part in interactions.parts])
+            folder = os.path.commonpath([Path(part.name).absolute().parent for part in parts])
             num_skipped[f"{os.path.relpath(part.name, folder)}: {description}"] = num_bad
     if num_events == 0:
-        names = ", ".join(part.name for part in interactions.parts)
+        names = ", ".join(part.name for part in parts)
         raise DataError(f"{names}: no events could be read; check the file, or unpack or download it again")
     return num_skipped, first_ms, last_ms
 
