@@ -26,7 +26,11 @@ from evenrank.datasets.schema import (
     sha256_of,
     summarize_lengths,
 )
+from evenrank.preprocess.build.ids import DENSE, Ids
 from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.build.vocabulary import vocabulary_name, vocabulary_rows
+from evenrank.preprocess.output.replace import ITEM_FEATURES_NAME
+from evenrank.preprocess.sources.features import Features
 
 # Constant, so that the files do not depend on the machine. 16,384 rows as long as those of MovieLens take about 20 MB.
 ROWS_PER_FILE = 16_384
@@ -164,6 +168,28 @@ class SplitWriter:
 
     def _current_path(self) -> str:
         return f"{self._name}/part-{len(self._files):05d}.parquet"
+
+
+def write_item_features(
+    folder: Path, features: Features, ids: Ids, requested: NDArray[np.bool_], *, as_table: bool
+) -> DataFile | None:
+    """Write the vocabularies of the features of items and, with `as_table`, the features of all `requested` items."""
+    item_ids = ids.encode(features.keys)
+    places = np.flatnonzero(requested & ((item_ids > 0) | (ids.summary.rule != DENSE)))  # 0 is no item of a vocabulary
+    order = places[np.argsort(item_ids[places])]
+    rows = features.rows[order]
+    for name, values in features.values.items():
+        counts = np.bincount(rows.get_column(name).explode().drop_nulls(), minlength=len(values) + 1)[1:]
+        vocabulary = vocabulary_rows(1, values, pl.Series(counts))
+        pq.write_table(vocabulary, folder / vocabulary_name(name), compression="zstd")
+    if not as_table:
+        return None
+    types = {ITEM_ID: "int64", **features.dtypes}
+    schema = pa.schema([pa.field(name, _arrow_type(dtype), nullable=False) for name, dtype in types.items()])
+    columns = {ITEM_ID: item_ids[order], **{name: rows.get_column(name).to_arrow() for name in features.dtypes}}
+    path = folder / ITEM_FEATURES_NAME
+    pq.write_table(pa.table(columns, schema=schema), path, compression="zstd")
+    return DataFile(path=path.name, rows=len(rows), sha256=sha256_of(path))
 
 
 def _arrow_type(dtype: str) -> pa.DataType:
