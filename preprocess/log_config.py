@@ -151,8 +151,7 @@ class TabularConfig:
             if (getattr(self, path) is None) != (not getattr(self, columns)):
                 raise ConfigError(f"{path} and {columns} go together; give both or none")
         if self.item_features_as not in get_args(ItemFeaturesAs):
-            known = ", ".join(get_args(ItemFeaturesAs))
-            raise ConfigError(f"item_features_as must be one of {known}, got {self.item_features_as!r}")
+            raise ConfigError(f"item_features_as must be events or table, got {self.item_features_as!r}")
         if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
             raise ConfigError(f"delimiter must be a punctuation mark or a tab, or one repeated, got {self.delimiter!r}")
         features = [(file.key, *(column.name for column in file.columns)) for file in self.feature_files.values()]

@@ -252,9 +252,7 @@ def _write_dataset(
         splits, largest, statistics = _write_splits(
             folder, config, rule, facts, interactions, buckets, masks, ids, items, counts, on_stage
         )
-        item_table = write_item_features(
-            folder, interactions.item_features, ids[ITEM_ID], items.requested, as_table=interactions.has_item_table
-        )
+        item_table = write_item_features(folder, interactions, ids[ITEM_ID], items.requested)
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(
@@ -264,7 +262,7 @@ def _write_dataset(
         sources = pending_sources.result()
         if rule.file is not None and not interactions.has_eval_log:
             sources += source_files(rule.file.parent, [rule.file])
-    labels = interactions.context.labels
+    labels = {name: (None, *map(str, values)) for name, values in interactions.context.values.items()}
     content: dict[str, Any] = {
         "splits": splits,
         "contextual": interactions.context.dtypes,

@@ -100,10 +100,7 @@ class Table:
         return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
 
     def read_distinct(self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
-        """Return all rows whose `key`, `user_id` or `item_id`, is not null.
-
-        Raises a DataError if a row is malformed, fails a check or repeats a key.
-        """
+        """Return the rows with a `key`, a column of ids; none may be malformed, fail a check or repeat a key."""
         for row in self.find_bad(checks, 1):
             raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
         with wrap_read_errors(self.path):

@@ -30,7 +30,7 @@ from evenrank.preprocess.build.ids import DENSE, Ids
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.build.vocabulary import vocabulary_name, vocabulary_rows
 from evenrank.preprocess.output.replace import ITEM_FEATURES_NAME
-from evenrank.preprocess.sources.features import Features
+from evenrank.preprocess.sources.interactions import Interactions
 
 # Constant, so that the files do not depend on the machine. 16,384 rows as long as those of MovieLens take about 20 MB.
 ROWS_PER_FILE = 16_384
@@ -170,10 +170,9 @@ class SplitWriter:
         return f"{self._name}/part-{len(self._files):05d}.parquet"
 
 
-def write_item_features(
-    folder: Path, features: Features, ids: Ids, requested: NDArray[np.bool_], *, as_table: bool
-) -> DataFile | None:
-    """Write the vocabularies of the features of items and, with `as_table`, the features of all `requested` items."""
+def write_item_features(folder: Path, source: Interactions, ids: Ids, requested: NDArray[np.bool_]) -> DataFile | None:
+    """Write the vocabularies of the features of `requested` items, [n], and if there is to be one, their table."""
+    features = source.item_features
     item_ids = ids.encode(features.keys)
     places = np.flatnonzero(requested & ((item_ids > 0) | (ids.summary.rule != DENSE)))  # 0 is no item of a vocabulary
     order = places[np.argsort(item_ids[places])]
@@ -182,7 +181,7 @@ def write_item_features(
         counts = np.bincount(rows.get_column(name).explode().drop_nulls(), minlength=len(values) + 1)[1:]
         vocabulary = vocabulary_rows(1, values, pl.Series(counts))
         pq.write_table(vocabulary, folder / vocabulary_name(name), compression="zstd")
-    if not as_table:
+    if not source.has_item_table:
         return None
     types = {ITEM_ID: "int64", **features.dtypes}
     schema = pa.schema([pa.field(name, _arrow_type(dtype), nullable=False) for name, dtype in types.items()])

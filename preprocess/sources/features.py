@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import FLOAT, MULTI_VALUED, IdKind
 from evenrank.preprocess.build.ids import DENSE, Ids
-from evenrank.preprocess.build.key_table import KeyTable, keys_of
+from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, random_seed
 from evenrank.preprocess.files.raw_values import TEXT_TYPES, as_number, is_missing, is_plain_integer, raw_id
 from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.files.tabular import open_table
@@ -37,20 +37,12 @@ class Features:
         """Type of each feature, as in the manifest."""
         return {name: _DTYPES[dtype] for name, dtype in self.rows.schema.items()}
 
-    @property
-    def labels(self) -> dict[str, tuple[str | None, ...]]:
-        """Per feature of ids: the texts of the ids 0 (None), 1, 2, ..."""
-        return {name: (None, *map(str, values)) for name, values in self.values.items()}
-
 
 NO_FEATURES = Features(keys=np.empty(0, dtype=np.int64), rows=pl.DataFrame(), values={})
 
 
 class FeatureLookup:
-    """Look up features by key; a user or item without features gets 0, or an empty list.
-
-    `of` is `users` or `items`, for the audit.
-    """
+    """Look up features of `users` or `items` by key; one without features gets 0, or an empty list."""
 
     def __init__(self, features: Features, *, of: str) -> None:
         self._index = KeyTable(features.keys)
@@ -64,7 +56,9 @@ class FeatureLookup:
         """Return the features of the given users or items: a row of each."""
         places = self._index.find(keys)
         self.requested[places[places >= 0]] = True
-        self._unknown = np.union1d(self._unknown, keys[places < 0])
+        if len(self.requested):
+            distinct, _ = encode_keys(keys[places < 0], random_seed())
+            self._unknown = np.union1d(self._unknown, distinct)
         places[places < 0] = len(self.requested)
         return pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()])
 
@@ -72,23 +66,17 @@ class FeatureLookup:
         """Count the users or items that have features and were never looked up, and the reverse."""
         return {
             f"{self._of} with features but no event (left out)": int(np.count_nonzero(~self.requested)),
-            f"{self._of} without features": len(self._unknown) if len(self.requested) else 0,
+            f"{self._of} without features": len(self._unknown),
         }
 
 
 def look_up_items(features: Features, ids: Ids, *, as_table: bool) -> FeatureLookup:
-    """Return the lookup of the features of items that become columns of events; those of a table do not.
-
-    Items of a table count as looked up if the vocabulary has them, also without events. Raises a DataError if ids are
-    not those of one item each.
-    """
+    """Return the lookup of features of events, or of none if they become a table, of all items of the vocabulary."""
     if not as_table:
         return FeatureLookup(features, of="items")
     if ids.summary.collisions:
-        raise DataError(
-            f"{ids.summary.collisions:,} items share their ids by {ids.summary.rule}, so that no table by id can have "
-            "their features; choose ids item=dense, or item_features_as 'events'"
-        )
+        shared = f"{ids.summary.collisions:,} items share their ids by {ids.summary.rule}"
+        raise DataError(f"{shared}, so no table has their features; choose dense ids or item_features_as 'events'")
     lookup = FeatureLookup(replace(features, rows=pl.DataFrame()), of="items")
     lookup.requested |= (ids.encode(features.keys) > 0) & (ids.summary.rule == DENSE)
     return lookup
@@ -101,8 +89,7 @@ def read_features(file: FeatureFile, name: str, kind: IdKind, *, delimiter: str 
     header. Text becomes a list as JSON array if it begins with `[`, else by `|`.
     """
     names = [column.name for column in file.columns]
-    separator = delimiter if file.header else None
-    table = open_table(file.path, (file.key, *names), separator=separator, columns=file.header)
+    table = open_table(file.path, [file.key, *names], separator=delimiter if file.header else None, columns=file.header)
     ids, texts = raw_id(table, file.key, kind), raw_id(table, file.key, "text")
     selected, checks = [ids.alias(name)], {f"{file.key} is empty or not an id": texts.is_not_null()}
     for column in file.columns:
@@ -152,22 +139,22 @@ def _divide(path: Path, column: str, text: str) -> list[str]:
     if not text.startswith("["):
         return text.split("|")
     try:
-        elements = json.loads(text)
+        elements = [element for element in json.loads(text) if element is not None]
         if any(isinstance(element, list | dict) for element in elements):
             raise ValueError("an element is not text or a number")
+        texts = [element if isinstance(element, str) else json.dumps(element) for element in elements]
+        "".join(texts).encode()  # no half of a surrogate pair, which an escape can be
     except (ValueError, RecursionError) as error:
         reason = f"is no JSON array of texts and numbers ({error})"
         raise DataError(f"{path}: {text[:80]!r} in column {column!r} {reason}; fix it, or divide it by |") from error
-    return [element if isinstance(element, str) else json.dumps(element) for element in elements if element is not None]
+    return texts
 
 
 def _sortable(path: Path, values: pl.Series) -> pl.Series:
     """Return values ready for sorting: text as integers if all of it is, empty text and NaN as null."""
     if values.dtype.is_nested() or values.dtype == pl.Binary:
-        raise DataError(
-            f"{path}: column {values.name!r} of type {values.dtype} cannot be a feature; convert it to text or "
-            "numbers, or declare lists of these"
-        )
+        reason = f"of type {values.dtype} cannot be ids; convert it to text or numbers, or declare it a list of these"
+        raise DataError(f"{path}: column {values.name!r} {reason}")
     if values.dtype.base_type() not in TEXT_TYPES:
         return values.fill_nan(None) if values.dtype.is_float() else values
     text = values.cast(pl.String)
