@@ -186,4 +186,4 @@ def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64
         table = open_table(path, [column])
     checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
     users = table.read_distinct(USER_ID, [raw_id(table, column, kind).alias(USER_ID)], checks)
-    return keys_of(users.get_column(USER_ID).drop_nulls())
+    return keys_of(users.get_column(USER_ID))
