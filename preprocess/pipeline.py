@@ -160,7 +160,7 @@ def open_source(
     config: PreprocessConfig,
     *,
     rules: Mapping[str, str],
-    text_ids: frozenset[str] = frozenset(),
+    text_ids: frozenset[str] | None = frozenset(),
     show_progress: bool = False,
 ) -> Interactions:
     """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
@@ -179,13 +179,14 @@ def open_source(
     if config.dataset in CATALOG:
         public = CATALOG[config.dataset]
         log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
+        text_ids = None
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
     return _read_logs(log, parse_split(config.split).file, rules, text_ids)
 
 
 def _read_logs(
-    log: TabularConfig, second: Path | None, rules: Mapping[str, str], text_ids: frozenset[str]
+    log: TabularConfig, second: Path | None, rules: Mapping[str, str], text_ids: frozenset[str] | None
 ) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
     if second is None or not is_log(second, log):

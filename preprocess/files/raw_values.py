@@ -1,6 +1,6 @@
 """Columns of files as ids and integers: which type the ids have, and which values are exact."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import polars as pl
 
@@ -17,15 +17,19 @@ _FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 _SAMPLED_ROWS = 1000
 
 
-def id_kind(tables: Sequence[Table], column: str) -> IdKind:
-    """Return the type of the ids in a column of all files, of which text without types is judged by its first rows."""
+def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapping[str, pl.Expr]]) -> IdKind:
+    """Return the type of the ids in a column of all files.
+
+    Text without types is judged by its first rows that pass the checks.
+    """
     for table in tables:
         dtype = table.dtypes[column]
         if dtype.base_type() in TEXT_TYPES:
             if table.has_types:
                 return "text"
             with wrap_read_errors(table.path):
-                sample = table.rows.filter(IS_WELL_FORMED).select(column).head(_SAMPLED_ROWS).collect()
+                rows = table.rows.filter(IS_WELL_FORMED).head(_SAMPLED_ROWS).collect()
+                sample = rows.filter(*checks(table).values()).select(column)
             if not sample.select((is_missing(table, column) | is_plain_integer(pl.col(column))).all()).item():
                 return "text"
         elif not dtype.is_numeric():

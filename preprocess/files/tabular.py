@@ -129,7 +129,7 @@ def _open_delimited(
         separator = _infer_separator(path, line, {name for name in needed if name not in folders}, len(columns))
     fields = _divide(line, separator)
     if not fields:
-        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes")
+        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
     if len(fields) != len(columns or fields):
         counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
         raise DataError(f"{path}: the first line has {counts}; correct one of them")
@@ -146,7 +146,7 @@ def _infer_separator(path: Path, line: str, names: Collection[str], num_columns:
         fitting = [separator for separator, fields in divided.items() if len(fields) == num_columns]
     else:
         fitting = [separator for separator, fields in divided.items() if set(names) <= set(fields)]
-    if len(fitting) > 1:
+    if any(divided[separator] != divided[fitting[0]] for separator in fitting):
         raise DataError(f"{path}: the delimiter could be any of {fitting} by the first line, {line[:80]!r}; give it")
     return fitting[0] if fitting else max(_SEPARATORS, key=line.count)
 

@@ -186,9 +186,8 @@ def write_item_features(folder: Path, source: Interactions, ids: Ids, requested:
     types = {ITEM_ID: "int64", **features.dtypes}
     schema = pa.schema([pa.field(name, _arrow_type(dtype), nullable=False) for name, dtype in types.items()])
     columns = {ITEM_ID: item_ids[order], **{name: rows.get_column(name).to_arrow() for name in features.dtypes}}
-    path = folder / ITEM_FEATURES_NAME
-    pq.write_table(pa.table(columns, schema=schema), path, compression="zstd")
-    return DataFile(path=path.name, rows=len(rows), sha256=sha256_of(path))
+    pq.write_table(pa.table(columns, schema=schema), folder / ITEM_FEATURES_NAME, compression="zstd")
+    return DataFile(path=ITEM_FEATURES_NAME, rows=len(rows), sha256=sha256_of(folder / ITEM_FEATURES_NAME))
 
 
 def _arrow_type(dtype: str) -> pa.DataType:

@@ -26,7 +26,7 @@ from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import NO_FEATURES, read_features
+from evenrank.preprocess.sources.features import read_features
 from evenrank.preprocess.sources.interactions import Interactions
 
 _MAX_ACTION = 2**31 - 1
@@ -36,13 +36,13 @@ _DTYPES: Mapping[str, pl.DataType] = {"int64": pl.Int64(), "float32": pl.Float32
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
-def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: frozenset[str]) -> Interactions:
+def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: frozenset[str] | None) -> Interactions:
     """Open the files of a log, and encode the users' features.
 
     Args:
         config: the files and their columns.
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
-        text_ids: those of the two that are text even if they begin with integers.
+        text_ids: those of the two that are text even if they begin with integers; None: both are integers.
     """
     files = find_files(config.events)
     tables = [
@@ -51,44 +51,27 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
-    kinds: dict[str, IdKind] = {
-        name: "int64" if rules[name] == KEEP else "text" if name in text_ids else id_kind(tables, column)
-        for name, column in columns.items()
-    }
-    guessed = {name: column for name, column in columns.items() if kinds[name] == "int64" and rules[name] != KEEP}
-    features = {
-        name: read_features(file, name, kinds[name], delimiter=config.delimiter)
-        for name, file in config.feature_files.items()
-    }
-    folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
-    def describe_values(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
-        """Return all columns besides the ids, and their checks."""
-        action, checks = _action(config, table)
-        time = pl.lit(0, dtype=pl.Int64)
-        if config.timestamp_unit != "row":
-            time = timestamp_ms(table, config.timestamp_column, config.timestamp_unit)
-            reason = f"{config.timestamp_column} is not a time in {UNITS[config.timestamp_unit]} up to the year 9999"
-            checks = {reason: time.is_between(0, MAX_TIMESTAMP_MS)} | checks
-        extra = [_event_column(table, column) for column in config.extra_columns]
-        for _, of_column in extra:
-            checks |= of_column
-        return [
-            action.cast(pl.Int32, strict=False).alias(ACTION),
-            time.alias(TIMESTAMP_MS),
-            *(value for value, _ in extra),
-        ], checks
+    def kind_of(name: str) -> IdKind:
+        if rules[name] == KEEP or text_ids is None:
+            return "int64"
+        return "text" if name in text_ids else id_kind(tables, columns[name], lambda table: _values(config, table)[1])
+
+    kinds = {name: kind_of(name) for name in columns}
+    is_guessed = text_ids is not None
+    guessed = {name: columns[name] for name in columns if is_guessed and kinds[name] == "int64" and rules[name] != KEEP}
+    folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
     def describe(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
         ids = [raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()]
-        values, checks = describe_values(table)
+        values, checks = _values(config, table)
         for name, column in columns.items():
             checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and rules[name] == KEEP)
         return [*ids, *values], checks
 
     def part(table: Table) -> EventPart:
         events = table.part(describe, _numbers(config, kinds))
-        return replace(events, find_texts=lambda: find_texts(table, guessed, describe_values(table)[1]))
+        return replace(events, find_texts=lambda: find_texts(table, guessed, _values(config, table)[1]))
 
     return Interactions(
         parts=tuple(map(part, tables)),
@@ -96,9 +79,9 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
             *source_files(folder, [path.absolute() for path in files]),
             *chain(*(source_files(file.path.parent, [file.path]) for file in config.feature_files.values())),
         ),
-        context=features.get(USER_ID, NO_FEATURES),
-        item_features=features.get(ITEM_ID, NO_FEATURES),
-        has_item_table=ITEM_ID in features and config.item_features_as == "table",
+        context=read_features(config, USER_ID, kinds[USER_ID]),
+        item_features=read_features(config, ITEM_ID, kinds[ITEM_ID]),
+        has_item_table=config.item_features is not None and config.item_features_as == "table",
         num_actions=_num_actions(config),
         time_unit=config.timestamp_unit,
         extra_events={column.name: column.dtype for column in config.extra_columns},
@@ -111,6 +94,22 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
         },
         id_kinds=kinds,
     )
+
+
+def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
+    """Return all columns of events besides the ids, and their checks."""
+    action, checks = _action(config, table)
+    time = pl.lit(0, dtype=pl.Int64)
+    if config.timestamp_unit != "row":
+        time = timestamp_ms(table, config.timestamp_column, config.timestamp_unit)
+        reason = f"{config.timestamp_column} is not a time in {UNITS[config.timestamp_unit]} up to the year 9999"
+        checks = {reason: time.is_between(0, MAX_TIMESTAMP_MS)} | checks
+    columns = [action.cast(pl.Int32, strict=False).alias(ACTION), time.alias(TIMESTAMP_MS)]
+    for extra in config.extra_columns:
+        value, of_column = _event_column(table, extra)
+        columns.append(value)
+        checks |= of_column
+    return columns, checks
 
 
 def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl.DataType]:
@@ -170,8 +169,8 @@ def _event_column(table: Table, column: Column) -> Checked:
     value = as_number(table, name).cast(pl.Float32) if is_float else as_integer(table, name)
     is_absent, checks = is_missing(table, name), {}
     if column.fill is None:
-        fill = "0" if is_float else "int=0"
-        checks[f"{name} is missing; declare a value instead, such as {name}:{fill}"] = ~is_absent
+        fill = "=0" if is_float else ":int=0"
+        checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_absent
     else:
         value = pl.when(is_absent).then(pl.lit(column.fill, dtype=_DTYPES[column.dtype])).otherwise(value)
     kind = "a finite float32" if is_float else "an integer in -2^63..2^63-1"

@@ -18,7 +18,7 @@ from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, 
 from evenrank.preprocess.files.raw_values import TEXT_TYPES, as_number, is_missing, is_plain_integer, raw_id
 from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.log_config import FeatureFile
+from evenrank.preprocess.log_config import TabularConfig
 
 _DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VALUED, pl.Float32(): FLOAT}
 _ROW = "evenrank row"
@@ -57,8 +57,7 @@ class FeatureLookup:
         places = self._index.find(keys)
         self.requested[places[places >= 0]] = True
         if len(self.requested):
-            distinct, _ = encode_keys(keys[places < 0], random_seed())
-            self._unknown = np.union1d(self._unknown, distinct)
+            self._unknown = np.union1d(self._unknown, encode_keys(keys[places < 0], random_seed())[0])
         places[places < 0] = len(self.requested)
         return pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()])
 
@@ -82,14 +81,16 @@ def look_up_items(features: Features, ids: Ids, *, as_table: bool) -> FeatureLoo
     return lookup
 
 
-def read_features(file: FeatureFile, name: str, kind: IdKind, *, delimiter: str | None) -> Features:
-    """Read and encode the features of users or items.
+def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
+    """Read and encode the features of users or items, if there is a file of them.
 
-    `name` is `user_id` or `item_id`, whose ids are of this `kind` in the log; `delimiter` is that of a file without a
-    header. Text becomes a list as JSON array if it begins with `[`, else by `|`.
+    `name` is `user_id` or `item_id`, whose ids are of this `kind`. Text is a list as JSON if it begins with `[`, else
+    by `|`.
     """
-    names = [column.name for column in file.columns]
-    table = open_table(file.path, [file.key, *names], separator=delimiter if file.header else None, columns=file.header)
+    if (file := config.feature_files.get(name)) is None:
+        return NO_FEATURES
+    names, separator = [column.name for column in file.columns], config.delimiter if file.header else None
+    table = open_table(file.path, [file.key, *names], separator=separator, columns=file.header)
     ids, texts = raw_id(table, file.key, kind), raw_id(table, file.key, "text")
     selected, checks = [ids.alias(name)], {f"{file.key} is empty or not an id": texts.is_not_null()}
     for column in file.columns:

@@ -86,8 +86,7 @@ def expand_interactions(base: Interactions, expansion: Expansion, *, seed: int) 
 def _copied(features: Features, num_copies: int) -> Features:
     """Return features of all copies of each user or item."""
     rows, copies = np.divmod(np.arange(len(features.keys) * num_copies), num_copies)
-    columns = [column.gather(rows) for column in features.rows.iter_columns()]
-    return replace(features, keys=features.keys[rows] * num_copies + copies, rows=pl.DataFrame(columns))
+    return replace(features, keys=features.keys[rows] * num_copies + copies, rows=features.rows[rows])
 
 
 def _reduce(part: EventPart, expansion: Expansion) -> tuple[NDArray[np.float64], int]:

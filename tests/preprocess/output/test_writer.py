@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
@@ -7,13 +9,12 @@ from hypothesis import strategies as st
 
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.sequences import build_sequences
-from evenrank.preprocess.log_config import Column, FeatureFile
+from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.features import FeatureLookup, read_features
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), st.sampled_from("cab")), max_size=3))
-FEATURES = (("tags", "list"), ("share", "float32"), ("sex", "id"))
 USERS = st.lists(
     st.tuples(
         st.booleans(),  # whether the user has features
@@ -39,11 +40,17 @@ def test_features_and_events_of_every_kind_are_written(
     schema = {"user": pl.Int64(), "tags": pl.List(pl.String()), "share": pl.Float64(), "sex": pl.String()}
     raw = pl.DataFrame({"user": [*known], **columns} if known else [], schema=schema)
     folder = tmp_path_factory.mktemp("data")
-    raw.extend(pl.DataFrame({name: [-1 if name == "user" else None] for name in schema}, schema=schema)).write_parquet(
-        folder / "users.parquet"
+    absent = pl.DataFrame({name: [-1 if name == "user" else None] for name in schema}, schema=schema)
+    raw.extend(absent).write_parquet(folder / "users.parquet")
+    config = TabularConfig(
+        events=(Path("log.csv"),),
+        user_column="user",
+        item_column="item",
+        timestamp_unit="row",
+        context=folder / "users.parquet",
+        context_columns=("tags:list", "share:float", "sex"),
     )
-    file = FeatureFile(folder / "users.parquet", "user", tuple(Column(*column, None) for column in FEATURES), header=())
-    context = FeatureLookup(read_features(file, "user_id", "int64", delimiter=None), of="users")
+    context = FeatureLookup(read_features(config, "user_id", "int64"), of="users")
     assert context.dtypes == {"tags": "list<int64>", "share": "float32", "sex": "int64"}
 
     num_events = [len(prices) for *_, prices in users]
@@ -72,8 +79,8 @@ def test_features_and_events_of_every_kind_are_written(
         assert row["tags"] == [found["tags"].index(tag) + 1 for tag in tags or () if has_features and tag is not None]
         assert row["share"] == (share or 0 if has_features else 0)
         assert row["sex"] == (found["sex"].index(sex) + 1 if has_features and sex is not None else 0)
-    absent = {"users with features but no event (left out)": 1, "users without features": len(users) - len(known)}
-    assert context.audit() == absent
+    audit = {"users with features but no event (left out)": 1, "users without features": len(users) - len(known)}
+    assert context.audit() == audit
 
 
 def _values(known: dict[int, list[object]]) -> dict[str, list[object]]:

@@ -182,7 +182,7 @@ def test_context_of_every_type_is_encoded_and_read_by_loaders(tmp_path: Path) ->
 def _read(file: Path, *columns: str, kind: Any = "int64", **options: Any) -> Features:
     context = {"context": file, "context_columns": columns}
     config = TabularConfig(events=(file,), **COLUMNS, **context, **options)
-    return read_features(config.feature_files["user_id"], "user_id", kind, delimiter=config.delimiter)
+    return read_features(config, "user_id", kind)
 
 
 @pytest.mark.parametrize("delimiter", [None, "::"])
