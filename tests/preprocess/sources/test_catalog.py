@@ -187,7 +187,8 @@ def test_movielens_has_half_stars(tmp_path: Path, name: str) -> None:
     (part,) = interactions.parts
     rows = [(7, 30, 0, 300_000, True), (-2, 10, 9, 1_112_486_027_000, True), (7, 30, 8, 0, True)]
     assert part.events.collect().rows() == rows
-    assert (interactions.num_actions, interactions.context) == (10, NO_FEATURES)
+    assert interactions.num_actions == 10
+    assert interactions.context is NO_FEATURES
     assert CATALOG[name].url.endswith(f"/{name}.zip")
 
 
