@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.datasets import read_manifest
+from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.schema import Manifest
 from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
 from evenrank.preprocess.build.key_table import text_keys
 from evenrank.preprocess.sources.features import FeatureLookup, Features, read_features
+from tests.datasets.crafted import update_manifest
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 
 BEGIN = 1_700_000_000
@@ -150,6 +151,14 @@ def test_features_of_items_become_columns_of_their_events_which_loaders_read(tmp
     assert batch.features["brand"].values().tolist() == [brand for row in read for brand in row["brand"]]
     assert batch.float_features is not None
     assert batch.float_features["price"].values().tolist() == [price for row in read for price in row["price"]]
+
+
+def test_an_id_of_a_feature_of_items_outside_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_text(ITEMS)
+    manifest = run(tmp_path, log_options=of_items(tmp_path / "items.jsonl", "brand"))
+    update_manifest(tmp_path / "out", vocabulary_sizes={**manifest.vocabulary_sizes, "brand": 2})
+    with pytest.raises(DataError, match=r"column 'brand' has values from 0 to 2, which must be in 0\.\.1; preprocess"):
+        open_store(tmp_path / "out")
 
 
 USERS = 'user,age,city,tags\neve,31.5,"Bonn, am Rhein",red|blue|red\nann,,10,\nbob,NaN,9,"[""blue"", 7]"\nkim,2,,x\n'
