@@ -194,10 +194,11 @@ def _read(file: Path, *columns: str, kind: Any = "int64", **options: Any) -> Fea
     return read_features(config, "user_id", kind)
 
 
-@pytest.mark.parametrize("delimiter", [None, "::"])
+@pytest.mark.parametrize("delimiter", [None, "^"])  # found by the first line, and not among those that are
 def test_a_file_of_features_without_a_header_is_divided_like_the_events(tmp_path: Path, delimiter: str | None) -> None:
     users = tmp_path / "users.dat"
-    users.write_text("1::F::1::10::48067\n2::M::56::16::70072\n3::::25::15::55117-12\n")
+    text = "1::F::1::10::48067\n2::M::56::16::70072\n3::::25::15::55117-12\n"
+    users.write_text(text.replace("::", delimiter or "::"))
     header = ("user", "sex", "age", "job", "zip")
     features = _read(users, "sex", "age", "zip", context_header=header, delimiter=delimiter)
     assert features.keys.tolist() == [1, 2, 3]
