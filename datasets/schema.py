@@ -154,6 +154,8 @@ class Manifest:
     """Of `user_id` and `item_id`."""
     content_hash: str
     """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
+    item_features: DataFile | None = None
+    """The table of the features of items, if there is one."""
 
     @property
     def event_dtypes(self) -> dict[str, str]:
@@ -250,6 +252,7 @@ def content_hash(
     extra_events: Mapping[str, str],
     vocabulary_sizes: Mapping[str, int],
     ids: Mapping[str, IdSummary],
+    item_features: DataFile | None = None,
 ) -> str:
     """Return the SHA-256, in hexadecimal, of the data that a loader sees, without raw files and options."""
     visible = {
@@ -259,6 +262,7 @@ def content_hash(
         "extra_events": dict(extra_events),
         "vocabulary_sizes": dict(vocabulary_sizes),
         "ids": {name: summary.version for name, summary in ids.items()},
+        **({} if item_features is None else {"item_features": asdict(item_features)}),
     }
     return hashlib.sha256(json.dumps(visible, sort_keys=True).encode()).hexdigest()
 
@@ -294,9 +298,8 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise DataError(f"{path} has a missing or malformed field ({reason}); {REMEDY}") from error
     # Unpacked columns are found by this hash, also in caches that several datasets share.
-    actual = content_hash(
-        manifest.splits, manifest.contextual, manifest.extra_events, manifest.vocabulary_sizes, manifest.ids
-    )
+    parts = ("splits", "contextual", "extra_events", "vocabulary_sizes", "ids", "item_features")
+    actual = content_hash(**{name: getattr(manifest, name) for name in parts})
     if manifest.content_hash != actual:
         raise DataError(
             f"{path} has content hash {manifest.content_hash[:12]}, but that of its files and columns is "
@@ -333,6 +336,7 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         context_labels={name: tuple(values) for name, values in labels.items()},
         ids={name: _checked_ids(raw["ids"][name]) for name in (USER_ID, ITEM_ID)},
         content_hash=_checked_sha256(raw["content_hash"]),
+        item_features=_checked_file(raw["item_features"]) if raw.get("item_features") else None,
     )
 
 

@@ -33,10 +33,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError, first_line
 from evenrank.core.files import WRITABLE_BY_OTHERS, is_trusted, open_lock_file, open_regular, user_folders
 from evenrank.datasets.schema import (
-    ACTION,
     CACHE_NAME,
     FLOAT,
-    ITEM_ID,
     LENGTH,
     NUM_TARGETS,
     REMEDY,
@@ -294,9 +292,9 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
         values[name], events = _list_values(columns[name], dtype, name, path)
         if not np.array_equal(events, lengths):
             raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
-    for name in (USER_ID, *manifest.context_labels, ITEM_ID, ACTION):
-        low = None if name == USER_ID else 0
-        _check_range(values[name], low, manifest.vocabulary_sizes[name], name, path)
+    for name, size in manifest.vocabulary_sizes.items():
+        if name in values:  # not in a table of items
+            _check_range(values[name], None if name == USER_ID else 0, size, name, path)
     block = RowBlock(lengths, {name: values.pop(name) for name in row_dtypes}, values, counts)
     if NUM_TARGETS in row_dtypes:
         num_targets = block.row_columns[NUM_TARGETS]

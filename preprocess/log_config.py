@@ -6,12 +6,13 @@ import operator
 import re
 import tomllib
 from dataclasses import MISSING, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
-from evenrank.datasets.schema import check_new_names
+from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
@@ -31,17 +32,26 @@ class Column(NamedTuple):
     """Number in place of missing values; None: there must be none, except in features, where they are 0."""
 
 
+class FeatureFile(NamedTuple):
+    """A file of features, its columns of ids and of features, and the names of all columns if it has no header."""
+
+    path: Path
+    key: str
+    columns: tuple[Column, ...]
+    header: tuple[str, ...]
+
+
 def parse_column(text: str, *, is_feature: bool) -> Column:
     """Parse the description of a column; without a type, features of users and items are ids, others floats.
 
-    Raises a ConfigError if the type is unknown, or the fill not of that type.
+    Raises a ConfigError if the type is unknown, or the fill not of that type. Features have no fill.
     """
     head, has_fill, fill = text.partition("=")
     name, has_type, kind = head.rpartition(":")
     if not has_type:
         name, kind = head, _ID if is_feature else "float"
     known = (_ID, _LIST, "float") if is_feature else tuple(_TYPES)
-    if kind not in known or not name:
+    if kind not in known or not name or (is_feature and has_fill):
         raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(known)}")
     if not has_fill:
         return Column(name, _TYPES.get(kind, kind), None)
@@ -137,14 +147,21 @@ class TabularConfig:
             raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
         if parse_action_map(self.action_map)[0] and len(self.action_columns) != 1:
             raise ConfigError(f"action_map {self.action_map!r} needs one action column, got {len(self.action_columns)}")
-        if (self.context is None) != (not self.context_columns):
-            raise ConfigError("context and context_columns go together; give both or none")
+        for path, columns in (("context", "context_columns"), ("item_features", "item_columns")):
+            if (getattr(self, path) is None) != (not getattr(self, columns)):
+                raise ConfigError(f"{path} and {columns} go together; give both or none")
+        if self.item_features_as not in get_args(ItemFeaturesAs):
+            raise ConfigError(f"item_features_as must be events or table, got {self.item_features_as!r}")
         if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
             raise ConfigError(f"delimiter must be a punctuation mark or a tab, or one repeated, got {self.delimiter!r}")
-        for names in (self.needed_columns, (self.user_column, *self.context_columns)):
+        features = [(file.key, *(column.name for column in file.columns)) for file in self.feature_files.values()]
+        for names in (self.needed_columns, *features):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
-        check_new_names([*self.context_columns, *(column.name for column in self.extra_columns)])
+        check_new_names([*chain(*(names for _, *names in features)), *(column.name for column in self.extra_columns)])
+        lists = [text for text in self.item_columns if parse_column(text, is_feature=True).dtype == _LIST]
+        if lists and self.item_features_as == "events":
+            raise ConfigError(f"item_columns has {lists[0]!r}, no column of events; set item_features_as 'table'")
 
     @property
     def extra_columns(self) -> tuple[Column, ...]:
@@ -152,6 +169,19 @@ class TabularConfig:
         actions = self.action_columns if self.action_map == "float" else ()
         texts = dict.fromkeys((*actions, *self.event_columns, *filter(None, (self.label, self.weight))))
         return tuple(parse_column(text, is_feature=False) for text in texts)
+
+    @property
+    def feature_files(self) -> dict[str, FeatureFile]:
+        """The files with features of users and items, where they are given, by `user_id` and `item_id`."""
+        files = {
+            USER_ID: (self.context, self.user_column, self.context_columns, self.context_header),
+            ITEM_ID: (self.item_features, self.item_column, self.item_columns, ()),
+        }
+        return {
+            name: FeatureFile(path, key, tuple(parse_column(text, is_feature=True) for text in columns), header)
+            for name, (path, key, columns, header) in files.items()
+            if path is not None
+        }
 
     @property
     def needed_columns(self) -> tuple[str, ...]:

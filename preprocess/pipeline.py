@@ -48,11 +48,11 @@ from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown
 from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
-from evenrank.preprocess.output.writer import SplitWriter
+from evenrank.preprocess.output.writer import SplitWriter, write_item_features
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
-from evenrank.preprocess.sources.features import ContextLookup
+from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.sources.interactions import Interactions
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
@@ -254,9 +254,11 @@ def _write_dataset(
                 for name, kind in interactions.id_kinds.items()
             }
             ids = {name: pending.result() for name, pending in pending_ids.items()}
+        items = look_up_items(interactions.item_features, ids[ITEM_ID], as_table=interactions.has_item_table)
         splits, largest, statistics = _write_splits(
-            folder, config, rule, facts, interactions, buckets, masks, ids, counts, on_stage
+            folder, config, rule, facts, interactions, buckets, masks, ids, items, counts, on_stage
         )
+        item_table = write_item_features(folder, interactions, ids[ITEM_ID], items.requested)
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(
@@ -266,16 +268,18 @@ def _write_dataset(
         sources = pending_sources.result()
         if rule.file is not None and not interactions.has_eval_log:
             sources += source_files(rule.file.parent, [rule.file])
-    labels = {} if interactions.context is None else interactions.context.labels
+    labels = {name: (None, *map(str, values)) for name, values in interactions.context.values.items()}
     content: dict[str, Any] = {
         "splits": splits,
-        "contextual": {} if interactions.context is None else interactions.context.dtypes,
-        "extra_events": interactions.extra_events,
+        "contextual": interactions.context.dtypes,
+        "extra_events": {**interactions.extra_events, **items.dtypes},
         "vocabulary_sizes": {
             **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
             ACTION: interactions.num_actions or largest[ACTION] + 1,
             **{name: len(values) for name, values in labels.items()},
+            **{name: len(values) + 1 for name, values in interactions.item_features.values.items()},
         },
+        "item_features": item_table,
         "ids": {
             name: replace(of_column.summary, largest=largest[name]) if of_column.size is None else of_column.summary
             for name, of_column in ids.items()
@@ -316,6 +320,7 @@ def _write_splits(
     buckets: Buckets,
     masks: Masks | None,
     ids: Mapping[str, Ids],
+    items: FeatureLookup,
     counts: dict[str, int],
     on_stage: Callable[[str], None],
 ) -> tuple[dict[str, Split], dict[str, int], Statistics]:
@@ -323,7 +328,8 @@ def _write_splits(
 
     Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
     """
-    context, statistics = ContextLookup(interactions.context), EventCounter(config.split, rule.by, ids[ITEM_ID].size)
+    context = FeatureLookup(interactions.context, of="users")
+    statistics = EventCounter(config.split, rule.by, ids[ITEM_ID].size)
     writers: dict[str, SplitWriter] = {}
     counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
     with contextlib.ExitStack() as stack:
@@ -331,12 +337,13 @@ def _write_splits(
             requests = stack.enter_context(pq.ParquetWriter(folder / REQUESTS_NAME, REQUEST_SCHEMA, compression="zstd"))
         # The next bucket is built while the current one is written.
         background = stack.enter_context(ThreadPoolExecutor(1))
-        next_bucket = background.submit(_build_bucket, buckets, 0, masks, ids)
+        build = partial(_build_bucket, buckets, masks=masks, ids=ids, items=items)
+        next_bucket = background.submit(build, 0)
         for index in range(len(buckets)):
             on_stage(f"building sequences, part {index + 1} of {len(buckets)}")
             all_users, num_duplicates = next_bucket.result()
             if index + 1 < len(buckets):
-                next_bucket = background.submit(_build_bucket, buckets, index + 1, masks, ids)
+                next_bucket = background.submit(build, index + 1)
             sequences = keep_lengths(all_users, config.filters)
             counts["duplicate events (kept)"] += num_duplicates
             counts["users left out by filters"] += len(all_users) - len(sequences)
@@ -349,7 +356,7 @@ def _write_splits(
                     counted = [WINDOW] * (config.filters.window is not None)
                     counted += [NUM_TARGETS] * (name == EVAL and rule.has_targets)
                     columns = {**dict.fromkeys(counted, "int32"), **context.dtypes}
-                    writers[name] = SplitWriter(folder, name, columns, interactions.extra_events)
+                    writers[name] = SplitWriter(folder, name, columns, {**interactions.extra_events, **items.dtypes})
                     stack.callback(writers[name].abandon)
                 # Windows would separate targets from the events before them, so rows with targets are not cut.
                 rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)
@@ -357,8 +364,7 @@ def _write_splits(
         splits = {name: writer.close() for name, writer in writers.items()}
     if not any(split.rows for split in splits.values()):
         raise DataError("the filters leave no users; relax them")
-    if num_unrequested := context.count_unrequested():
-        counts["users with features but no event (left out)"] = num_unrequested
+    counts |= context.audit() | items.audit()
     names = (USER_ID, ITEM_ID, ACTION)
     largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
     return splits, largest, statistics.report(folder)
@@ -368,10 +374,13 @@ def _count_masked(masks: Masks | None) -> int:
     return sum(int(np.count_nonzero(~mask)) for mask in masks or ())
 
 
-def _build_bucket(buckets: Buckets, index: int, masks: Masks | None, ids: Mapping[str, Ids]) -> tuple[Sequences, int]:
+def _build_bucket(
+    buckets: Buckets, index: int, *, masks: Masks | None, ids: Mapping[str, Ids], items: FeatureLookup
+) -> tuple[Sequences, int]:
     columns = buckets.read(index)
     if masks is not None:
         columns = {name: values[masks[index]] for name, values in columns.items()}
     sequences, num_duplicates = build_sequences(columns, ids[USER_ID].encode)
-    events = {**sequences.events, ITEM_ID: ids[ITEM_ID].encode(columns[ITEM_ID])}
+    features = {column.name: column.to_numpy() for column in items.lookup(columns[ITEM_ID]).iter_columns()}
+    events = {**sequences.events, ITEM_ID: ids[ITEM_ID].encode(columns[ITEM_ID]), **features}
     return replace(sequences, events=events), num_duplicates

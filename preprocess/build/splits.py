@@ -185,5 +185,5 @@ def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64
     else:
         table = open_table(path, [column])
     checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
-    users = table.read_users([raw_id(table, column, kind).alias(USER_ID)], checks)
-    return keys_of(users.get_column(USER_ID).drop_nulls())
+    users = table.read_distinct(USER_ID, [raw_id(table, column, kind).alias(USER_ID)], checks)
+    return keys_of(users.get_column(USER_ID))

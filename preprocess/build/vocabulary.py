@@ -214,17 +214,18 @@ class _Values:
         known = KeyTable(np.empty(0, dtype=np.int64) if earlier is None else earlier.keys)
         keys, size = np.empty(len(known) + self.size, dtype=np.int64), len(known)
         unknown = _Unknown()
-        with pq.ParquetWriter(path, _rows(1, pl.Series(dtype=_DTYPES[self._kind])).schema, compression="zstd") as file:
+        schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[self._kind])).schema
+        with pq.ParquetWriter(path, schema, compression="zstd") as file:
             if earlier is not None:
                 keys[:size] = earlier.keys
-                file.write_table(_rows(1, earlier.values, self._count_known(known)))
+                file.write_table(vocabulary_rows(1, earlier.values, self._count_known(known)))
             for rows in self._merged():
                 if earlier is not None:
                     rows = rows.filter(known.find(_keys(rows)) < 0)
                     unknown.add(rows)
                     if earlier.unknown == "oov":
                         continue
-                file.write_table(_rows(size + 1, rows.get_column(_VALUE), rows.get_column(_COUNT)))
+                file.write_table(vocabulary_rows(size + 1, rows.get_column(_VALUE), rows.get_column(_COUNT)))
                 keys[size : size + len(rows)] = _keys(rows)
                 size += len(rows)
         if earlier is not None and earlier.unknown == "fail" and unknown.values:
@@ -282,7 +283,8 @@ def _keys(rows: pl.DataFrame) -> NDArray[np.int64]:
     return keys
 
 
-def _rows(first_id: int, values: pl.Series, counts: pl.Series | None = None) -> pa.Table:
+def vocabulary_rows(first_id: int, values: pl.Series, counts: pl.Series | None = None) -> pa.Table:
+    """Return rows of a vocabulary: `id`, consecutive from `first_id`; `value` and `count` as given."""
     ids = pl.int_range(first_id, first_id + len(values), eager=True)
     columns = {"id": ids, _VALUE: values, _COUNT: pl.Series(dtype=pl.Int64) if counts is None else counts}
     return pl.DataFrame(columns).to_arrow(compat_level=pl.CompatLevel.oldest())

@@ -11,7 +11,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
-from evenrank.datasets.schema import USER_ID
 
 # Boolean column, true for rows that were parsed and whose values are in range. In other rows, the values of all other
 # columns are undefined.
@@ -100,18 +99,19 @@ class Table:
             rows = bad.collect(engine="streaming")  # which stops at the limit
         return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
 
-    def read_users(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
-        """Return user_id and features of all rows, none of which may be malformed, fail a check or repeat a user."""
+    def read_distinct(self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
+        """Return the rows with a `key`, a column of ids; none may be malformed, fail a check or repeat a key."""
         for row in self.find_bad(checks, 1):
             raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
         with wrap_read_errors(self.path):
-            users = self.rows.select(*columns).collect()
-        if users.is_empty():
+            rows = self.rows.select(*columns).collect()
+        if rows.is_empty():
             raise DataError(f"{self.path} contains no rows; create or download it again")
-        ids = users.get_column(USER_ID)
+        rows = rows.drop_nulls(key)  # text, which no event has if its ids are integers
+        ids, of = rows.get_column(key), key.removesuffix("_id")
         for repeated in ids.filter(ids.is_duplicated()):
-            raise DataError(f"{self.path}: user {repeated} appears twice; keep one row per user")
-        return users
+            raise DataError(f"{self.path}: {of} {repeated} appears twice; keep one row per {of}")
+        return rows
 
 
 @contextlib.contextmanager

@@ -99,8 +99,10 @@ def _constants(needed: Collection[str], own: Collection[str], folders: Mapping[s
 
 def _open_parquet(path: Path, needed: Collection[str], folders: Mapping[str, str | None]) -> Table:
     scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
-    names = _own_columns(path, scanned.collect_schema().names(), needed, folders)
-    text = pl.concat_str(*(pl.col(name).cast(pl.String, strict=False).fill_null("") for name in names), separator=",")
+    schema = scanned.collect_schema()
+    names = _own_columns(path, schema.names(), needed, folders)
+    values = (pl.struct(name).struct.json_encode() if schema[name].is_nested() else pl.col(name) for name in names)
+    text = pl.concat_str(*(value.cast(pl.String, strict=False).fill_null("") for value in values), separator=",")
     described = scanned.select(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(FAULT), *names)
     constants = _constants(needed, names, folders)
     rows = scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)).with_columns(constants)

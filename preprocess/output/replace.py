@@ -13,10 +13,12 @@ from typing import TypeVar
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_lock_file, open_regular
 from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME
+from evenrank.preprocess.build.vocabulary import vocabulary_name
 
 # Files that the folder of a dataset may contain besides its manifest and its splits.
 REQUESTS_NAME = "requests.parquet"
-_OPTIONAL_FILES = (REQUESTS_NAME, "vocabulary_user_id.parquet", "vocabulary_item_id.parquet")
+ITEM_FEATURES_NAME = "item_features.parquet"
+_OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME)
 
 _Result = TypeVar("_Result")
 
@@ -112,7 +114,7 @@ def _find_foreign(folder: Path) -> str | None:
         with open_regular(folder / MANIFEST_NAME) as file:
             manifest = json.load(file)
         listed = {str(file["path"]) for split in manifest["splits"].values() for file in split["files"]}
-        listed |= {MANIFEST_NAME, *_OPTIONAL_FILES}
+        listed |= {MANIFEST_NAME, *_OPTIONAL_FILES, *map(vocabulary_name, manifest["vocabulary_sizes"])}
     except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         listed = set()
     for path in sorted(folder.rglob("*")):

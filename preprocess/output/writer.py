@@ -26,7 +26,11 @@ from evenrank.datasets.schema import (
     sha256_of,
     summarize_lengths,
 )
+from evenrank.preprocess.build.ids import DENSE, Ids
 from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.build.vocabulary import vocabulary_name, vocabulary_rows
+from evenrank.preprocess.output.replace import ITEM_FEATURES_NAME
+from evenrank.preprocess.sources.interactions import Interactions
 
 # Constant, so that the files do not depend on the machine. 16,384 rows as long as those of MovieLens take about 20 MB.
 ROWS_PER_FILE = 16_384
@@ -164,6 +168,26 @@ class SplitWriter:
 
     def _current_path(self) -> str:
         return f"{self._name}/part-{len(self._files):05d}.parquet"
+
+
+def write_item_features(folder: Path, source: Interactions, ids: Ids, requested: NDArray[np.bool_]) -> DataFile | None:
+    """Write the vocabularies of the features of `requested` items, [n], and if there is to be one, their table."""
+    features = source.item_features
+    item_ids = ids.encode(features.keys)
+    places = np.flatnonzero(requested & ((item_ids > 0) | (ids.summary.rule != DENSE)))  # 0 is no item of a vocabulary
+    order = places[np.argsort(item_ids[places])]
+    rows = features.rows[order]
+    for name, values in features.values.items():
+        counts = np.bincount(rows.get_column(name).explode().drop_nulls(), minlength=len(values) + 1)[1:]
+        vocabulary = vocabulary_rows(1, values, pl.Series(counts))
+        pq.write_table(vocabulary, folder / vocabulary_name(name), compression="zstd")
+    if not source.has_item_table:
+        return None
+    types = {ITEM_ID: "int64", **features.dtypes}
+    schema = pa.schema([pa.field(name, _arrow_type(dtype), nullable=False) for name, dtype in types.items()])
+    columns = {ITEM_ID: item_ids[order], **{name: rows.get_column(name).to_arrow() for name in features.dtypes}}
+    pq.write_table(pa.table(columns, schema=schema), folder / ITEM_FEATURES_NAME, compression="zstd")
+    return DataFile(path=ITEM_FEATURES_NAME, rows=len(rows), sha256=sha256_of(folder / ITEM_FEATURES_NAME))
 
 
 def _arrow_type(dtype: str) -> pa.DataType:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import polars as pl
@@ -25,7 +26,7 @@ from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import read_context
+from evenrank.preprocess.sources.features import read_features
 from evenrank.preprocess.sources.interactions import Interactions
 
 _MAX_ACTION = 2**31 - 1
@@ -59,7 +60,6 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
     kinds = {name: kind_of(name) for name in columns}
     is_guessed = text_ids is not None
     guessed = {name: columns[name] for name in columns if is_guessed and kinds[name] == "int64" and rules[name] != KEEP}
-    context = None if config.context is None else read_context(config, config.context, kinds[USER_ID])
     folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
     def describe(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
@@ -77,9 +77,11 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
         parts=tuple(map(part, tables)),
         sources=lambda: (
             *source_files(folder, [path.absolute() for path in files]),
-            *(source for path in filter(None, [config.context]) for source in source_files(path.parent, [path])),
+            *chain(*(source_files(file.path.parent, [file.path]) for file in config.feature_files.values())),
         ),
-        context=context,
+        context=read_features(config, USER_ID, kinds[USER_ID]),
+        item_features=read_features(config, ITEM_ID, kinds[ITEM_ID]),
+        has_item_table=config.item_features is not None and config.item_features_as == "table",
         num_actions=_num_actions(config),
         time_unit=config.timestamp_unit,
         extra_events={column.name: column.dtype for column in config.extra_columns},

@@ -1,112 +1,161 @@
-"""The contextual features of users, encoded."""
+"""The features of users and items: read from a file, encoded, and looked up by key."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import FLOAT, MULTI_VALUED, USER_ID, IdKind
-from evenrank.preprocess.build.key_table import keys_of
-from evenrank.preprocess.files.raw_values import TEXT_TYPES, is_plain_integer, raw_id
+from evenrank.datasets.schema import FLOAT, MULTI_VALUED, IdKind
+from evenrank.preprocess.build.ids import DENSE, Ids
+from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, random_seed
+from evenrank.preprocess.files.raw_values import TEXT_TYPES, as_number, is_missing, is_plain_integer, raw_id
+from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.log_config import TabularConfig
 
 _DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VALUED, pl.Float32(): FLOAT}
+_ROW = "evenrank row"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Context:
-    """The contextual features of users, encoded as integers: 0 if missing, else 1..n by sorted value; or floats."""
+class Features:
+    """Features of users or items: ids, 0 if missing, else 1..n by sorted value; lists of ids from 1; or floats."""
 
-    features: pl.DataFrame  # user_id (int64, the user's key), then per feature Int64, List(Int64) or Float32
-    labels: Mapping[str, tuple[str | None, ...]]  # of the ids 0 (always None), 1, 2, ... of each feature of integers
+    keys: NDArray[np.int64]  # of the users or items, distinct: [n]
+    rows: pl.DataFrame  # of the same: a column Int64, List(Int64) or Float32 per feature
+    values: Mapping[str, pl.Series]  # per feature of ids: those of the ids 1, 2, ..., ascending
 
     @property
     def dtypes(self) -> dict[str, str]:
         """Type of each feature, as in the manifest."""
-        return {name: _DTYPES[dtype] for name, dtype in self.features.drop(USER_ID).schema.items()}
+        return {name: _DTYPES[dtype] for name, dtype in self.rows.schema.items()}
 
 
-def encode_context(raw: pl.DataFrame, floats: Collection[str] = ()) -> Context:
-    """Encode columns of sortable values, except `user_id`, as 1..n by sorted value, and as 0 where a value is null.
-
-    The elements of lists are encoded alike, without nulls. Columns named in `floats` become float32, 0 where a value is
-    null; raises a DataError if one is not finite.
-    """
-    columns, labels = [raw.get_column(USER_ID)], {}
-    for feature in raw.drop(USER_ID).iter_columns():
-        if feature.name in floats:
-            encoded = feature.cast(pl.Float32).fill_null(0)
-            for value in feature.filter(~encoded.is_finite()):
-                raise DataError(f"the feature {feature.name!r} has the value {value}, no finite float32; change it")
-        else:
-            is_list = feature.dtype == pl.List
-            values = (feature.explode() if is_list else feature).drop_nulls().unique().sort()
-            if is_list:
-                ids = pl.int_range(1, len(values) + 1, eager=True)
-                element = pl.element().replace_strict(values, ids, return_dtype=pl.Int64)
-                encoded = feature.list.drop_nulls().list.eval(element).cast(pl.List(pl.Int64)).fill_null([])
-            else:
-                encoded = (values.search_sorted(feature).cast(pl.Int64) + 1).set(feature.is_null(), 0)
-            labels[feature.name] = (None, *map(str, values))
-        columns.append(encoded.alias(feature.name))
-    return Context(features=pl.DataFrame(columns), labels=labels)
+NO_FEATURES = Features(keys=np.empty(0, dtype=np.int64), rows=pl.DataFrame(), values={})
 
 
-class ContextLookup:
-    """Look up features by the key of a user; one without features gets 0, a missing value, or an empty list."""
+class FeatureLookup:
+    """Look up features of `users` or `items` by key; one without features gets 0, or an empty list."""
 
-    def __init__(self, context: Context | None) -> None:
-        features = pl.DataFrame(schema={USER_ID: pl.Int64}) if context is None else context.features.sort(USER_ID)
-        missing: dict[str, list[Any]] = {
-            name: [[] if dtype == pl.List else 0] for name, dtype in features.schema.items()
+    def __init__(self, features: Features, *, of: str) -> None:
+        self._index = KeyTable(features.keys)
+        missing = [pl.Series(name, [[] if t == pl.List else 0], dtype=t) for name, t in features.rows.schema.items()]
+        self._rows = features.rows.vstack(pl.DataFrame(missing))  # the last row is of any other key
+        self._of, self._unknown = of, np.empty(0, dtype=np.int64)
+        self.dtypes = features.dtypes
+        self.requested = np.zeros(len(features.keys), dtype=bool)  # which keys were looked up: [n]
+
+    def lookup(self, keys: NDArray[np.int64]) -> pl.DataFrame:
+        """Return the features of the given users or items: a row of each."""
+        places = self._index.find(keys)
+        self.requested[places[places >= 0]] = True
+        if len(self.requested):
+            self._unknown = np.union1d(self._unknown, encode_keys(keys[places < 0], random_seed())[0])
+        places[places < 0] = len(self.requested)
+        return pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()])
+
+    def audit(self) -> dict[str, int]:
+        """Count the users or items that have features and were never looked up, and the reverse."""
+        return {
+            f"{self._of} with features but no event (left out)": int(np.count_nonzero(~self.requested)),
+            f"{self._of} without features": len(self._unknown),
         }
-        features = features.vstack(pl.DataFrame(missing, schema=features.schema))
-        self._users: NDArray[np.int64] = features.get_column(USER_ID).to_numpy()  # and a last row, of any other user
-        self._features = features.drop(USER_ID)
-        self._requested = np.zeros(len(self._users) - 1, dtype=bool)
-        self.dtypes = {} if context is None else context.dtypes
-
-    def lookup(self, user_keys: NDArray[np.int64]) -> pl.DataFrame:
-        """Return the features of the given users: a row of each."""
-        positions = np.searchsorted(self._users[:-1], user_keys)
-        is_known = (positions < len(self._requested)) & (self._users[positions] == user_keys)
-        self._requested[positions[is_known]] = True
-        return self._features[np.where(is_known, positions, len(self._requested))]
-
-    def count_unrequested(self) -> int:
-        """Return the number of users that have features and were never looked up."""
-        return int(np.count_nonzero(~self._requested))
 
 
-def read_context(config: TabularConfig, path: Path, kind: IdKind) -> Context:
-    """Read the users' features from a file; `kind` is that of the users' ids."""
-    separator = config.delimiter if config.context_header else None
-    table = open_table(
-        path, (config.user_column, *config.context_columns), separator=separator, columns=config.context_header
-    )
-    ids, texts = raw_id(table, config.user_column, kind), raw_id(table, config.user_column, "text")
-    users = table.read_users(
-        [ids.alias(USER_ID), *map(pl.col, config.context_columns)],
-        {f"{config.user_column} is empty or not an id": texts.is_not_null()},
-    ).drop_nulls(USER_ID)  # text, which no event has if users are integers
-    keys = pl.Series(USER_ID, keys_of(users.get_column(USER_ID)))
-    return encode_context(
-        users.with_columns(keys, *(_feature(path, users.get_column(name)) for name in config.context_columns))
-    )
+def look_up_items(features: Features, ids: Ids, *, as_table: bool) -> FeatureLookup:
+    """Return the lookup of features of events, or of none if they become a table, of all items of the vocabulary."""
+    if not as_table:
+        return FeatureLookup(features, of="items")
+    if ids.summary.collisions:
+        shared = f"{ids.summary.collisions:,} items share their ids by {ids.summary.rule}"
+        raise DataError(f"{shared}, so no table has their features; choose dense ids or item_features_as 'events'")
+    lookup = FeatureLookup(replace(features, rows=pl.DataFrame()), of="items")
+    lookup.requested |= (ids.encode(features.keys) > 0) & (ids.summary.rule == DENSE)
+    return lookup
 
 
-def _feature(path: Path, values: pl.Series) -> pl.Series:
-    """Return a feature ready for sorting: text as integers if all of it is, empty text and NaN as null."""
+def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
+    """Read and encode the features of users or items, if there is a file of them.
+
+    `name` is `user_id` or `item_id`, whose ids are of this `kind`. Text is a list as JSON if it begins with `[`, else
+    by `|`.
+    """
+    if (file := config.feature_files.get(name)) is None:
+        return NO_FEATURES
+    names, separator = [column.name for column in file.columns], config.delimiter if file.header else None
+    table = open_table(file.path, [file.key, *names], separator=separator, columns=file.header)
+    ids, texts = raw_id(table, file.key, kind), raw_id(table, file.key, "text")
+    selected, checks = [ids.alias(name)], {f"{file.key} is empty or not an id": texts.is_not_null()}
+    for column in file.columns:
+        value = pl.col(column.name)
+        if column.dtype == FLOAT:
+            value = _number(table, column.name)
+            checks[f"{column.name} is not a finite float32"] = value.is_finite()
+        selected.append(value.alias(column.name))
+    raw = table.read_distinct(name, selected, checks)
+    columns, values = [], {}
+    for column in file.columns:
+        feature = raw.get_column(column.name)
+        if column.dtype == "list":
+            feature, values[column.name] = _encode_lists(file.path, feature)
+        elif column.dtype != FLOAT:
+            feature, values[column.name] = _encode(_sortable(file.path, feature))
+        columns.append(feature)
+    return Features(keys=keys_of(raw.get_column(name)), rows=pl.DataFrame(columns), values=values)
+
+
+def _number(table: Table, column: str) -> pl.Expr:
+    """Return an expression for a number as Float32; 0 where it is missing or NaN, not finite where there is none."""
+    is_nan = pl.col(column).cast(pl.Float64, strict=False).is_nan()
+    return pl.when(is_missing(table, column) | is_nan).then(0.0).otherwise(as_number(table, column)).cast(pl.Float32)
+
+
+def _encode(values: pl.Series) -> tuple[pl.Series, pl.Series]:
+    """Return the ids of values [n], Int64, and the distinct values in the order of their ids."""
+    return values.rank("dense").cast(pl.Int64).fill_null(0), values.drop_nulls().unique().sort()
+
+
+def _encode_lists(path: Path, lists: pl.Series) -> tuple[pl.Series, pl.Series]:
+    """Encode the elements of lists alike, without missing ones; a value of its own is a list of one."""
+    if lists.dtype.base_type() in TEXT_TYPES:
+        divided = [None if text is None else _divide(path, lists.name, text) for text in lists.cast(pl.String)]
+        lists = pl.Series(lists.name, divided, dtype=pl.List(pl.String))
+    elements = pl.DataFrame({_ROW: np.arange(len(lists)), lists.name: lists})
+    if lists.dtype.base_type() in (pl.List, pl.Array):
+        elements = elements.explode(lists.name)
+    elements = elements.with_columns(_sortable(path, elements.get_column(lists.name))).drop_nulls()
+    ids, values = _encode(elements.get_column(lists.name))
+    ends = np.cumsum(np.bincount(elements.get_column(_ROW), minlength=len(lists)))
+    return pl.Series(lists.name, pa.LargeListArray.from_arrays(np.append(0, ends), ids.to_numpy())), values
+
+
+def _divide(path: Path, column: str, text: str) -> list[str]:
+    if not text.startswith("["):
+        return text.split("|")
+    try:
+        elements = [element for element in json.loads(text) if element is not None]
+        if any(isinstance(element, list | dict) for element in elements):
+            raise ValueError("an element is not text or a number")
+        texts = [element if isinstance(element, str) else json.dumps(element) for element in elements]
+        "".join(texts).encode()  # no half of a surrogate pair, which an escape can be
+    except (ValueError, RecursionError) as error:
+        reason = f"is no JSON array of texts and numbers ({error})"
+        raise DataError(f"{path}: {text[:80]!r} in column {column!r} {reason}; fix it, or divide it by |") from error
+    return texts
+
+
+def _sortable(path: Path, values: pl.Series) -> pl.Series:
+    """Return values ready for sorting: text as integers if all of it is, empty text and NaN as null."""
     if values.dtype.is_nested() or values.dtype == pl.Binary:
-        raise DataError(
-            f"{path}: column {values.name!r} of type {values.dtype} cannot be a feature; convert it to text or numbers"
-        )
+        reason = f"of type {values.dtype} cannot be ids; convert it to text or numbers, or declare it a list of these"
+        raise DataError(f"{path}: column {values.name!r} {reason}")
     if values.dtype.base_type() not in TEXT_TYPES:
         return values.fill_nan(None) if values.dtype.is_float() else values
     text = values.cast(pl.String)

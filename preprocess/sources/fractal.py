@@ -22,6 +22,7 @@ from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
 from evenrank.preprocess.sources.catalog import CATALOG
+from evenrank.preprocess.sources.features import Features
 from evenrank.preprocess.sources.interactions import Interactions
 
 _EVENTS_AT_ONCE = 1_000_000
@@ -72,18 +73,20 @@ def expand_interactions(base: Interactions, expansion: Expansion, *, seed: int) 
             copies[ITEM_ID] = copies[ITEM_ID] * expansion.items + cells % expansion.items
             yield copies
 
-    context = base.context
-    if context is not None:
-        copied = context.features.join(pl.DataFrame({"copy": range(expansion.users)}), how="cross")
-        user = (pl.col(USER_ID) * expansion.users + pl.col("copy")).alias(USER_ID)
-        context = replace(context, features=copied.with_columns(user).drop("copy"))
     name = f"{part.name} expanded to about {num_expected:,} events"
     return replace(
         base,
         parts=(replace(part, name=name, num_events=num_expected, expand=expand),),
-        context=context,
+        context=_copied(base.context, expansion.users),
+        item_features=_copied(base.item_features, expansion.items),
         options={"expand": expansion._asdict(), "expected_events": num_expected},
     )
+
+
+def _copied(features: Features, num_copies: int) -> Features:
+    """Return features of all copies of each user or item."""
+    rows, copies = np.divmod(np.arange(len(features.keys) * num_copies), num_copies)
+    return replace(features, keys=features.keys[rows] * num_copies + copies, rows=features.rows[rows])
 
 
 def _reduce(part: EventPart, expansion: Expansion) -> tuple[NDArray[np.float64], int]:

@@ -10,7 +10,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
 from evenrank.preprocess.files.table import IS_GOOD, EventPart
-from evenrank.preprocess.sources.features import Context
+from evenrank.preprocess.sources.features import Features
 from evenrank.preprocess.sources.interactions import Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
@@ -48,10 +48,12 @@ def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
     return Interactions(
         parts=[_part(config, seed, first) for first in range(0, config.num_users, _USERS_PER_BLOCK)],
         sources=tuple,
-        context=Context(
-            features=pl.DataFrame({USER_ID: np.arange(1, config.num_users + 1), **contextual}),
-            labels={
-                name: (None, *(f"{name} {i}" for i in range(1, int(ids.max()) + 1))) for name, ids in contextual.items()
+        context=Features(
+            keys=np.arange(1, config.num_users + 1),
+            rows=pl.DataFrame(contextual),
+            values={
+                name: pl.Series([f"{name} {i}" for i in range(1, int(ids.max()) + 1)], dtype=pl.String)
+                for name, ids in contextual.items()
             },
         ),
         num_actions=None,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.core.errors import DataError
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.sequences import build_sequences
+from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.writer import SplitWriter
-from evenrank.preprocess.sources.features import ContextLookup, encode_context
+from evenrank.preprocess.sources.features import FeatureLookup, read_features
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), st.sampled_from("cab")), max_size=3))
@@ -37,12 +37,22 @@ def test_features_and_events_of_every_kind_are_written(
 ) -> None:
     known = {user: features for user, (has_features, *features, _) in enumerate(users) if has_features}
     columns = dict(zip(("tags", "share", "sex"), zip(*known.values(), strict=True), strict=True)) if known else {}
-    schema = {"user_id": pl.Int64(), "tags": pl.List(pl.String()), "share": pl.Float64(), "sex": pl.String()}
-    raw = pl.DataFrame({"user_id": [*known], **columns} if known else [], schema=schema)
-    context = ContextLookup(encode_context(raw, ["share"]))
+    schema = {"user": pl.Int64(), "tags": pl.List(pl.String()), "share": pl.Float64(), "sex": pl.String()}
+    raw = pl.DataFrame({"user": [*known], **columns} if known else [], schema=schema)
+    folder = tmp_path_factory.mktemp("data")
+    absent = pl.DataFrame({name: [-1 if name == "user" else None] for name in schema}, schema=schema)
+    raw.extend(absent).write_parquet(folder / "users.parquet")
+    config = TabularConfig(
+        events=(Path("log.csv"),),
+        user_column="user",
+        item_column="item",
+        timestamp_unit="row",
+        context=folder / "users.parquet",
+        context_columns=("tags:list", "share:float", "sex"),
+    )
+    context = FeatureLookup(read_features(config, "user_id", "int64"), of="users")
     assert context.dtypes == {"tags": "list<int64>", "share": "float32", "sex": "int64"}
 
-    folder = tmp_path_factory.mktemp("data")
     num_events = [len(prices) for *_, prices in users]
     events = {
         "user_id": np.repeat(np.arange(len(users)), num_events),
@@ -53,7 +63,7 @@ def test_features_and_events_of_every_kind_are_written(
     }
     buckets = Buckets(folder / "buckets", len(events["item_id"]), {name: str(v.dtype) for name, v in events.items()})
     buckets.append(events)
-    sequences, _ = build_sequences(buckets.read(0))
+    sequences, _ = build_sequences(buckets.read(0), lambda keys: keys)
     writer = SplitWriter(folder, "train", context.dtypes, {"price": "float32"})
     for rows in np.array_split(np.arange(len(sequences)), parts):
         part = sequences.take(rows)
@@ -69,7 +79,8 @@ def test_features_and_events_of_every_kind_are_written(
         assert row["tags"] == [found["tags"].index(tag) + 1 for tag in tags or () if has_features and tag is not None]
         assert row["share"] == (share or 0 if has_features else 0)
         assert row["sex"] == (found["sex"].index(sex) + 1 if has_features and sex is not None else 0)
-    assert context.count_unrequested() == 0
+    audit = {"users with features but no event (left out)": 1, "users without features": len(users) - len(known)}
+    assert context.audit() == audit
 
 
 def _values(known: dict[int, list[object]]) -> dict[str, list[object]]:
@@ -77,19 +88,3 @@ def _values(known: dict[int, list[object]]) -> dict[str, list[object]]:
         "tags": [tag for tags, _, _ in known.values() for tag in tags or ()],  # type: ignore[attr-defined]
         "sex": [sex for _, _, sex in known.values()],
     }
-
-
-def test_labels_are_of_ids_alone_and_floats_must_be_finite_in_float32() -> None:
-    raw = pl.DataFrame({"user_id": [1, 2], "tags": [[5, 3], [9, None]], "share": [0.5, None]})
-    encoded = encode_context(raw, ["share"])
-    assert encoded.labels == {"tags": (None, "3", "5", "9")}
-    assert encoded.features.to_dict(as_series=False) == {"user_id": [1, 2], "tags": [[2, 1], [3]], "share": [0.5, 0.0]}
-    with pytest.raises(DataError, match=r"the feature 'share' has the value 1e\+39, no finite float32; change it"):
-        encode_context(raw.with_columns(share=pl.lit(1e39)), ["share"])
-
-
-def test_users_without_features_are_counted(tmp_path: Path) -> None:
-    lookup = ContextLookup(encode_context(pl.DataFrame({"user_id": [4, 2, 9], "sex": ["m", "f", "m"]})))
-    assert lookup.lookup(np.array([9, 3, 10, 0, 2]))["sex"].to_list() == [2, 0, 0, 0, 1]
-    assert lookup.count_unrequested() == 1
-    assert ContextLookup(None).lookup(np.array([1, 2])).columns == []

@@ -7,6 +7,7 @@ from evenrank.core.errors import DataError
 from evenrank.preprocess.files.table import BadRow
 from evenrank.preprocess.sources.catalog import CATALOG
 from evenrank.preprocess.sources.custom import read_tabular
+from evenrank.preprocess.sources.features import NO_FEATURES
 from evenrank.preprocess.sources.interactions import Interactions
 
 LOG_HEADER = (
@@ -114,17 +115,16 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
 
 def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> None:
     context = read_pure(tmp_path, log_line()).context
-    assert context is not None
-    assert context.labels == {
-        "user_active_degree": (None, "full_active", "high_active"),
-        "follow_user_num_range": (None, "(0,10]", "(250,500]", "0"),
-        "fans_user_num_range": (None, "0", "[1,10)"),
-        "friend_user_num_range": (None, "0", "[1,5)"),
-        "register_days_range": (None, "181-365", "61-90"),
+    assert {name: values.to_list() for name, values in context.values.items()} == {
+        "user_active_degree": ["full_active", "high_active"],
+        "follow_user_num_range": ["(0,10]", "(250,500]", "0"],
+        "fans_user_num_range": ["0", "[1,10)"],
+        "friend_user_num_range": ["0", "[1,5)"],
+        "register_days_range": ["181-365", "61-90"],
     }
-    assert context.features.columns == ["user_id", *context.labels]
-    assert set(context.features.dtypes) == {pl.Int64}
-    assert context.features.rows() == [(1, 2, 1, 1, 1, 2), (2, 1, 2, 2, 2, 1), (3, 0, 3, 0, 0, 1)]
+    assert context.keys.tolist() == [1, 2, 3]
+    assert context.dtypes == dict.fromkeys(context.values, "int64")
+    assert context.rows.rows() == [(2, 1, 1, 1, 2), (1, 2, 2, 2, 1), (0, 3, 0, 0, 1)]
 
 
 GOOD = log_line()
@@ -187,7 +187,8 @@ def test_movielens_has_half_stars(tmp_path: Path, name: str) -> None:
     (part,) = interactions.parts
     rows = [(7, 30, 0, 300_000, True), (-2, 10, 9, 1_112_486_027_000, True), (7, 30, 8, 0, True)]
     assert part.events.collect().rows() == rows
-    assert (interactions.num_actions, interactions.context) == (10, None)
+    assert interactions.num_actions == 10
+    assert interactions.context is NO_FEATURES
     assert CATALOG[name].url.endswith(f"/{name}.zip")
 
 
@@ -198,6 +199,6 @@ def test_ml_1m_has_stars_and_users_without_a_header(tmp_path: Path) -> None:
     (part,) = interactions.parts
     assert part.events.collect().rows() == [(1, 1193, 4, 978_300_760_000, True), (2, 661, 0, 978_302_109_000, True)]
     assert interactions.num_actions == 5
-    assert interactions.context is not None
-    assert interactions.context.features.rows() == [(1, 1, 1, 1, 1), (2, 2, 3, 2, 2), (3, 2, 2, 0, 0)]
-    assert interactions.context.labels["age_group"] == (None, "1", "25", "56")
+    assert interactions.context.keys.tolist() == [1, 2, 3]
+    assert interactions.context.rows.rows() == [(1, 1, 1, 1), (2, 3, 2, 2), (2, 2, 0, 0)]
+    assert interactions.context.values["age_group"].to_list() == [1, 25, 56]

@@ -13,11 +13,11 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.preprocess.build.key_table import text_keys
 from evenrank.preprocess.files.table import IS_GOOD
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.log_config import TabularConfig, read_toml
 from evenrank.preprocess.sources.custom import read_tabular
+from evenrank.preprocess.sources.features import NO_FEATURES
 from evenrank.preprocess.sources.interactions import Interactions
 
 HEADER = "time,user,note,item\n"
@@ -94,7 +94,7 @@ def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str
     assert _bad(interactions) == []
     assert interactions.id_kinds == {"user_id": "int64", "item_id": "int64"}
     assert interactions.num_actions == 1
-    assert interactions.context is None
+    assert interactions.context is interactions.item_features is NO_FEATURES
     (source,) = interactions.sources()
     assert (source.path, source.bytes) == (name, (tmp_path / name).stat().st_size)
     config = dataclasses.asdict(_config(tmp_path / name))
@@ -347,49 +347,6 @@ def test_unsuitable_columns_raise(tmp_path: Path, column: pl.Expr, options: dict
         _read(tmp_path, ONE.with_columns(column), **options)
 
 
-def test_context_of_users_with_string_ids(tmp_path: Path) -> None:
-    users = 'age,user,city,x\n9,b,"Bonn, am Rhein",\n10,a,,\n,c,Aachen,\n8,nobody,Ulm,\n'
-    context = _write(tmp_path / "users.csv", users)
-    options: dict[str, Any] = {"context": context, "context_columns": ("city", "age")}
-    interactions = _read(tmp_path, "user,item,time\nc,1,1\na,1,1\nb,1,1\nd,1,1\n", **options)
-    encoded = interactions.context
-    assert encoded is not None
-    assert encoded.features.columns == ["user_id", "city", "age"]
-    assert encoded.features.dtypes == [pl.Int64] * 3
-    b, a, c, nobody = text_keys(pl.Series(["b", "a", "c", "nobody"])).tolist()
-    assert encoded.features.rows() == [(b, 2, 2), (a, 0, 3), (c, 1, 0), (nobody, 3, 1)]
-    # Ages are sorted as numbers; those of users without events are among them.
-    assert encoded.labels == {"city": (None, "Aachen", "Bonn, am Rhein", "Ulm"), "age": (None, "8", "9", "10")}
-    assert [source.path for source in interactions.sources()] == ["log.csv", "users.csv"]
-    assert interactions.options["context"] == "users.csv"
-    assert interactions.options["context_columns"] == ["city", "age"]
-
-
-def test_context_in_parquet_of_users_with_integer_ids(tmp_path: Path) -> None:
-    users = pl.DataFrame({"user": ["7", "007", "8", "9", "1"], "age": [3.0, 4.0, None, float("nan"), 1.0]})
-    context = _write(tmp_path / "users.parquet", users)
-    log = "user,item,time\n7,1,1\n8,1,1\n9,1,1\n"
-    encoded = _read(tmp_path, log, context=context, context_columns=("age",)).context
-    assert encoded is not None
-    assert encoded.features.rows() == [(7, 2), (8, 0), (9, 0), (1, 1)]  # no event has the user "007"
-    assert encoded.labels == {"age": (None, "1.0", "3.0")}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("user,age\n1,2\n3,4\n1,5\n", "users.csv: user 1 appears twice; keep one row per user"),
-        ("user,age\n1,2\n,4\n", "users.csv, line 3 (',4'): user is empty or not an id; fix or remove the line"),
-        ("user,age\n1\n", "users.csv, line 2 ('1'): expected 2 fields, got 1; fix or remove the line"),
-        ("user,aged\n1,1\n", "users.csv has no column 'age'; known: user, aged"),
-    ],
-)
-def test_invalid_context_raises(tmp_path: Path, text: str, message: str) -> None:
-    context = _write(tmp_path / "users.csv", text)
-    with pytest.raises(DataError, match=re.escape(message)):
-        _read(tmp_path, EVENTS, context=context, context_columns=("age",))
-
-
 MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n" for line in range(50_000))).encode())
 
 
@@ -433,11 +390,7 @@ def test_parquet_with_damaged_pages_raises(tmp_path: Path) -> None:
         ({"events": ()}, "events is empty; give at least one file"),
         ({"timestamp_unit": "h"}, "timestamp_unit must be one of auto, s, ms, us, ns, iso, date, row, got 'h'"),
         ({"action_columns": tuple(map(str, range(32)))}, "at most 31 columns, got 32"),
-        ({"context": Path("users.csv")}, "context and context_columns go together"),
-        ({"context_columns": ("age",)}, "context and context_columns go together"),
         ({"item_column": "user"}, "column 'user' is given twice"),
-        ({"context": Path("u.csv"), "context_columns": ("a", "a")}, "column 'a' is given twice"),
-        ({"context": Path("u.csv"), "context_columns": ("length",)}, "no feature can be called 'length'"),
     ],
 )
 def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
