@@ -93,10 +93,7 @@ def config_option(*, panel: str, **paths: str) -> Any:
             context.default_map = _read_config(file, get_type_hints(context.command.callback), paths)
         return file
 
-    text = (
-        'TOML file with any other options, such as events = ["a.csv"], k_core = 5 or allow_empty = true. Paths in it, '
-        "also those to write, are relative to its folder."
-    )
+    text = 'TOML file with options, such as columns = ["a", "b"], k_core = 5. Paths in it are relative to its folder.'
     return file_option("--config", callback=read, is_eager=True, help=text, rich_help_panel=panel)
 
 

@@ -56,7 +56,7 @@ _CONDITIONS = (
         ("dataset", "split"),
         lambda v: v["split"].startswith("user:") or v["dataset"] == SYNTHETIC,
     ),
-    Condition(("vocabulary",), "one dataset", ("dataset",), lambda v: v["dataset"] != _ALL),
+    Condition(("vocabulary", "unknown"), "one dataset", ("dataset",), lambda v: v["dataset"] != _ALL),
     Condition(("ids",), "datasets without --vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is None),
     Condition(("unknown",), "--vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is not None),
     Condition(("by_date",), "--requests SECONDS", ("requests",), lambda v: v["requests"] is not None),
@@ -162,7 +162,7 @@ def preprocess_command(
         ),
     ] = None,
     delimiter: Annotated[str | None, _logs(help="Separator of fields. Default: found by the first line.")] = None,
-    columns: Annotated[list[str] | None, _log_names(help="All columns of events, if these have no header.")] = None,
+    columns: Annotated[list[str] | None, _log_names(help="All columns of events, if they have no header.")] = None,
     user_column: Annotated[str, _logs(help="Column of user ids.")] = "user_id",
     item_column: Annotated[str, _logs(help="Column of item ids.")] = "item_id",
     timestamp_column: Annotated[str, _logs(help="Column of times.")] = "timestamp",
@@ -182,15 +182,15 @@ def preprocess_command(
     event_columns: Annotated[
         list[str] | None, _log_names(help="More columns of events: NAME[:int|float][=FILL], such as dwell:int=0.")
     ] = None,
-    label: Annotated[str, _logs(help="Column of labels, such as watch_time; described likewise.")] = "",
-    weight: Annotated[str, _logs(help="Column of weights, described likewise.")] = "",
+    label: Annotated[str, _logs(help="Column of labels: NAME[:int|float][=FILL], such as watch_time.")] = "",
+    weight: Annotated[str, _logs(help="Column of weights: NAME[:int|float][=FILL].")] = "",
     context: Annotated[Path | None, _features(help="File about users, one row each.", metavar="FILE")] = None,
     context_columns: Annotated[
-        list[str] | None, _feature_names(help="Its features: NAME[:id|float|list], such as country,age:float.")
+        list[str] | None, _feature_names(help="Features in it: NAME[:id|float|list], such as country,age:float.")
     ] = None,
-    context_header: Annotated[list[str] | None, _feature_names(help="All its columns, without a header.")] = None,
+    context_header: Annotated[list[str] | None, _feature_names(help="All columns of it, if it has no header.")] = None,
     item_features: Annotated[Path | None, _features(help="File about items, one row each.", metavar="FILE")] = None,
-    item_columns: Annotated[list[str] | None, _feature_names(help="Its features: NAME[:id|float|list].")] = None,
+    item_columns: Annotated[list[str] | None, _feature_names(help="Features in it: NAME[:id|float|list].")] = None,
     item_features_as: Annotated[
         str, _features(help="What becomes of them: events, columns of events; table, item_features.parquet.")
     ] = "events",
