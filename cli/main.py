@@ -56,9 +56,9 @@ class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            panel = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            panel = getattr(parameter, "rich_help_panel", None) or f"{parameter.param_type_name.title()}s"
             if record := parameter.get_help_record(ctx):
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or panel, []).append(record)
+                sections.setdefault(panel, []).append(record)
         for section, records in sections.items():
             with formatter.section(section):
                 formatter.write_dl(records)

@@ -38,7 +38,7 @@ def check_conditions(context: typer.Context, *conditions: Condition) -> None:
     """Raise a ConfigError if an option was given twice, or has no effect, even with the value that is its default."""
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name, value in (context.default_map or {}).items():
-        if not _is_in_file(context, name):
+        if _source(context, name) != "DEFAULT_MAP":
             places = f"on the command line ({_shown(context.params[name])}) and in {context.params['config_file']}"
             raise ConfigError(f"{options[name]} is given {places} ({name} = {_shown(value)}); give it once")
     for condition in conditions:
@@ -47,20 +47,23 @@ def check_conditions(context: typer.Context, *conditions: Condition) -> None:
             continue
         chosen = " with ".join(shown_option(context, name) for name in condition.decided_by if context.params[name])
         reason = f"not to {chosen}; change one of them" if chosen else "which is missing; add it"
-        subject = shown_option(context, names[0]) if _is_in_file(context, names[0]) else options[names[0]]
+        subject = shown_option(context, names[0]) if _source(context, names[0]) == "DEFAULT_MAP" else options[names[0]]
         raise ConfigError(f"{subject} applies to {condition.apply_to}, {reason}")
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> list[str]:
     """Return which of these parameters were given, on the command line or in the file of `--config`."""
-    sources = ("COMMANDLINE", "DEFAULT_MAP")
-    return [name for name in names if getattr(context.get_parameter_source(name), "name", "") in sources]
+    return [name for name in names if _source(context, name) in ("COMMANDLINE", "DEFAULT_MAP")]
+
+
+def _source(context: typer.Context, name: str) -> str:
+    return getattr(context.get_parameter_source(name), "name", "")
 
 
 def shown_option(context: typer.Context, name: str) -> str:
     """Return a parameter with its value as on the command line or, if it is from there, as in the file."""
     value = _shown(context.params[name])
-    if _is_in_file(context, name):
+    if _source(context, name) == "DEFAULT_MAP":
         return f"{name} = {value} in {context.params['config_file']}"
     (parameter,) = (parameter for parameter in context.command.params if parameter.name == name)
     return value if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {value}"
@@ -72,12 +75,8 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _is_in_file(context: typer.Context, name: str) -> bool:
-    return getattr(context.get_parameter_source(name), "name", "") == "DEFAULT_MAP"
-
-
 def _split_names(context: typer.Context, parameter: typer.CallbackParam, texts: list[str] | None) -> tuple[str, ...]:
-    if _is_in_file(context, str(parameter.name)):  # a list, whose names may have commas
+    if _source(context, str(parameter.name)) == "DEFAULT_MAP":  # a list, whose names may have commas
         return tuple(texts or ())
     return tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
 

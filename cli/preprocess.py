@@ -201,10 +201,7 @@ def preprocess_command(
     ] = "lognormal:mean=128,std=256,high=4096",
     expand: Annotated[
         str | None,
-        _synthetic(
-            help="MovieLens with U times the users and I times the items, such as ml-20m:16x32.",
-            metavar="NAME:UxI[:RATE]",
-        ),
+        _synthetic(help="MovieLens with U times the users and I times the items.", metavar="NAME:UxI[:RATE]"),
     ] = None,
 ) -> None:
     """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.

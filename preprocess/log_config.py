@@ -1,12 +1,14 @@
 """What a log of one's own looks like: its files, the columns to read and their types. Imports nothing heavy."""
 
+import contextlib
+import math
+import operator
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.schema import check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
@@ -47,6 +49,28 @@ def parse_column(text: str, *, is_feature: bool) -> Column:
     if number is None or not -(2.0**63) <= number < 2.0**63:
         raise ConfigError(f"column {text!r} has the fill {fill!r}, which is no {kind}; give a finite number, or none")
     return Column(name, _TYPES[kind], number)
+
+
+def parse_action_map(text: str) -> tuple[str, tuple[Any, ...]]:
+    """Parse an action map: its name, the `bins:` as ascending floats or the `values:` as distinct texts.
+
+    Raises a ConfigError if it has another form.
+    """
+    name, has_list, given = text.partition(":")
+    texts = tuple(given.split(","))
+    if name in ("", "stars", "half-stars", "float") and not has_list:
+        return name, ()
+    if name == "values" and has_list and len(set(texts)) == len(texts):
+        return name, texts
+    if name == "bins" and has_list:
+        with contextlib.suppress(ValueError):
+            limits = tuple(map(float, texts))
+            if all(map(math.isfinite, limits)) and all(map(operator.lt, limits, limits[1:])):
+                return name, limits
+    raise ConfigError(
+        f"invalid action_map {text!r}; expected stars, half-stars, float, bins:LIMIT,... with ascending numbers, or "
+        "values:TEXT,... with different texts"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +123,19 @@ class TabularConfig:
     """`events`: columns of events; `table`: item_features.parquet, one row per item, also with lists."""
 
     def __post_init__(self) -> None:
+        from evenrank.datasets.schema import check_new_names  # here, because it imports Numba
+
         if not self.events:
             raise ConfigError("events is empty; give at least one file")
         if self.timestamp_unit not in get_args(TimestampUnit):
             units = ", ".join(get_args(TimestampUnit))
             raise ConfigError(f"timestamp_unit must be one of {units}, got {self.timestamp_unit!r}")
+        if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
+            raise ConfigError("give either timestamp_column or timestamp_unit 'row', for logs in order without times")
         if len(self.action_columns) > _MAX_FLAGS:
             raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
+        if parse_action_map(self.action_map)[0] and len(self.action_columns) != 1:
+            raise ConfigError(f"action_map {self.action_map!r} needs one action column, got {len(self.action_columns)}")
         if (self.context is None) != (not self.context_columns):
             raise ConfigError("context and context_columns go together; give both or none")
         if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
@@ -113,16 +143,18 @@ class TabularConfig:
         for names in (self.needed_columns, (self.user_column, *self.context_columns)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
-        check_new_names(self.context_columns)
+        check_new_names([*self.context_columns, *(column.name for column in self.extra_columns)])
 
     @property
     def extra_columns(self) -> tuple[Column, ...]:
-        """The further columns of events, with label and weight."""
-        texts = dict.fromkeys((*self.event_columns, *filter(None, (self.label, self.weight))))
+        """The further columns of events, with label, weight and an action that is a float."""
+        actions = self.action_columns if self.action_map == "float" else ()
+        texts = dict.fromkeys((*actions, *self.event_columns, *filter(None, (self.label, self.weight))))
         return tuple(parse_column(text, is_feature=False) for text in texts)
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
         """The columns to read from the event files."""
-        ids_and_time = (self.user_column, self.item_column, self.timestamp_column)
-        return (*ids_and_time, *self.action_columns, *(column.name for column in self.extra_columns))
+        names = (self.user_column, self.item_column, *filter(None, [self.timestamp_column]))
+        actions = () if self.action_map == "float" else self.action_columns
+        return (*names, *actions, *(column.name for column in self.extra_columns))

@@ -49,18 +49,13 @@ from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter
-from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
 from evenrank.preprocess.sources.features import ContextLookup
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.sources.interactions import Interactions
-from evenrank.preprocess.sources.kuairand import read_kuairand
-from evenrank.preprocess.sources.movielens import read_movielens
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
-
-# A low estimate, since a few buckets too many cost little: a row of MovieLens, the densest log known, has 27 bytes.
-_BYTES_PER_EVENT = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +160,7 @@ def open_source(
     config: PreprocessConfig,
     *,
     rules: Mapping[str, str],
-    text_ids: frozenset[str] = frozenset(),
+    text_ids: frozenset[str] | None = frozenset(),
     show_progress: bool = False,
 ) -> Interactions:
     """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
@@ -174,23 +169,24 @@ def open_source(
     """
     if config.dataset == SYNTHETIC and config.expand is not None:
         expansion = parse_expansion(config.expand)
-        base = open_source(replace(config, dataset=expansion.base), rules=rules, show_progress=show_progress)
-        return expand_interactions(base, expansion, seed=config.seed)
+        base = replace(config, dataset=expansion.base, split="none")
+        return expand_interactions(
+            open_source(base, rules=rules, show_progress=show_progress), expansion, seed=config.seed
+        )
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
-    if config.dataset == CUSTOM:
-        if config.custom is None:
-            raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
-        return _read_logs(config.custom, parse_split(config.split).file, rules, text_ids)
-    public = CATALOG[config.dataset]
-    folder = ensure_raw_files(public, config.raw_dir, show_progress=show_progress)
-    if isinstance(public, MovieLensDataset):
-        return read_movielens(public, folder)
-    return read_kuairand(public, folder)
+    log = config.custom
+    if config.dataset in CATALOG:
+        public = CATALOG[config.dataset]
+        log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
+        text_ids = None
+    if log is None:
+        raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
+    return _read_logs(log, parse_split(config.split).file, rules, text_ids)
 
 
 def _read_logs(
-    log: TabularConfig, second: Path | None, rules: Mapping[str, str], text_ids: frozenset[str]
+    log: TabularConfig, second: Path | None, rules: Mapping[str, str], text_ids: frozenset[str] | None
 ) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
     if second is None or not is_log(second, log):
@@ -218,9 +214,9 @@ def _write_dataset(
     if interactions.has_eval_log:
         rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
     elif rule.file is not None:
-        column = USER_ID if config.custom is None else config.custom.user_column
+        column = str(interactions.options.get("user_column", USER_ID))
         eval_users = read_listed_users(rule.file, column, interactions.id_kinds[USER_ID])
-    num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
+    num_events = sum(part.num_events for part in interactions.parts)
     (work := folder / ".work").mkdir()
     buckets = Buckets(work / "buckets", num_events, dtypes)
     texts = {

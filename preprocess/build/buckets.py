@@ -140,7 +140,10 @@ def fill_buckets(
             num_bad += len(batch) - len(good)
             columns = {column.name: column for column in good.drop(IS_GOOD).iter_columns()}
             keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
-            for events in part.expand(keys | {name: column.to_numpy() for name, column in columns.items()}):
+            values = {name: column.to_numpy() for name, column in columns.items()}
+            if interactions.time_unit == "row":
+                values[TIMESTAMP_MS] = np.arange(num_events, num_events + len(good)) * 1000
+            for events in part.expand(keys | values):
                 buckets.append(events)
                 num_events += len(events[USER_ID])
                 times = events[TIMESTAMP_MS]

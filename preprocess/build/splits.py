@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
@@ -167,7 +166,7 @@ def _separate(
 def is_log(path: Path, log: TabularConfig) -> bool:
     """Return whether the file of `file:PATH` is a second log, which has items, and no list of users."""
     with contextlib.suppress(DataError):
-        open_table(path, {log.item_column: pl.String()}, separator=log.delimiter, columns=log.columns)
+        open_table(path, [log.item_column], separator=log.delimiter, columns=log.columns)
         return True
     return False
 
@@ -182,9 +181,9 @@ def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64
     """
     if path.suffix.lower() == ".txt":
         # A separator that no id contains, repeated, so that quotes are part of an id.
-        table, column = open_table(path, {USER_ID: pl.String()}, separator="\x1f\x1f", columns=[USER_ID]), USER_ID
+        table, column = open_table(path, [USER_ID], separator="\x1f\x1f", columns=[USER_ID]), USER_ID
     else:
-        table = open_table(path, {column: pl.String()})
+        table = open_table(path, [column])
     checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
     users = table.read_users([raw_id(table, column, kind).alias(USER_ID)], checks)
     return keys_of(users.get_column(USER_ID).drop_nulls())

@@ -5,8 +5,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
 
-# Kinds of a column: plain integers have neither leading zeros nor a -0, decimals have no sign.
-SKIPPED, INTEGER, DECIMAL, PLAIN_INTEGER = 0, 1, 2, 3
+# Kinds of a column: integers have neither leading zeros nor a -0, decimals have no sign.
+SKIPPED, INTEGER, DECIMAL = 0, 1, 2
 EMPTY, NUL, UNQUOTED = 0, -1, -2  # in place of the number of fields of a line
 _NEWLINE, _MINUS, _POINT, _ZERO, _QUOTE = b'\n-.0"'
 
@@ -26,7 +26,7 @@ def parse_numbers(
         data: whole lines.
         separator: byte between fields.
         width: how often it is repeated.
-        kinds: SKIPPED, INTEGER, DECIMAL or PLAIN_INTEGER for each column of a line.
+        kinds: SKIPPED, INTEGER or DECIMAL for each column of a line.
         integers, decimals: [columns, lines]; column by column, without those skipped, one of the two is filled.
 
     Returns:
@@ -67,7 +67,7 @@ def parse_numbers(
             # both operands of the division are exact.
             if num_digits == 0 or num_digits > (19 if is_integer else 15) or value < 0:
                 return False
-            if kinds[column] == PLAIN_INTEGER and data[begin] == _ZERO and (is_negative or num_digits > 1):
+            if is_integer and data[begin] == _ZERO and (is_negative or num_digits > 1):
                 return False
             if is_integer:
                 integers[row, line] = -value if is_negative else value

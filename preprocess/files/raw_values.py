@@ -1,6 +1,6 @@
 """Columns of files as ids and integers: which type the ids have, and which values are exact."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import polars as pl
 
@@ -8,6 +8,7 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
 from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, Table, wrap_read_errors
 
+INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
 # "007", "+7" and "-0" are texts: as integers they would be the same ids as "7" and "0".
 _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
@@ -16,16 +17,20 @@ _FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 _SAMPLED_ROWS = 1000
 
 
-def id_kind(tables: Sequence[Table], column: str) -> IdKind:
-    """Return the type of the ids in a column of all files, of which text without types is judged by its first rows."""
+def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapping[str, pl.Expr]]) -> IdKind:
+    """Return the type of the ids in a column of all files.
+
+    Text without types is judged by its first rows that pass the checks.
+    """
     for table in tables:
         dtype = table.dtypes[column]
         if dtype.base_type() in TEXT_TYPES:
             if table.has_types:
                 return "text"
             with wrap_read_errors(table.path):
-                sample = table.rows.filter(IS_WELL_FORMED).select(column).head(_SAMPLED_ROWS).collect()
-            if not sample.select((_is_empty(column) | is_plain_integer(pl.col(column))).all()).item():
+                rows = table.rows.filter(IS_WELL_FORMED).head(_SAMPLED_ROWS).collect()
+                sample = rows.filter(*checks(table).values()).select(column)
+            if not sample.select((is_missing(table, column) | is_plain_integer(pl.col(column))).all()).item():
                 return "text"
         elif not dtype.is_numeric():
             raise DataError(
@@ -39,7 +44,8 @@ def raw_id(table: Table, column: str, kind: IdKind) -> pl.Expr:
     is_text = table.dtypes[column].base_type() in TEXT_TYPES
     text = pl.col(column).cast(pl.String)
     if kind != "text":
-        return pl.when(is_plain_integer(text)).then(text).cast(pl.Int64) if is_text else as_integer(table, column, kind)
+        plain = pl.when(is_plain_integer(text)).then(text).cast(pl.Int64)
+        return plain.cast(INTEGERS[kind], strict=False) if is_text else as_integer(table, column, kind)
     if is_text:
         return pl.when((text != "") & ~_has_bad_bytes(text)).then(text)
     return as_integer(table, column).cast(pl.String)
@@ -47,7 +53,7 @@ def raw_id(table: Table, column: str, kind: IdKind) -> pl.Expr:
 
 def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) -> dict[str, pl.Expr]:
     """Return the checks of ids by the reason to report where they fail; with `is_row`, ids are rows of a table."""
-    dtype, checks = table.dtypes[column], {f"{column} is empty": ~_is_empty(column)}
+    dtype, checks = table.dtypes[column], {f"{column} is empty": ~is_missing(table, column)}
     if dtype.base_type() in TEXT_TYPES:
         checks[f"{column} is not UTF-8"] = ~_has_bad_bytes(pl.col(column).cast(pl.String))
     ids, bits = raw_id(table, column, kind), integer_bits(dtype)
@@ -68,7 +74,9 @@ def find_texts(table: Table, columns: Mapping[str, str], checks: Mapping[str, pl
     guessed = {name: column for name, column in columns.items() if table.dtypes[column] == pl.String}
     is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values())
     are_text = [
-        (~_is_empty(column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column))).any().alias(name)
+        (~is_missing(table, column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column)))
+        .any()
+        .alias(name)
         for name, column in guessed.items()
     ]
     if not are_text:
@@ -87,7 +95,16 @@ def as_integer(table: Table, column: str, kind: IdKind = "int64") -> pl.Expr:
         value = pl.when(value == value.floor()).then(value)
     if dtype.is_float():
         value = pl.when(value.abs() < 1 << integer_bits(dtype)).then(value)
-    return value.cast(pl.UInt64 if kind == "uint64" else pl.Int64, strict=False).alias(column)
+    return value.cast(INTEGERS[kind], strict=False).alias(column)
+
+
+def as_number(table: Table, column: str) -> pl.Expr:
+    """Return an expression for text, numbers or booleans as Float64; null where that is not a finite number."""
+    dtype = table.dtypes[column]
+    if not (dtype.is_numeric() or dtype in (pl.String, pl.Boolean)):
+        raise DataError(f"{table.path}: column {column!r} of type {dtype} cannot hold numbers; convert it to numbers")
+    value = pl.col(column).cast(pl.Float64, strict=False)
+    return pl.when(value.is_finite()).then(value).alias(column)
 
 
 def integer_bits(dtype: pl.DataType) -> int:
@@ -100,8 +117,12 @@ def is_plain_integer(text: pl.Expr) -> pl.Expr:
     return text.str.contains(_PLAIN_INTEGER) & text.cast(pl.Int64, strict=False).is_not_null()
 
 
-def _is_empty(column: str) -> pl.Expr:
-    return pl.col(column).is_null() | (pl.col(column).cast(pl.String) == "")
+def is_missing(table: Table, column: str) -> pl.Expr:
+    """Return whether a value is null, empty text or NaN."""
+    dtype, value = table.dtypes[column], pl.col(column)
+    if dtype.is_float():
+        return value.is_null() | value.is_nan()
+    return value.is_null() | (value.cast(pl.String) == "") if dtype.base_type() in TEXT_TYPES else value.is_null()
 
 
 def _has_bad_bytes(text: pl.Expr) -> pl.Expr:

@@ -3,7 +3,7 @@
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class EventPart:
     """The events of one raw file, or of one block of synthetic users."""
 
     name: str  # for messages: the path of the file
-    size: int  # approximate number of bytes; it determines the number of buckets
+    num_events: int  # estimated; it determines the number of buckets
     events: pl.LazyFrame
     """Columns user_id, item_id (Int64, UInt64 or String), timestamp_ms (int64), action (int32), extra columns and
     IS_GOOD; in file order. Good rows have neither nulls nor, in float32 columns, values that are not finite."""
@@ -45,26 +45,50 @@ class EventPart:
     """Called with the columns of some good rows, ids as keys; returns the events to use instead, in pieces."""
 
 
+Types = Mapping[str, pl.DataType]  # of columns by name
+Select = Callable[[Types], Sequence[pl.Expr]]  # new columns, computed from columns of these types and IS_WELL_FORMED
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """The needed columns of a file, read lazily and in file order."""
 
     path: Path
-    size: int  # approximate number of bytes of the events in memory
-    dtypes: Mapping[str, pl.DataType]  # of the needed columns
-    rows: pl.LazyFrame  # the needed columns, and IS_WELL_FORMED: whether a line has the expected fields
+    num_rows: int  # estimated
+    dtypes: Types  # of the needed columns: in a text file, String
+    select: Callable[[Select, Types], pl.LazyFrame]
+    """Called with the columns to compute and the types of numbers that columns of text probably are. Blocks of a text
+    file in which they are, all of them plain digits, are parsed as such, several times faster; others as text."""
     described_rows: pl.LazyFrame  # slower: LINE, TEXT, FAULT (null if well formed) and the needed columns
     has_types: bool  # whether the file knows the types of its columns
     separator: str | None = None  # of the fields of delimited text
 
-    def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
-        """Return the file with the columns `events`; `checks` hold for good rows, and their keys are the reasons."""
-        is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False).alias(IS_GOOD)
+    @property
+    def rows(self) -> pl.LazyFrame:
+        """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields."""
+        return self.select(lambda dtypes: [*map(pl.col, dtypes), pl.col(IS_WELL_FORMED)], {})
+
+    def part(
+        self, describe: Callable[["Table"], tuple[Sequence[pl.Expr], Mapping[str, pl.Expr]]], numbers: Types
+    ) -> EventPart:
+        """Return the file as events.
+
+        Args:
+            describe: returns columns of events for a table of given types, and checks that hold for good rows, whose
+                keys are the reasons to report. Numbers in plain digits and their texts must give the same.
+            numbers: types of the columns that are probably numbers; see `select`.
+        """
+
+        def select(dtypes: Types) -> list[pl.Expr]:
+            columns, checks = describe(replace(self, dtypes=dtypes))
+            is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False)
+            return [*columns, is_good.alias(IS_GOOD)]
+
         return EventPart(
             name=str(self.path),
-            size=self.size,
-            events=self.rows.select(*events, is_good),
-            find_bad=lambda limit: self.find_bad(checks, limit),
+            num_events=self.num_rows,
+            events=self.select(select, numbers),
+            find_bad=lambda limit: self.find_bad(describe(self)[1], limit),
         )
 
     def find_bad(self, checks: Mapping[str, pl.Expr], limit: int) -> list[BadRow]:

@@ -25,17 +25,15 @@ from evenrank.preprocess.files.parse_numbers import (
     EMPTY,
     INTEGER,
     NUL,
-    PLAIN_INTEGER,
     SKIPPED,
     UNQUOTED,
     parse_numbers,
     split_fields,
 )
-from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
-from evenrank.preprocess.files.text_blocks import REPLACEMENT, Block, read_blocks, read_first_line
+from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, LINE, TEXT, Select, Table, Types, wrap_read_errors
+from evenrank.preprocess.files.text_blocks import REPLACEMENT, Block, estimate_lines, read_blocks, read_first_line
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
-_EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
 _FAULTS = {
     EMPTY: "the line is empty",
     NUL: "the line contains a NUL byte; the file is damaged there",
@@ -43,16 +41,12 @@ _FAULTS = {
 }
 _ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
 _IS_OBJECT = "evenrank is_object"
+_Parsed = tuple[pl.DataFrame, Sequence[pl.Expr]]  # rows, and the columns to compute from them
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def open_table(
-    path: Path,
-    needed: Collection[str] | Mapping[str, pl.DataType],
-    *,
-    separator: str | None = None,
-    columns: Sequence[str] = (),
-    has_header: bool | None = None,
+    path: Path, needed: Collection[str], *, separator: str | None = None, columns: Sequence[str] = ()
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
@@ -62,12 +56,10 @@ def open_table(
 
     Args:
         path: the file.
-        needed: names of the columns to read or, for delimited text, their types: String, Int64 or Float64. Without
-            types they are Int64 if all their fields are 64-bit integers in plain digits, else String.
+        needed: names of the columns to read.
         separator: one character, or one character repeated. None: the usual one by which the first line has all needed
             columns or, if there is no header, as many fields as `columns`.
         columns: names of all columns of delimited text in file order; empty: the first line has them.
-        has_header: whether the first line repeats `columns`; None: there is a header if `columns` is empty.
     """
     check_regular(path)
     if path.stat().st_size == 0:
@@ -79,22 +71,12 @@ def open_table(
         )
     with wrap_read_errors(path):
         if file_format == locate.PARQUET:
-            table = _open_parquet(path, needed, folders)
-        elif file_format == locate.JSON:
-            present = [name for name in needed if name not in folders]
-            table = _open_json(path, _own_columns(path, present, needed, folders))
-        else:
-            table = _open_delimited(
-                path, needed, folders, separator, columns, not columns if has_header is None else has_header
-            )
-    added = [name for name in needed if name not in table.dtypes]
-    constants = [pl.lit(folders[name], dtype=pl.String).alias(name) for name in added]
-    return replace(
-        table,
-        dtypes={**table.dtypes, **dict.fromkeys(added, pl.String())},
-        rows=table.rows.with_columns(constants),
-        described_rows=table.described_rows.with_columns(constants),
-    )
+            return _open_parquet(path, needed, folders)
+        if file_format == locate.JSON:
+            read_first_line(path)  # which checks the encoding
+            own = _own_columns(path, [name for name in needed if name not in folders], needed, folders)
+            return _text_table(path, _JsonLayout(names=own), _constants(needed, own, folders), has_header=False)
+        return _open_delimited(path, needed, folders, separator, columns)
 
 
 def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], folders: Collection[str]) -> list[str]:
@@ -110,60 +92,49 @@ def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], fo
     return own
 
 
-def _open_parquet(path: Path, needed: Collection[str], folders: Collection[str]) -> Table:
+def _constants(needed: Collection[str], own: Collection[str], folders: Mapping[str, str | None]) -> list[pl.Expr]:
+    """Return the needed columns that are in the names of a file's folders."""
+    return [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
+
+
+def _open_parquet(path: Path, needed: Collection[str], folders: Mapping[str, str | None]) -> Table:
     scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
-    schema = scanned.collect_schema()
-    names = _own_columns(path, schema.names(), needed, folders)
+    names = _own_columns(path, scanned.collect_schema().names(), needed, folders)
     text = pl.concat_str(*(pl.col(name).cast(pl.String, strict=False).fill_null("") for name in names), separator=",")
     described = scanned.select(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(FAULT), *names)
+    constants = _constants(needed, names, folders)
+    rows = scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)).with_columns(constants)
+    dtypes = dict(rows.drop(IS_WELL_FORMED).collect_schema())
     return Table(
         path=path,
-        size=max(path.stat().st_size, scanned.select(pl.len()).collect().item() * _EVENT_BYTES),
-        dtypes={name: schema[name] for name in names},
-        rows=scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)),
-        described_rows=described.with_row_index(LINE, offset=1),
+        num_rows=scanned.select(pl.len()).collect().item(),
+        dtypes=dtypes,
+        select=lambda select, numbers: rows.select(select(dtypes)),
+        described_rows=described.with_row_index(LINE, offset=1).with_columns(constants),
         has_types=True,
     )
 
 
-def _open_json(path: Path, names: Collection[str]) -> Table:
-    read_first_line(path)  # which checks the encoding
-    num_rows = sum(block.num_lines for block in read_blocks(path, has_header=False))
-    return _text_table(path, _JsonLayout(dtypes=dict.fromkeys(names, pl.String())), num_rows, has_header=False)
-
-
 def _open_delimited(
     path: Path,
-    needed: Collection[str] | Mapping[str, pl.DataType],
-    folders: Collection[str],
+    needed: Collection[str],
+    folders: Mapping[str, str | None],
     separator: str | None,
     columns: Sequence[str],
-    has_header: bool,
 ) -> Table:
     line = read_first_line(path)
     if separator is None:
         separator = _infer_separator(path, line, {name for name in needed if name not in folders}, len(columns))
     fields = _divide(line, separator)
-    if columns and has_header and fields != list(columns):
-        expected = separator.join(columns)
-        raise DataError(f"{path} starts with {line[:80]!r}, expected {expected!r}; check that it is the right file")
     if not fields:
-        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes")
+        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
     if len(fields) != len(columns or fields):
         counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
         raise DataError(f"{path}: the first line has {counts}; correct one of them")
-    names = _own_columns(path, columns or fields, needed, folders)
-    typed = {name: needed[name] if isinstance(needed, Mapping) else pl.Int64() for name in names}
-    is_plain = not isinstance(needed, Mapping)
-    layout = _CsvLayout(separator=separator, columns=columns or fields, dtypes=typed, is_plain=is_plain)
-    num_rows = 0
-    for block in read_blocks(path, has_header=has_header):
-        num_rows += block.num_lines
-        if isinstance(needed, Mapping):
-            break
-        if layout.is_plain and layout.parse_numbers(block) is None:
-            layout = replace(layout, dtypes=dict.fromkeys(names, pl.String()), is_plain=False)
-    return replace(_text_table(path, layout, num_rows, has_header=has_header), separator=separator)
+    own = _own_columns(path, columns or fields, needed, folders)
+    layout = _CsvLayout(separator=separator, columns=columns or fields, names=own)
+    table = _text_table(path, layout, _constants(needed, own, folders), has_header=not columns)
+    return replace(table, separator=separator)
 
 
 def _infer_separator(path: Path, line: str, names: Collection[str], num_columns: int) -> str:
@@ -173,7 +144,7 @@ def _infer_separator(path: Path, line: str, names: Collection[str], num_columns:
         fitting = [separator for separator, fields in divided.items() if len(fields) == num_columns]
     else:
         fitting = [separator for separator, fields in divided.items() if set(names) <= set(fields)]
-    if len(fitting) > 1:
+    if any(divided[separator] != divided[fitting[0]] for separator in fitting):
         raise DataError(f"{path}: the delimiter could be any of {fitting} by the first line, {line[:80]!r}; give it")
     return fitting[0] if fitting else max(_SEPARATORS, key=line.count)
 
@@ -188,12 +159,19 @@ def _divide(line: str, separator: str) -> list[str]:
         return []
 
 
-def _text_table(path: Path, layout: "_CsvLayout | _JsonLayout", num_rows: int, *, has_header: bool) -> Table:
-    def scan(parse: Callable[[Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
+def _text_table(
+    path: Path, layout: "_CsvLayout | _JsonLayout", constants: Sequence[pl.Expr], *, has_header: bool
+) -> Table:
+    is_well_formed = pl.col(FAULT).is_null().alias(IS_WELL_FORMED)
+    names = [*layout.names, *(constant.meta.output_name() for constant in constants)]
+    dtypes: Types = dict.fromkeys(names, pl.String())
+
+    def scan(parse: Callable[[Block], _Parsed], schema: Types) -> pl.LazyFrame:
         def read(
             columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
         ) -> Iterator[pl.DataFrame]:
-            for rows in _map_ahead(parse, read_blocks(path, has_header=has_header)):
+            for parsed, outputs in _map_ahead(parse, read_blocks(path, has_header=has_header)):
+                rows = parsed.with_columns(constants).select(outputs)
                 if predicate is not None:
                     rows = rows.filter(predicate)
                 if num_rows is not None:
@@ -205,37 +183,50 @@ def _text_table(path: Path, layout: "_CsvLayout | _JsonLayout", num_rows: int, *
 
         return register_io_source(read, schema=schema)
 
-    def parse(block: Block) -> pl.DataFrame:
-        return layout.parse(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
+    def select(of_types: Select, numbers: Types) -> pl.LazyFrame:
+        of_text = of_types(dtypes)
+        numbers = {name: numbers[name] for name in layout.names if name in numbers}
+        of_numbers = of_types({**dtypes, **numbers})
 
-    def describe(block: Block) -> pl.DataFrame:
-        return pl.concat([block.lines(), layout.parse(block)], how="horizontal")
+        def parse(block: Block) -> _Parsed:
+            rows = layout.parse_numbers(block, numbers) if len(numbers) == len(layout.names) else None
+            outputs = of_text if rows is None else of_numbers
+            return (layout.parse(block) if rows is None else rows).with_columns(is_well_formed), outputs
 
-    dtypes = dict(layout.dtypes)
+        empty = pl.DataFrame(schema={**dtypes, IS_WELL_FORMED: pl.Boolean()})
+        return scan(parse, empty.select(of_text).schema)
+
+    def describe(block: Block) -> _Parsed:
+        rows = pl.concat([block.lines(), layout.parse(block)], how="horizontal")
+        return rows, [pl.col(LINE, TEXT, FAULT, *dtypes)]
+
     return Table(
         path=path,
-        size=max(path.stat().st_size, num_rows * _EVENT_BYTES),
+        num_rows=estimate_lines(path),
         dtypes=dtypes,
-        rows=scan(parse, {**dtypes, IS_WELL_FORMED: pl.Boolean()}),
+        select=select,
         described_rows=scan(describe, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **dtypes}),
         has_types=False,
     )
 
 
-def _map_ahead(parse: Callable[[Block], pl.DataFrame], blocks: Iterator[Block]) -> Iterator[pl.DataFrame]:
-    """Yield the rows of each block, while the next one is parsed and the one after it is read."""
-    with ThreadPoolExecutor(1) as background:
+def _map_ahead(parse: Callable[[Block], _Parsed], blocks: Iterator[Block]) -> Iterator[_Parsed]:
+    """Yield what becomes of each block, while the next one is parsed and the one after it is read."""
+    background = ThreadPoolExecutor(1)
+    try:
         pending = [background.submit(parse, block) for block in islice(blocks, 1)]
         for block in blocks:
             pending.append(background.submit(parse, block))
             yield pending.pop(0).result()
         for last in pending:
             yield last.result()
+    finally:
+        background.shutdown(wait=False)  # an unfinished generator may be collected on that very thread
 
 
-def _fault(block: Block, dtypes: Mapping[str, pl.DataType], fault: pl.Expr) -> pl.Expr:
+def _fault(block: Block, names: Sequence[str], fault: pl.Expr) -> pl.Expr:
     """Return FAULT, which is `fault` or that needed text is not UTF-8; such bytes would merge different ids."""
-    names = [name for name, dtype in dtypes.items() if dtype == pl.String and REPLACEMENT.encode() in block.data]
+    names = names if REPLACEMENT.encode() in block.data else []
     is_damaged = pl.any_horizontal(False, *(pl.col(name).str.contains(REPLACEMENT, literal=True) for name in names))
     return pl.coalesce(fault, pl.when(is_damaged).then(pl.lit(_ENCODING_FAULT))).alias(FAULT)
 
@@ -246,20 +237,13 @@ class _CsvLayout:
 
     separator: str
     columns: Sequence[str]  # all columns of the file
-    dtypes: Mapping[str, pl.DataType]  # of the needed columns
-    is_plain: bool  # whether integers have no leading zeros, plus signs and -0
+    names: Sequence[str]  # the needed columns
 
-    def parse(self, block: Block) -> pl.DataFrame:
-        """Return FAULT and the needed columns."""
-        rows = self.parse_numbers(block)
-        return self._parse_text(block) if rows is None else rows
-
-    def parse_numbers(self, block: Block) -> pl.DataFrame | None:
-        """Return the same, faster, if all needed fields are numbers in plain digits and nothing is quoted."""
-        if pl.String in self.dtypes.values() or (len(self.separator) == 1 and b'"' in block.data):
+    def parse_numbers(self, block: Block, numbers: Types) -> pl.DataFrame | None:
+        """Return FAULT and the needed columns as Int64 or Float64 if all of them are plain digits, without quotes."""
+        if len(self.separator) == 1 and b'"' in block.data:
             return None
-        integer = PLAIN_INTEGER if self.is_plain else INTEGER
-        kinds = {name: DECIMAL if dtype == pl.Float64 else integer for name, dtype in self.dtypes.items()}
+        kinds = {name: DECIMAL if dtype == pl.Float64 else INTEGER for name, dtype in numbers.items()}
         integers = np.empty((len(kinds), block.num_lines), dtype=np.int64)
         decimals = integers.view(np.float64)  # each row is of one type
         data = np.frombuffer(block.data, dtype=np.uint8)
@@ -269,10 +253,11 @@ class _CsvLayout:
         names = (name for name in self.columns if name in kinds)
         values = zip(names, integers, decimals, strict=True)
         rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
-        return pl.DataFrame(rows).select(pl.lit(None, dtype=pl.String).alias(FAULT), *self.dtypes)
+        return pl.DataFrame(rows).with_columns(pl.lit(None, dtype=pl.String).alias(FAULT))
 
-    def _parse_text(self, block: Block) -> pl.DataFrame:
-        names, data = list(self.dtypes), np.frombuffer(block.data, dtype=np.uint8)
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Return FAULT and the needed columns as text."""
+        names, data = list(self.names), np.frombuffer(block.data, dtype=np.uint8)
         outputs = np.array([names.index(name) if name in names else -1 for name in self.columns])
         texts = np.empty((len(names), len(data)), dtype=np.uint8)  # whose pages take no memory before they are used
         ends = np.zeros((len(names), block.num_lines + 1), dtype=np.int64)
@@ -288,15 +273,18 @@ class _CsvLayout:
             fault = pl.when(pl.Series(is_ragged)).then(
                 count.replace_strict(_FAULTS, default=others, return_dtype=pl.String)
             )
-        values = (pl.col(name).cast(dtype, strict=False) for name, dtype in self.dtypes.items())
-        return rows.select(_fault(block, self.dtypes, fault), *values)
+        return rows.select(_fault(block, names, fault), *names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _JsonLayout:
     """Reads one object per line. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
 
-    dtypes: Mapping[str, pl.DataType]  # of the needed keys: String
+    names: Sequence[str]  # the needed keys
+
+    def parse_numbers(self, block: Block, numbers: Types) -> pl.DataFrame | None:
+        """Return None: there is no faster way."""
+        return None
 
     def parse(self, block: Block) -> pl.DataFrame:
         """Return FAULT and the needed keys."""
@@ -310,11 +298,11 @@ class _JsonLayout:
             lines = block.lines().select(pl.when(is_likely).then(TEXT).otherwise(pl.lit("")))
             rows = self._read_each(lines.to_series())
         fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit("the line is not a JSON object"))
-        return rows.select(_fault(block, self.dtypes, fault), *self.dtypes)
+        return rows.select(_fault(block, self.names, fault), *self.names)
 
     def _read(self, data: bytes, num_lines: int) -> pl.DataFrame | None:
         try:
-            rows = pl.read_ndjson(data, schema=dict(self.dtypes))
+            rows = pl.read_ndjson(data, schema=dict.fromkeys(self.names, pl.String()))
         except pl.exceptions.PolarsError:
             return None
         # Empty lines are skipped.

@@ -42,18 +42,26 @@ class Block:
 
 
 @contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[BufferedReader]:
+def _open_text(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
+    """Open a file: the bytes on disk, and its text."""
     with open_regular(path) as file:
         if (codec := CODECS.get(path.suffix.lower())) is None:
-            yield file
+            yield file, file
         else:
             with pa.CompressedInputStream(file, codec) as stream, BufferedReader(cast(Any, stream)) as text:
-                yield text
+                yield file, text
+
+
+def estimate_lines(path: Path) -> int:
+    """Return about how many lines a file has, by its first block."""
+    with _open_text(path) as (file, text):
+        num_lines = text.read(_BLOCK_BYTES).count(b"\n")
+        return num_lines * path.stat().st_size // max(1, file.tell())
 
 
 def read_first_line(path: Path) -> str:
     """Return the first line of a file; raise a DataError if there is none, or it is not UTF-8 throughout."""
-    with _open_text(path) as file:
+    with _open_text(path) as (_, file):
         line = file.readline(_MAX_LINE_BYTES + 1)
     if not line:
         raise DataError(f"{path} is empty; create it again")
@@ -74,7 +82,7 @@ def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
         OSError: the file cannot be read, or is not compressed as its suffix says.
         DataError: a line is too long.
     """
-    with _open_text(path) as file:
+    with _open_text(path) as (_, file):
         number = 1
         if has_header:
             file.readline()

@@ -20,6 +20,7 @@ UNITS: Mapping[TimestampUnit, str] = {
     "ns": "whole nanoseconds since 1970",
     "iso": "ISO 8601",
     "date": "dates such as 2015-01-06 or 20150106",
+    "row": "one second for each row, from 1970 on",
 }
 PER_SECOND: Mapping[TimestampUnit, int] = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 _SAMPLE_ROWS = 1000
@@ -88,6 +89,8 @@ def timestamp_ms(table: Table, column: str, unit: TimestampUnit) -> pl.Expr:
         raise DataError(f"{described} is too coarse for times; store the times as Float64 or integers")
     if unit == "date":
         return _date_ms(time.cast(pl.String))
+    if unit == "s" and dtype.is_integer():
+        return as_integer(table, column).clip(-1, MAX_TIMESTAMP_MS // 1000 + 1) * 1000
     if unit == "s":
         # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
         seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
@@ -112,7 +115,7 @@ def _date_ms(text: pl.Expr) -> pl.Expr:
 
 def check_era(last_ms: int, unit: TimestampUnit) -> None:
     """Raise a DataError if the last event of a log is in 1970, where times are if they are read in a smaller unit."""
-    if last_ms >= _YEAR_MS:
+    if last_ms >= _YEAR_MS or unit == "row":
         return
     times = {other: last_ms * PER_SECOND.get(unit, 0) // count for other, count in PER_SECOND.items()}
     plausible = [f"{utc_text(ms)} with --timestamp-unit {other}" for other, ms in times.items() if ms >= 10 * _YEAR_MS]

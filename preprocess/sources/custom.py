@@ -1,4 +1,4 @@
-"""Custom logs in any files -> interactions. Columns are found by name; all others are ignored."""
+"""Logs in files of any layout -> interactions. Columns are found by name; all others are ignored."""
 
 import os
 from collections.abc import Mapping
@@ -12,30 +12,36 @@ from evenrank.preprocess.build.ids import KEEP
 from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import (
     as_integer,
+    as_number,
     find_texts,
     id_checks,
     id_kind,
     integer_bits,
+    is_missing,
     raw_id,
 )
 from evenrank.preprocess.files.table import EventPart, Table
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, UNITS, decide_unit, timestamp_ms
-from evenrank.preprocess.log_config import TabularConfig
+from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
+from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.features import read_context
 from evenrank.preprocess.sources.interactions import Interactions
 
 _MAX_ACTION = 2**31 - 1
+_PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars
+_DTYPES: Mapping[str, pl.DataType] = {"int64": pl.Int64(), "float32": pl.Float32()}
+
+Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
-def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: frozenset[str]) -> Interactions:
-    """Open the files of a custom log, and encode the users' features.
+def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: frozenset[str] | None) -> Interactions:
+    """Open the files of a log, and encode the users' features.
 
     Args:
         config: the files and their columns.
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
-        text_ids: those of the two that are text even if they begin with integers.
+        text_ids: those of the two that are text even if they begin with integers; None: both are integers.
     """
     files = find_files(config.events)
     tables = [
@@ -44,23 +50,28 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
-    kinds: dict[str, IdKind] = {
-        name: "int64" if rules[name] == KEEP else "text" if name in text_ids else id_kind(tables, column)
-        for name, column in columns.items()
-    }
+
+    def kind_of(name: str) -> IdKind:
+        if rules[name] == KEEP or text_ids is None:
+            return "int64"
+        return "text" if name in text_ids else id_kind(tables, columns[name], lambda table: _values(config, table)[1])
+
+    kinds = {name: kind_of(name) for name in columns}
+    is_guessed = text_ids is not None
+    guessed = {name: columns[name] for name in columns if is_guessed and kinds[name] == "int64" and rules[name] != KEEP}
     context = None if config.context is None else read_context(config, config.context, kinds[USER_ID])
     folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
-    def part(table: Table) -> EventPart:
+    def describe(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
         ids = [raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()]
-        action, time = _action(config, table), timestamp_ms(table, config.timestamp_column, config.timestamp_unit)
-        value_checks = _value_checks(config, table)
-        checks = value_checks.copy()
+        values, checks = _values(config, table)
         for name, column in columns.items():
             checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and rules[name] == KEEP)
-        guessed = {name: column for name, column in columns.items() if kinds[name] == "int64" and rules[name] != KEEP}
-        events = table.part([*ids, action.alias(ACTION), time.alias(TIMESTAMP_MS)], checks)
-        return replace(events, find_texts=lambda: find_texts(table, guessed, value_checks))
+        return [*ids, *values], checks
+
+    def part(table: Table) -> EventPart:
+        events = table.part(describe, _numbers(config, kinds))
+        return replace(events, find_texts=lambda: find_texts(table, guessed, _values(config, table)[1]))
 
     return Interactions(
         parts=tuple(map(part, tables)),
@@ -69,45 +80,79 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
             *(source for path in filter(None, [config.context]) for source in source_files(path.parent, [path])),
         ),
         context=context,
-        num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
+        num_actions=_num_actions(config),
         time_unit=config.timestamp_unit,
+        extra_events={column.name: column.dtype for column in config.extra_columns},
         options={
-            **asdict(config),
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()},
             "events": [path.name for path in config.events],
             "delimiter": next((table.separator for table in tables if table.separator is not None), None),
-            "columns": list(config.columns),
-            "action_columns": list(config.action_columns),
             "context": None if config.context is None else config.context.name,
-            "context_columns": list(config.context_columns),
+            "item_features": None if config.item_features is None else config.item_features.name,
         },
         id_kinds=kinds,
     )
 
 
-def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
-    """Return the checks of time and actions by the reason to report where they fail."""
-    column, unit = config.timestamp_column, config.timestamp_unit
-    time_reason = f"{column} is not a time in {UNITS[unit]} up to the year 9999"
-    checks = {time_reason: timestamp_ms(table, column, unit).is_between(0, MAX_TIMESTAMP_MS)}
-    for name in config.action_columns:
-        if len(config.action_columns) > 1:
-            checks[f"{name} is not 0 or 1"] = _flag(table, name).is_between(0, 1)
-        else:
-            action = as_integer(table, name)
-            largest = min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
-            checks[f"{name} is not an integer in 0..{largest}"] = action.is_between(0, largest)
-    return checks
+def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
+    """Return all columns of events besides the ids, and their checks."""
+    action, checks = _action(config, table)
+    time = pl.lit(0, dtype=pl.Int64)
+    if config.timestamp_unit != "row":
+        time = timestamp_ms(table, config.timestamp_column, config.timestamp_unit)
+        reason = f"{config.timestamp_column} is not a time in {UNITS[config.timestamp_unit]} up to the year 9999"
+        checks = {reason: time.is_between(0, MAX_TIMESTAMP_MS)} | checks
+    columns = [action.cast(pl.Int32, strict=False).alias(ACTION), time.alias(TIMESTAMP_MS)]
+    for extra in config.extra_columns:
+        value, of_column = _event_column(table, extra)
+        columns.append(value)
+        checks |= of_column
+    return columns, checks
 
 
-def _action(config: TabularConfig, table: Table) -> pl.Expr:
-    match config.action_columns:
-        case ():
-            action = pl.lit(0)
-        case (name,):
-            action = as_integer(table, name)
-        case names:
-            action = pl.sum_horizontal(_flag(table, name) * (1 << bit) for bit, name in enumerate(names))
-    return action.cast(pl.Int32, strict=False)
+def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl.DataType]:
+    """Return the types of the columns that are probably numbers in plain digits, also if a file has text."""
+    of_action = pl.Int64() if config.action_map == "" else pl.Float64()
+    is_text = {config.user_column: kinds[USER_ID] == "text", config.item_column: kinds[ITEM_ID] == "text"}
+    is_text[config.timestamp_column] = config.timestamp_unit not in PER_SECOND
+    is_text |= dict.fromkeys(config.action_columns, config.action_map.startswith("values:"))
+    numbers = {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
+    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype == "float32"}
+    return {name: dtype for name, dtype in numbers.items() if not is_text.get(name)}
+
+
+def _num_actions(config: TabularConfig) -> int | None:
+    name, values = parse_action_map(config.action_map)
+    of_map = {**{scale: 5 * steps for scale, steps in _PER_STAR.items()}, "bins": len(values) + 1, "float": 1}
+    if len(config.action_columns) != 1:
+        return 1 << len(config.action_columns)
+    return of_map.get(name, len(values) or None)
+
+
+def _action(config: TabularConfig, table: Table) -> Checked:
+    action_map, values = parse_action_map(config.action_map)
+    if not config.action_columns or action_map == "float":
+        return pl.lit(0), {}
+    if len(config.action_columns) > 1:
+        flags = [_flag(table, name) for name in config.action_columns]
+        bits = pl.sum_horizontal(flag * (1 << bit) for bit, flag in enumerate(flags))
+        names = zip(config.action_columns, flags, strict=True)
+        return bits, {f"{name} is not 0 or 1": flag.is_between(0, 1) for name, flag in names}
+    (name,) = config.action_columns
+    if action_map == "values":
+        position = dict(zip(values, range(len(values)), strict=True))
+        action = pl.col(name).cast(pl.String).replace_strict(position, default=None, return_dtype=pl.Int64)
+        return action, {f"{name} is not one of {', '.join(values)}": action.is_not_null()}
+    if action_map == "bins":
+        number = as_number(table, name)
+        return pl.sum_horizontal(number >= limit for limit in values), {f"{name} is not a number": number.is_not_null()}
+    if action_map:
+        steps = as_number(table, name) * _PER_STAR[action_map]
+        lowest = 1 / _PER_STAR[action_map]
+        reason = f"{name} is not on the scale {lowest:g} to 5 in steps of {lowest:g}"
+        return steps - 1, {reason: (steps == steps.round()) & steps.is_between(1, 5 * _PER_STAR[action_map])}
+    action, largest = as_integer(table, name), min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
+    return action, {f"{name} is not an integer in 0..{largest}": action.is_between(0, largest)}
 
 
 def _flag(table: Table, name: str) -> pl.Expr:
@@ -115,3 +160,17 @@ def _flag(table: Table, name: str) -> pl.Expr:
         return as_integer(table, name)
     values = {"0": 0, "1": 1, "false": 0, "true": 1}
     return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
+
+
+def _event_column(table: Table, column: Column) -> Checked:
+    name, is_float = column.name, column.dtype == "float32"
+    value = as_number(table, name).cast(pl.Float32) if is_float else as_integer(table, name)
+    is_absent, checks = is_missing(table, name), {}
+    if column.fill is None:
+        fill = "=0" if is_float else ":int=0"
+        checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_absent
+    else:
+        value = pl.when(is_absent).then(pl.lit(column.fill, dtype=_DTYPES[column.dtype])).otherwise(value)
+    kind = "a finite float32" if is_float else "an integer in -2^63..2^63-1"
+    checks[f"{name} is not {kind}"] = value.is_finite() if is_float else value.is_not_null()
+    return value.alias(name), checks

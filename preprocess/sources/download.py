@@ -47,7 +47,7 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
             archive = raw_dir / dataset.archive
             if not archive.is_file():
                 _download(dataset, archive, show_progress=show_progress)
-            elif (md5 := md5_of(archive)) != dataset.md5:
+            elif (md5 := md5_of(archive)) != (dataset.md5 or md5):
                 raise DataError(f"{archive} has MD5 {md5}, expected {dataset.md5}; delete it to download it again")
             _unpack(dataset, archive, folder)
     return folder
@@ -92,7 +92,7 @@ def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> 
     partial_archive = archive.with_name(f"{archive.name}.partial")
     try:
         _receive(dataset.url, partial_archive, show_progress=show_progress)
-        if md5_of(partial_archive) == dataset.md5:
+        if dataset.md5 in (None, md5_of(partial_archive)):
             partial_archive.replace(archive)
             return
         partial_archive.unlink()  # resuming would never succeed

@@ -86,7 +86,10 @@ class ContextLookup:
 
 def read_context(config: TabularConfig, path: Path, kind: IdKind) -> Context:
     """Read the users' features from a file; `kind` is that of the users' ids."""
-    table = open_table(path, (config.user_column, *config.context_columns))
+    separator = config.delimiter if config.context_header else None
+    table = open_table(
+        path, (config.user_column, *config.context_columns), separator=separator, columns=config.context_header
+    )
     ids, texts = raw_id(table, config.user_column, kind), raw_id(table, config.user_column, "text")
     users = table.read_users(
         [ids.alias(USER_ID), *map(pl.col, config.context_columns)],

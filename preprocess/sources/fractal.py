@@ -21,11 +21,10 @@ from evenrank.core.hashing import mix64, mix_word
 from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
-from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
+from evenrank.preprocess.sources.catalog import CATALOG
 from evenrank.preprocess.sources.interactions import Interactions
 
 _EVENTS_AT_ONCE = 1_000_000
-_BYTES_PER_EVENT = 20  # as of synthetic data
 _OVERSAMPLED, _ITERATIONS = 8, 4  # of the randomized SVD (Halko, Martinsson and Tropp, arXiv:0909.4061)
 _GAMMA = 0x9E3779B97F4A7C15  # between the words that SplitMix64 hashes
 
@@ -44,7 +43,8 @@ def parse_expansion(text: str) -> Expansion:
     match = re.fullmatch(r"([^:]+):(\d{1,5})x(\d{1,5})(?::(0?\.\d+))?", text)
     base, users, items, rate = match.groups("1") if match else ("", 0, 0, 0)
     expansion = Expansion(base, int(users), int(items), float(rate))
-    if isinstance(CATALOG.get(base), MovieLensDataset) and min(expansion.users, expansion.items) > 1 and expansion.rate:
+    is_known = base in CATALOG and base.startswith("ml-")
+    if is_known and min(expansion.users, expansion.items) > 1 and expansion.rate:
         return expansion
     raise ConfigError(
         f"{text!r} is no expansion of MovieLens; write it like ml-20m:16x32, with factors of 2 to 99999, or "
@@ -80,7 +80,7 @@ def expand_interactions(base: Interactions, expansion: Expansion, *, seed: int) 
     name = f"{part.name} expanded to about {num_expected:,} events"
     return replace(
         base,
-        parts=(replace(part, name=name, size=num_expected * _BYTES_PER_EVENT, expand=expand),),
+        parts=(replace(part, name=name, num_events=num_expected, expand=expand),),
         context=context,
         options={"expand": expansion._asdict(), "expected_events": num_expected},
     )

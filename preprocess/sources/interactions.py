@@ -3,11 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import polars as pl
-
 from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, SourceFile
 from evenrank.preprocess.files.table import EventPart
-from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS
 from evenrank.preprocess.log_config import TimestampUnit
 from evenrank.preprocess.sources.features import Context
 
@@ -20,22 +17,8 @@ class Interactions:
     sources: Callable[[], tuple[SourceFile, ...]]  # reads the raw files for their checksums
     context: Context | None = None
     num_actions: int | None  # None if the largest action is only known once all events are read
-    time_unit: TimestampUnit = "ms"  # of the raw times
+    time_unit: TimestampUnit = "ms"  # of the raw times; with `row`, those of events are undefined
     extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64, int32 or float32
     has_eval_log: bool = False  # whether events have a further column, IN_EVAL
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
     id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})
-
-
-def integer_checks(*names: str) -> dict[str, pl.Expr]:
-    """Return the checks that columns contain 64-bit integers, by the reason to report where they do not."""
-    return {
-        f"{name} is not an integer in -2^63..2^63-1": pl.col(name).cast(pl.Int64, strict=False).is_not_null()
-        for name in names
-    }
-
-
-def time_checks(name: str, *, unit_ms: int = 1) -> dict[str, pl.Expr]:
-    """Return the checks that a column contains times since 1970, in units of `unit_ms` milliseconds."""
-    is_in_range = pl.col(name).is_between(0, MAX_TIMESTAMP_MS // unit_ms)
-    return {**integer_checks(name), f"{name} is not in the years 1970 to 9999": is_in_range}

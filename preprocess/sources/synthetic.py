@@ -18,7 +18,6 @@ _DAY_MS = 86_400_000
 _USERS_PER_BLOCK = 16_384
 _MAX_USERS = 1_000_000_000  # their features are drawn at once
 _MAX_EVENTS_PER_BLOCK = 1 << 30
-_BYTES_PER_EVENT = 20  # roughly what an event takes in a raw file
 _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64, IS_GOOD: pl.Boolean}
 
 
@@ -70,7 +69,7 @@ def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
     _check_events(first, last, int((last - first) * mean_length))
     return EventPart(
         name=f"users {first + 1} to {last}",
-        size=int((last - first) * mean_length * _BYTES_PER_EVENT),
+        num_events=int((last - first) * mean_length),
         events=pl.defer(lambda: _draw_block(config, seed, first, last), schema=_SCHEMA),
     )
 

@@ -14,7 +14,7 @@ from tests.cli.programs import BIN, EVENRANK, ROOT, Evenrank, run_program
 from tests.dataloader.balance.test_writers import STEPS
 from tests.dataloader.balance.test_writers import write as write_log
 from tests.preprocess.decoded import decode, read_rows
-from tests.preprocess.sources.test_kuairand import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
+from tests.preprocess.sources.test_catalog import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
 
 def _write_raw_files(tmp_path: Path) -> Path:

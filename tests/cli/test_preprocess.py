@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from evenrank.cli.preprocess import check_options, preprocess_command
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
 from evenrank.preprocess.sources.catalog import CATALOG, DATASETS
-from tests.cli.programs import ROOT, Evenrank
+from tests.cli.programs import Evenrank
 
 PUBLIC = {*CATALOG, "all"}
 EVERY = {*PUBLIC, "synthetic", "expanded", "custom"}
@@ -279,16 +278,6 @@ def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Pat
     assert evenrank("preprocess", "--config", config, "--dataset", "custom").stderr == (
         "error: --dataset custom needs --events, the files of the log; add it, or `events` to --config\n"
     )
-
-
-@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "examples" / "recipes").glob("*.toml")))
-def test_a_recipe_names_its_log_and_where_it_looks(recipe: str, tmp_path: Path, evenrank: Evenrank) -> None:
-    copy = tmp_path / recipe
-    copy.write_text((ROOT / "examples" / "recipes" / recipe).read_text())
-    run = evenrank("preprocess", "--config", copy)
-    (name,) = tomllib.loads(copy.read_text())["events"]
-    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert str(tmp_path / name) in run.stderr
 
 
 def test_the_help_has_every_option_in_a_section_that_fits(monkeypatch: pytest.MonkeyPatch, evenrank: Evenrank) -> None:

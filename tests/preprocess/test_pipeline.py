@@ -65,7 +65,7 @@ def test_ml_20m_becomes_sequences_in_time_order(tmp_path: Path) -> None:
     assert train.lengths["min"] == train.lengths["p50"] == 1
     assert train.lengths["max"] == train.lengths["p75"] == 3
     (source,) = manifest.sources
-    assert (source.path, source.bytes) == ("ml-20m/ratings.csv", len(ML_20M))
+    assert (source.path, source.bytes) == ("ratings.csv", len(ML_20M))
     assert source.sha256 == sha256(ML_20M.encode()).hexdigest()
 
 
@@ -100,32 +100,34 @@ def test_column_types_match_the_schema(small_dataset: Path) -> None:
 
 
 RATING_FAULTS = {
-    "1,2,5.5,3": r"1 bad row, first line 7 .*: rating is not on the scale of ml-20m",
+    "1,2,5.5,3": r"1 bad row, first line 7 .*: rating is not on the scale 0.5 to 5 in steps of 0.5",
     "1,2,3.2,3": r"1,2,3.2,3'\): rating is not on .* in steps of 0.5",
-    "1,2,0,3": r"1,2,0,3'\): rating is not on the scale of ml-20m, 0.5 to 5",
+    "1,2,0,3": r"1,2,0,3'\): rating is not on the scale 0.5 to 5",
     "1,x,3,3": r"line 7 \('1,x,3,3'\): movieId is not an integer in",
-    "1,2,,3": r"line 7 \('1,2,,3'\): rating is not a number",
+    "1,2,,3": r"line 7 \('1,2,,3'\): rating is not on the scale",
     "2_0,2,3,4": "line 7 .*userId is not an integer in",
-    "1,-2,3,4": "line 7 .*movieId must not be negative",
-    "1,2,3,9300000000000000": "line 7 .*timestamp is not in the years 1970 to 9999",
+    "1,2,3,9300000000000000": "line 7 .*timestamp is not a time in seconds since 1970 up to the year 9999",
     "\n1,2,3,4": r"1 bad row, first line 7 \(''\)",
 }
 INVALID_ML_1M = [
-    ("1:9:2::4::3\n", ML_1M_USERS, "line 1 .*: expected 4 fields, got 3"),
-    ("1::2::6::3\n", ML_1M_USERS, r"1::2::6::3'\): rating is not on the scale of ml-1m, 1 to 5 in steps of 1"),
-    (ML_1M_RATINGS, "1\u00b2::F::1::1::1\n", "users.dat, line 1 .*: user is not an integer"),
-    (ML_1M_RATINGS, "1::F::x::1::1\n", "users.dat, line 1 .*: age_group is not a number"),
-    (ML_1M_RATINGS, "", "users.dat contains no rows"),
-    (ML_1M_RATINGS, "1::F\n", r"users.dat, line 1 \('1::F'\): expected 5 fields, got 2"),
+    ("1:9:2::4::3\n", ML_1M_USERS, "ratings.dat: the first line has 3 fields by the delimiter '::', and 4 columns"),
+    ("1::2::6::3\n", ML_1M_USERS, r"1::2::6::3'\): rating is not on the scale 1 to 5 in steps of 1"),
+    (ML_1M_RATINGS, "", "users.dat is empty; create it again"),
+    (ML_1M_RATINGS, "1::F\n", "users.dat: the first line has 2 fields by the delimiter '::', and 5 columns"),
+    (ML_1M_RATINGS, ML_1M_USERS + "::M::1::1::1\n", "users.dat, line 4 .*: userId is empty or not an id"),
 ]
 
 
 @pytest.mark.parametrize(
     ("dataset", "files", "message"),
     [
-        ("ml-20m", "", r"ratings.csv starts with '', expected 'userId,movieId,rating,tim"),
-        ("ml-20m", HEADER.replace("\n", "\r1,2,3,4\n5,6,1,8\n"), r"ratings.csv starts with .*, expected 'userId,"),
-        ("ml-20m", HEADER, "ratings.csv contains no rows"),
+        ("ml-20m", "", "ratings.csv is empty; create it again"),
+        (
+            "ml-20m",
+            HEADER.replace("\n", "\r1,2,3,4\n5,6,1,8\n"),
+            "ratings.csv: the first line .* cannot be parsed; fix its quotes or line ends",
+        ),
+        ("ml-20m", HEADER, "ratings.csv: no events could be read; check the file, or unpack or download it again"),
         *(("ml-20m", f"{ML_20M}{line}\n", message) for line, message in RATING_FAULTS.items()),
         *(("ml-1m", {"ml-1m/ratings.dat": ratings, USERS: users}, text) for ratings, users, text in INVALID_ML_1M),
     ],
@@ -355,5 +357,22 @@ def test_string_ids_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
     log.write_text("user,item,time\nzoë,5,2015-01-02\nb,6,2015-01-01\n")
     custom = TabularConfig(events=(log,), user_column="user", item_column="item", timestamp_column="time")
     preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=custom, split="none"))
-    assert [path.name for path in (tmp_path / "out").glob("vocabulary_*")] == ["vocabulary_user_id.parquet"]
-    assert _rows(tmp_path / "out") == [{"id": 1, "value": "b"}, {"id": 2, "value": "zoë"}]
+    path = tmp_path / "out" / "vocabulary_user_id.parquet"
+    assert pq.read_table(path).select(["id", "value"]).to_pylist() == [
+        {"id": 1, "value": "b"},
+        {"id": 2, "value": "zoë"},
+    ]
+
+
+def test_rows_count_as_seconds_over_all_files_of_a_log_without_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets_module, "_BATCH_EVENTS", 2)
+    (tmp_path / "a.csv").write_text("user,item\n1,5\n2,6\n1,7\n,8\n1,6\n")
+    (tmp_path / "b.csv").write_text("user,item\n2,5\n1,6\n")
+    custom = TabularConfig(events=(tmp_path / "?.csv",), user_column="user", item_column="item", timestamp_unit="row")
+    options: dict[str, Any] = {"custom": custom, "split": "none", "on_error": "skip", "ids": "keep"}
+    manifest = preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", **options))
+    rows = {row["user_id"]: (row["item_id"], row["timestamp_ms"]) for row in _rows(tmp_path / "out" / "train")}
+    assert rows == {1: ([5, 7, 6, 6], [0, 2000, 3000, 5000]), 2: ([6, 5], [1000, 4000])}
+    assert manifest.options["time"] == {"unit": "row", "first": "1970-01-01T00:00:00Z", "last": "1970-01-01T00:00:05Z"}

@@ -17,17 +17,17 @@ from evenrank.preprocess.build import buckets
 
 HOUR = 3600
 Event = tuple[int, int, int]  # user, item, seconds since 1970
-SPLITS = ("user:0.4", "user:0", "user:1", "leave-last:1", "leave-last:3", f"time:{40 * HOUR * 1000}", "time:0", "none")
+SPLITS = ("user:0.4", "user:0", "user:1", "leave-last:1", "leave-last:3", f"time:{40 * HOUR}", "time:0", "none")
 FILTERS = (Filters(), Filters(window=3), Filters(window=4, stride=1, min_length=2))
 
 
 def _preprocess(folder: Path, events: list[Event], split: str, filters: Filters = FILTERS[0]) -> Manifest:
     log = folder / "log.csv"
     log.write_text("user_id,item_id,timestamp\n" + "".join(f"{user},{item},{time}\n" for user, item, time in events))
-    custom = TabularConfig(events=(log,), user_column="user_id", item_column="item_id", timestamp_column="timestamp")
-    return preprocess(
-        PreprocessConfig(dataset="custom", out=folder / "out", custom=custom, split=split, filters=filters)
-    )
+    names = {"user_column": "user_id", "item_column": "item_id", "timestamp_column": "timestamp"}
+    custom = TabularConfig(events=(log,), timestamp_unit="s", **names)
+    options: dict[str, Any] = {"custom": custom, "split": split, "filters": filters, "ids": "keep", "allow_empty": True}
+    return preprocess(PreprocessConfig(dataset="custom", out=folder / "out", **options))
 
 
 def _expected(events: list[Event], split: str, filters: Filters, eval_users: set[int]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _expected(events: list[Event], split: str, filters: Filters, eval_users: set
         elif kind == "leave-last" and len(history) > int(argument):
             first_target = len(history) - int(argument)
         elif kind == "time":
-            first_target = sum(1000 * time < int(argument) for _, _, time in history)
+            first_target = sum(time < int(argument) for _, _, time in history)
         train += history[:first_target]
         targets += history[first_target:]
     kept = train + targets

@@ -4,7 +4,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,11 @@ import pyarrow as pa
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.files.table import FAULT, IS_GOOD, IS_WELL_FORMED, LINE, TEXT, EventPart, Table
+from evenrank.preprocess.files import text_blocks
+from evenrank.preprocess.files.table import FAULT, IS_GOOD, IS_WELL_FORMED, LINE, TEXT, Table
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.sources import text_blocks
-from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
-from evenrank.preprocess.sources.kuairand import read_kuairand
-from evenrank.preprocess.sources.movielens import read_movielens
-from tests.preprocess.sources.test_kuairand import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, write
+from evenrank.preprocess.sources import custom
+from tests.preprocess.sources.test_catalog import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, read, write
 
 NASTY = [b"\0", b"\r", b"\n", b"\r\n", b'"', b'""', b",", b":", b"::", b"\t", b" ", b"\xef\xbb\xbf", b"\xff", b"\xc3"]
 NASTY += ["é".encode(), "\u2028".encode(), "\x85".encode(), b"\f", b"\v", b"\x1c", b"\x1f\x8b", b"-", b"+", b".", b"'"]
@@ -70,48 +68,6 @@ def _quoted_fields(line: str, separator: str) -> list[str] | None:
         if position == len(line):
             return fields
         position += 1
-
-
-def _movielens_row(line: str, separator: str, ratings_per_star: int) -> tuple[int, int, int, int] | None:
-    """Return user, item, action and time of a line of ratings, or None if it is bad."""
-    fields = _table_fields(line, separator)
-    if (
-        fields is None
-        or len(fields) != 4
-        or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", fields[2], re.ASCII)
-    ):
-        return None
-    user, movie, time = (_int64(fields[index]) for index in (0, 1, 3))
-    step = float(fields[2]) * ratings_per_star
-    if user is None or movie is None or time is None or movie < 0 or not 0 <= time <= 253_402_300_799_999 // 1000:
-        return None
-    return (user, movie, int(step) - 1, time * 1000) if step in range(1, 5 * ratings_per_star + 1) else None
-
-
-def _kuairand_row(line: str) -> tuple[int, ...] | None:
-    """Return user, item, action, time and the two durations of a line of a log, or None if it is bad."""
-    fields = _quoted_fields(line, ",")
-    if fields is None or len(fields) != 19:
-        return None
-    numbers = [_int64(fields[index]) for index in (0, 1, 4, 12, 13, 18)]
-    flags = [_int64(fields[index]) for index in (*range(5, 12), 16)]
-    user, video, time, play, duration, _ = (-1 if number is None else number for number in numbers)
-    if (
-        None in numbers
-        or video < 0
-        or not 0 <= time <= 253_402_300_799_999
-        or not all(flag in (0, 1) for flag in flags)
-    ):
-        return None
-    action = sum(1 << bit for bit, flag in enumerate(flags) if flag)
-    return user, video, action, time, play, duration
-
-
-def _int64(text: str) -> int | None:
-    if not re.fullmatch("[+-]?[0-9]+", text):
-        return None
-    number = int(text)
-    return number if -(2**63) <= number < 2**63 else None
 
 
 def _in_small_blocks(rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -224,39 +180,33 @@ def _json_text(value: object) -> str | None:
     return value if isinstance(value, str) or value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _check_part(
-    part: EventPart, parse: Callable[[str], tuple[int, ...] | None], content: bytes, *, has_header: bool = True
-) -> None:
-    expected = [(number, line, parse(line)) for number, line in list(_read_lines(content))[has_header:]]
-    rows = part.events.collect()
-    is_good = rows.get_column(IS_GOOD).to_list()
-    assert is_good == [values is not None for *_, values in expected], content
-    assert rows.filter(IS_GOOD).drop(IS_GOOD).rows() == [values for *_, values in expected if values], content
-    bad = [(row.line, row.text) for row in part.find_bad(1 << 30)]
-    assert bad == [(number, text) for number, text, values in expected if values is None], content
-
-
-def _check_movielens(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = CATALOG[rng.choice(["ml-1m", "ml-20m"])]
-    assert isinstance(dataset, MovieLensDataset)
-    separator = dataset.separator.encode()
+def _check_log(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a log is read as if all of it were text, and that exactly its bad rows are found."""
+    name = rng.choice(["ml-1m", "ml-20m", "kuairand-pure"])
+    separator, log = {"ml-1m": (b"::", "ratings.dat"), "ml-20m": (b",", "ratings.csv")}.get(name, (b",", PURE.files[0]))
     good = [separator.join(row) for row in ([b"1", b"2", b"3", b"4"], [b"-5", b"0", b"1.0", b"253402300799"])]
-    header = b"userId,movieId,rating,timestamp\n" if dataset.has_header else good[0] + b"\n"
-    content = _malformed(rng, header, good)
+    header = b"userId,movieId,rating,timestamp\n" if name == "ml-20m" else b""
     write(folder, {"users.dat": ("1::F::1::10::48067",)})
-    (folder / dataset.events[0]).write_bytes(content)
+    if name == "kuairand-pure":
+        good, header = [GOOD.encode(), GOOD.replace(",0,", ",1,").encode()], LOG_HEADER.encode() + b"\n"
+        write(folder, {PURE.files[1]: (LOG_HEADER, GOOD), PURE.files[2]: (USERS_HEADER, *USERS)})
+    content = _malformed(rng, header, good)
+    if name == "ml-1m":  # whose first line tells the number of columns
+        content = good[0] + b"\n" + content
+    (folder / log).parent.mkdir(exist_ok=True)
+    (folder / log).write_bytes(content)
     _in_small_blocks(rng, monkeypatch, len(content))
-    parse = partial(_movielens_row, separator=dataset.separator, ratings_per_star=dataset.ratings_per_star)
-    _check_part(read_movielens(dataset, folder).parts[0], parse, content, has_header=dataset.has_header)
-
-
-def _check_kuairand(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = _malformed(rng, LOG_HEADER.encode() + b"\n", [GOOD.encode(), GOOD.replace(",0,", ",1,").encode()])
-    first, second = PURE.events
-    write(folder, {second: (LOG_HEADER, GOOD), PURE.files[-1]: (USERS_HEADER, *USERS)})
-    (folder / first).write_bytes(content)
-    _in_small_blocks(rng, monkeypatch, len(content))
-    _check_part(read_kuairand(PURE, folder).parts[0], _kuairand_row, content)
+    rules = {"user_id": "keep", "item_id": rng.choice(["keep", "dense"])}
+    part = read(name, folder, rules).parts[0]
+    rows = part.events.collect()
+    with monkeypatch.context() as patched:
+        patched.setattr(custom, "_numbers", lambda *_: {})
+        as_text = read(name, folder, rules).parts[0].events.collect()
+    assert rows.filter(IS_GOOD).equals(as_text.filter(IS_GOOD)), content
+    assert rows.get_column(IS_GOOD).equals(as_text.get_column(IS_GOOD)), content
+    lines = list(_read_lines(content))[bool(header) :]
+    bad = [line for line, is_good in zip(lines, rows.get_column(IS_GOOD), strict=True) if not is_good]
+    assert [(row.line, row.text) for row in part.find_bad(1 << 30)] == bad, content
 
 
 def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) -> None:
@@ -276,34 +226,31 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
     for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"log\.csv, line {line} is longer than 1 MiB; check that it is a text"):
-            open_table(path, ("a", "b"))
+            open_table(path, ("a", "b")).rows.collect()
 
 
 def test_no_line_of_the_users_features_is_hidden_or_divided(tmp_path: Path) -> None:
     users = tmp_path / "users.dat"
     write(tmp_path, {"ratings.dat": ("1::2::3::4",)})
     users.write_bytes("1::F::1::10::\u2028\x85\x0c48067\n2::M::1::1::1\n".encode())
-    dataset = CATALOG["ml-1m"]
-    assert isinstance(dataset, MovieLensDataset)
-    context = read_movielens(dataset, tmp_path).context
+    context = read("ml-1m", tmp_path).context
     assert context is not None
     assert context.labels["zip_code"] == (None, "1", "\u2028\x85\x0c48067")
     users.write_bytes(b"1::F::1::10::\0\n")
     with pytest.raises(DataError, match=r"users\.dat, line 1 \('1::F::1::10::.x00'\): the line contains a NUL byte"):
-        read_movielens(dataset, tmp_path)
+        read("ml-1m", tmp_path)
     # Read as one row, the two lines would have the right number of fields.
     lines = ('1,high,0,0,0,5,"(0,10]",0,0,0,0,1,"a,' + "," * 16, '2",' + "," * 16)
-    write(tmp_path, {PURE.events[0]: (LOG_HEADER, GOOD), PURE.events[1]: (LOG_HEADER, GOOD)})
-    write(tmp_path, {PURE.files[-1]: (USERS_HEADER, *lines)})
+    log = (LOG_HEADER, GOOD)
+    write(tmp_path, dict(zip(PURE.files, (log, log, (USERS_HEADER, *lines)), strict=True)))
     with pytest.raises(DataError, match=r"user_features_pure\.csv, line 2 .*: a quoted field does not end at"):
-        read_kuairand(PURE, tmp_path)
+        read("kuairand-pure", tmp_path)
 
 
 CHECKS = {
     "table": (_check_table, 14),
     "json": (_check_json, 8),
-    "movielens": (_check_movielens, 3),
-    "kuairand": (_check_kuairand, 3),
+    "log": (_check_log, 6),
 }
 
 

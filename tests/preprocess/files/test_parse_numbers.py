@@ -16,8 +16,8 @@ def _parse(text: bytes, separator: bytes = b",") -> tuple[bool, list[list[int]],
 
 @pytest.mark.parametrize("separator", [b",", b"::"])
 def test_plain_numbers_are_parsed_exactly(separator: bytes) -> None:
-    text = b"-12,x,0.5,7\n9223372036854775807,,3.1415926535897,-0\n0,1.2.3,.25,00\n5,-,4.,123\n"
-    integers = [[-12, 7], [9_223_372_036_854_775_807, 0], [0, 0], [5, 123]]
+    text = b"-12,x,0.5,7\n9223372036854775807,,3.1415926535897,-1\n0,1.2.3,.25,0\n5,-,4.,123\n"
+    integers = [[-12, 7], [9_223_372_036_854_775_807, -1], [0, 0], [5, 123]]
     assert _parse(text.replace(b",", separator), separator) == (True, integers, [0.5, 3.1415926535897, 0.25, 4.0])
 
 
@@ -33,6 +33,9 @@ def test_plain_numbers_are_parsed_exactly(separator: bytes) -> None:
             b"1,x,2,3 ",
             b'"1",x,2,3',
             b"--1,x,2,3",
+            b"1,x,2,-0",
+            b"00,x,2,3",
+            b"-01,x,2,3",
         ),
     ],
 )

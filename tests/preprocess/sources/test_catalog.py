@@ -6,8 +6,8 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.preprocess.files.table import BadRow
 from evenrank.preprocess.sources.catalog import CATALOG
+from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.interactions import Interactions
-from evenrank.preprocess.sources.kuairand import read_kuairand
 
 LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
@@ -49,13 +49,18 @@ def write(folder: Path, files: dict[str, tuple[str, ...]]) -> Path:
 
 
 PURE = CATALOG["kuairand-pure"]
+KEEP = {"user_id": "keep", "item_id": "keep"}
+
+
+def read(name: str, folder: Path, rules: dict[str, str] = KEEP) -> Interactions:
+    return read_tabular(CATALOG[name].log_in(folder), rules, frozenset())
 
 
 def read_pure(tmp_path: Path, *lines: str, users: tuple[str, ...] = (USERS_HEADER, *USERS)) -> Interactions:
     """Read a dataset whose first log consists of a header and these lines."""
-    first, second = PURE.events
-    files = {first: (LOG_HEADER, *lines), second: (LOG_HEADER, log_line()), PURE.files[-1]: users}
-    return read_kuairand(PURE, write(tmp_path / "KuaiRand-Pure", files))
+    first, second, users_file = PURE.files
+    files = {first: (LOG_HEADER, *lines), second: (LOG_HEADER, log_line()), users_file: users}
+    return read("kuairand-pure", write(tmp_path / "KuaiRand-Pure", files))
 
 
 PARTS_OF_27K = [f"{dates}_27k_part{number}" for dates in ("4_08_to_4_21", "4_22_to_5_08") for number in (1, 2)]
@@ -87,7 +92,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
         log_line(user=2, video=2**63 - 1, time=253_402_300_799_999, flags="0,1,0,1,0,1,0", play=-1, duration=34, tab=4),
     )
     folder = write(tmp_path / folder_name, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
-    interactions = read_kuairand(CATALOG[name], folder)
+    interactions = read(name, folder)
 
     columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "is_good"]
     types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64, pl.Boolean]
@@ -95,7 +100,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 0, 9_007_199_254_740_993, 0, True)]
     expected[1] += [(2, 2**63 - 1, 2 + 8 + 32, 253_402_300_799_999, -1, 34, True)]
     assert [part.name for part in interactions.parts] == [str(folder / "data" / log) for log in logs]
-    assert [part.size for part in interactions.parts] == [(folder / "data" / log).stat().st_size for log in logs]
+    assert [part.num_events for part in interactions.parts] == [len(rows) + 1 for rows in expected]  # and the header
     for part, rows in zip(interactions.parts, expected, strict=True):
         events = part.events.collect()
         assert (events.columns, events.rows()) == (columns, rows)
@@ -104,7 +109,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
 
     assert interactions.num_actions == 256
     assert interactions.extra_events == {"play_time_ms": "int64", "duration_ms": "int64"}
-    assert [source.path for source in interactions.sources()] == [f"{folder_name}/data/{x}" for x in (*logs, users)]
+    assert [source.path for source in interactions.sources()] == [*logs, users]
 
 
 def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> None:
@@ -123,26 +128,23 @@ def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> 
 
 
 GOOD = log_line()
+TIME = "time_ms is not a time in whole milliseconds since 1970 up to the year 9999"
 BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        *(
-            (log_line(flags="0," * bit + "2" + ",0" * (6 - bit)), f"{BIT_NAMES[bit]} must be 0 or 1")
-            for bit in range(7)
-        ),
-        *((log_line(flags=f"{value},0,0,0,0,0,0"), "is_click must be 0 or 1") for value in ("-1", "256", "")),
-        (log_line(profile=2), "is_profile_enter must be 0 or 1"),
-        *((log_line(time=time), "time_ms is not in the years 1970 to 9999") for time in (-1, 253_402_300_800_000)),
-        (log_line(time="soon"), "time_ms is not an integer in -2^63..2^63-1"),
+        *((log_line(flags="0," * bit + "2" + ",0" * (6 - bit)), f"{BIT_NAMES[bit]} is not 0 or 1") for bit in range(7)),
+        *((log_line(flags=f"{value},0,0,0,0,0,0"), "is_click is not 0 or 1") for value in ("-1", "256", "")),
+        (log_line(profile=2), "is_profile_enter is not 0 or 1"),
+        *((log_line(time=time), TIME) for time in (-1, 253_402_300_800_000)),
+        (log_line(time="soon"), TIME),
         (log_line(user="x1"), "user_id is not an integer in -2^63..2^63-1"),
         (log_line(video=9_223_372_036_854_775_808), "video_id is not an integer in -2^63..2^63-1"),
         (log_line(video=-1), "video_id must not be negative"),
         (log_line(play="1.5"), "play_time_ms is not an integer in -2^63..2^63-1"),
-        (log_line(duration=""), "duration_ms is not an integer in -2^63..2^63-1"),
-        (log_line(tab=""), "tab is not an integer in -2^63..2^63-1"),
+        (log_line(duration=""), "duration_ms is missing; declare a value instead, such as duration_ms:int=0"),
         (GOOD.rsplit(",", 1)[0], "expected 19 fields, got 18"),
     ],
 )
@@ -158,7 +160,7 @@ def test_a_missing_file_raises(tmp_path: Path, name: str) -> None:
     read_pure(tmp_path, GOOD)
     (tmp_path / "KuaiRand-Pure" / name).unlink()
     with pytest.raises(DataError, match=f"{name} cannot be read: No such file or directory; check the path"):
-        read_kuairand(PURE, tmp_path / "KuaiRand-Pure")
+        read("kuairand-pure", tmp_path / "KuaiRand-Pure")
 
 
 @pytest.mark.parametrize(
@@ -167,10 +169,35 @@ def test_a_missing_file_raises(tmp_path: Path, name: str) -> None:
         ((USERS_HEADER.replace(",fans_user_num_range", ""), *USERS), "has no column 'fans_user_num_range'; known"),
         ((USERS_HEADER, USERS[0], USERS[1] + ",x"), r"line 3 \('2,full_active,.*\): expected 31 fields, got 32"),
         ((USERS_HEADER, USERS[0], USERS[1][:-1]), r"line 3 \('2,full_active,.*\): expected 31 fields, got 30"),
-        ((USERS_HEADER, "x" + USERS[0]), r"line 2 \('x1,high_active,.*\): user_id is not an integer in"),
     ],
 )
 def test_invalid_features_raise_one_line(tmp_path: Path, users: tuple[str, ...], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read_pure(tmp_path, GOOD, users=users)
     assert "\n" not in str(caught.value)
+
+
+HALF_STARS = "userId,movieId,rating,timestamp\n7,30,0.5,300\n-2,10,5.0,1112486027\n7,30,4.5,0\n"
+
+
+@pytest.mark.parametrize("name", ["ml-latest-small", "ml-20m", "ml-25m", "ml-32m"])
+def test_movielens_has_half_stars(tmp_path: Path, name: str) -> None:
+    (tmp_path / "ratings.csv").write_text(HALF_STARS)
+    interactions = read(name, tmp_path)
+    (part,) = interactions.parts
+    rows = [(7, 30, 0, 300_000, True), (-2, 10, 9, 1_112_486_027_000, True), (7, 30, 8, 0, True)]
+    assert part.events.collect().rows() == rows
+    assert (interactions.num_actions, interactions.context) == (10, None)
+    assert CATALOG[name].url.endswith(f"/{name}.zip")
+
+
+def test_ml_1m_has_stars_and_users_without_a_header(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_text("1::1193::5::978300760\n2::661::1::978302109\n")
+    (tmp_path / "users.dat").write_text("1::F::1::10::48067\n2::M::56::16::70072-1\n3::M::25::::\n")
+    interactions = read("ml-1m", tmp_path)
+    (part,) = interactions.parts
+    assert part.events.collect().rows() == [(1, 1193, 4, 978_300_760_000, True), (2, 661, 0, 978_302_109_000, True)]
+    assert interactions.num_actions == 5
+    assert interactions.context is not None
+    assert interactions.context.features.rows() == [(1, 1, 1, 1, 1), (2, 2, 3, 2, 2), (3, 2, 2, 0, 0)]
+    assert interactions.context.labels["age_group"] == (None, "1", "25", "56")
