@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from evenrank.core.errors import ConfigError
+from evenrank.datasets.schema import check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
@@ -123,8 +124,6 @@ class TabularConfig:
     """`events`: columns of events; `table`: item_features.parquet, one row per item, also with lists."""
 
     def __post_init__(self) -> None:
-        from evenrank.datasets.schema import check_new_names  # here, because it imports Numba
-
         if not self.events:
             raise ConfigError("events is empty; give at least one file")
         if self.timestamp_unit not in get_args(TimestampUnit):

@@ -255,6 +255,10 @@ def _shown(name: str, values: tuple[Any, ...]) -> str:
     return f"{_option(name)} {'other than ' if isinstance(values, AllBut) else ''}{' or '.join(map(str, values))}"
 
 
+class _UnusedError(ConfigError):
+    """A setting does not apply to another one."""
+
+
 def _check_that_apply(
     settings: Mapping[str, Any], given: Iterable[str], in_file: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -264,7 +268,7 @@ def _check_that_apply(
             subject = in_file.get(name, _option(name))
             applies_to = " or ".join(_shown(*one) for one in _FIELDS[name].metadata["applies_to"].items())
             excluding = in_file.get(other, _shown(other, (settings[other],)))
-            raise ConfigError(f"{subject} applies to {applies_to}, not to {excluding}; leave it out")
+            raise _UnusedError(f"{subject} applies to {applies_to}, not to {excluding}; leave it out")
 
 
 def _excluded_by(name: str, settings: Mapping[str, Any]) -> str | None:
@@ -302,7 +306,7 @@ def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
         _check_that_apply(defaults | settings, settings, in_file)
         return TrainConfig(**settings)
     except ConfigError as error:
-        if file is None or str(file) in str(error):
+        if file is None or isinstance(error, _UnusedError):  # which says where it is
             raise
         raise ConfigError(f"{error} (settings are from {file} and the command line)") from error
 

@@ -10,16 +10,20 @@ import pytest
 import evenrank as package
 from evenrank.dataloader.balance import STRATEGIES
 from evenrank.datasets import open_store
+from evenrank.preprocess.sources.catalog import CATALOG
 from tests.cli.programs import BIN, EVENRANK, ROOT, Evenrank, run_program
 from tests.dataloader.balance.test_writers import STEPS
 from tests.dataloader.balance.test_writers import write as write_log
 from tests.preprocess.decoded import decode, read_rows
 from tests.preprocess.sources.test_catalog import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
+HALF_STARS = ("ml-latest-small", "ml-20m", "ml-25m", "ml-32m")
+
 
 def _write_raw_files(tmp_path: Path) -> Path:
     ratings = ("userId,movieId,rating,timestamp", "1,10,3.5,1420070410", "1,11,4.0,1420070409", "2,10,0.5,1420070400")
-    write(tmp_path / "raw" / "ml-20m", {"ratings.csv": ratings})
+    for name in HALF_STARS:
+        write(tmp_path / "raw" / name, {"ratings.csv": ratings})
     return tmp_path / "raw"
 
 
@@ -63,8 +67,10 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
     write(raw / "ml-1m", {"ratings.dat": ("1::10::3::978300760",), "users.dat": ("1::F::1::10::48067",)})
     run = evenrank("preprocess", "--dataset", "all", "--raw-dir", raw, "--split", "none")
     assert run.returncode == 0, run.stderr
-    for name, rows in (("ml-1m", 1), ("ml-20m", 2), ("kuairand-pure", 3), ("kuairand-1k", 3), ("kuairand-27k", 3)):
-        assert f"out/{name}/train: {rows} rows" in run.stdout
+    rows = {"ml-1m": 1, **dict.fromkeys(HALF_STARS, 2), "kuairand-pure": 3, "kuairand-1k": 3, "kuairand-27k": 3}
+    assert rows.keys() == CATALOG.keys()
+    for name, count in rows.items():
+        assert f"out/{name}/train: {count} rows" in run.stdout
     dataset = here / "out" / "kuairand-27k"
     (row,) = [row for row in decode(dataset, read_rows(dataset / "train")) if row["user_id"] == 2]
     # The same three events are in each of the four logs.
@@ -76,7 +82,7 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("preprocess --dataset ml-2m", "unknown dataset 'ml-2m'; known: ml-1m, ml-20m, kuairand-pure, "),
+        ("preprocess --dataset ml-2m", "unknown dataset 'ml-2m'; known: ml-latest-small, ml-1m, ml-20m, "),
         ("preprocess --dataset synthetic --eval-fraction 7", "invalid split 'user:7.0'; expected user:FRACTION (0 "),
         (
             "preprocess --dataset synthetic --eval-fraction 0.5 --split user:0.3",
