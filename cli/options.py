@@ -70,9 +70,8 @@ def shown_option(context: typer.Context, name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    values = value if isinstance(value, list | tuple) else [value]
+    return ",".join(str(one).lower() if isinstance(one, bool) else str(one) for one in values)
 
 
 def _split_names(context: typer.Context, parameter: typer.CallbackParam, texts: list[str] | None) -> tuple[str, ...]:
