@@ -91,7 +91,7 @@ def config_option(*, panel: str, **paths: str) -> Any:
             context.default_map = _read_config(file, get_type_hints(context.command.callback), paths)
         return file
 
-    text = 'TOML file with options, such as columns = ["a", "b"], k_core = 5. Paths in it are relative to its folder.'
+    text = 'TOML file of options: columns = ["a", "b"], k_core = 5. Its paths, also of OUT, are relative to its folder.'
     return file_option("--config", callback=read, is_eager=True, help=text, rich_help_panel=panel)
 
 
