@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import evenrank
 from evenrank.cli import console
@@ -49,6 +50,20 @@ def run_command(command: Callable[..., None]) -> None:
     _run(app)
 
 
+class _Command(TyperCommand):
+    """Its plain help has a section per panel, which Typer does only with Rich."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            panel = getattr(parameter, "rich_help_panel", None) or f"{parameter.param_type_name.title()}s"
+            if record := parameter.get_help_record(ctx):
+                sections.setdefault(panel, []).append(record)
+        for section, records in sections.items():
+            with formatter.section(section):
+                formatter.write_dl(records)
+
+
 def _print_version(is_requested: bool) -> None:
     if is_requested:
         typer.echo(f"evenrank {evenrank.__version__}")
@@ -78,6 +93,8 @@ def _handle_signals(handler: Any) -> None:
 
 
 def _run(app: typer.Typer) -> None:
+    for command in app.registered_commands:
+        command.cls, command.context_settings = _Command, {"max_content_width": 100}
     _handle_signals(_stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express

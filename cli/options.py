@@ -1,14 +1,17 @@
 """Options of several commands, and their checks."""
 
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 
 from evenrank.core import files
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.cost import Cost
@@ -32,24 +35,93 @@ class Condition(NamedTuple):
 
 
 def check_conditions(context: typer.Context, *conditions: Condition) -> None:
-    """Raise a ConfigError if an option was given that has no effect, even with the value that is its default."""
-    parameters = {parameter.name: parameter for parameter in context.command.params}
+    """Raise a ConfigError if an option was given twice, or has no effect, even with the value that is its default."""
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for name, value in (context.default_map or {}).items():
+        if _source(context, name) != "DEFAULT_MAP":
+            places = f"on the command line ({_shown(context.params[name])}) and in {context.params['config_file']}"
+            raise ConfigError(f"{options[name]} is given {places} ({name} = {_shown(value)}); give it once")
     for condition in conditions:
-        given = given_options(context, condition.options)
-        if not given or condition.holds(context.params):
+        names = given_options(context, condition.options)
+        if not names or condition.holds(context.params):
             continue
-        chosen = " with ".join(
-            str(value) if parameters[name].param_type_name == "argument" else f"{parameters[name].opts[0]} {value}"
-            for name in condition.decided_by
-            if (value := context.params[name]) is not None
-        )
+        chosen = " with ".join(shown_option(context, name) for name in condition.decided_by if context.params[name])
         reason = f"not to {chosen}; change one of them" if chosen else "which is missing; add it"
-        raise ConfigError(f"{parameters[given[0]].opts[0]} applies to {condition.apply_to}, {reason}")
+        subject = shown_option(context, names[0]) if _source(context, names[0]) == "DEFAULT_MAP" else options[names[0]]
+        raise ConfigError(f"{subject} applies to {condition.apply_to}, {reason}")
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """Return which of these parameters were given on the command line."""
-    return [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    """Return which of these parameters were given, on the command line or in the file of `--config`."""
+    return [name for name in names if _source(context, name) in ("COMMANDLINE", "DEFAULT_MAP")]
+
+
+def _source(context: typer.Context, name: str) -> str:
+    return getattr(context.get_parameter_source(name), "name", "")
+
+
+def shown_option(context: typer.Context, name: str) -> str:
+    """Return a parameter with its value as on the command line or, if it is from there, as in the file."""
+    value = _shown(context.params[name])
+    if _source(context, name) == "DEFAULT_MAP":
+        return f"{name} = {value} in {context.params['config_file']}"
+    (parameter,) = (parameter for parameter in context.command.params if parameter.name == name)
+    return value if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {value}"
+
+
+def _shown(value: Any) -> str:
+    values = value if isinstance(value, list | tuple) else [value]
+    return ",".join(str(one).lower() if isinstance(one, bool) else str(one) for one in values)
+
+
+def _split_names(context: typer.Context, parameter: typer.CallbackParam, texts: list[str] | None) -> tuple[str, ...]:
+    if _source(context, str(parameter.name)) == "DEFAULT_MAP":  # a list, whose names may have commas
+        return tuple(texts or ())
+    return tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
+
+
+names_option = partial(typer.Option, callback=_split_names, metavar="A,B,...", show_default=False)
+
+
+def config_option(*, panel: str, **paths: str) -> Any:
+    """Declare `--config`, for the parameter `config_file`; `paths` are patterns of paths in the texts of options."""
+
+    def read(context: typer.Context, file: Path | None) -> Path | None:
+        if file is not None:  # the values become defaults, which are read after this option
+            context.default_map = _read_config(file, get_type_hints(context.command.callback), paths)
+        return file
+
+    text = 'TOML file of options: columns = ["a", "b"], k_core = 5. Its paths, also of OUT, are relative to its folder.'
+    return file_option("--config", callback=read, is_eager=True, help=text, rich_help_panel=panel)
+
+
+def _read_config(path: Path, types: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
+    with files.open_regular(path) as file:
+        try:
+            raw = tomllib.load(file)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not valid TOML ({first_line(error)}); fix it") from error
+    known = [name for name in types if name not in ("ctx", "config_file", "return")]
+    if unknown := [name for name in raw if name not in known]:
+        raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    return {name: _read_value(path, name, value, types[name], paths.get(name, "(?!)")) for name, value in raw.items()}
+
+
+def _read_value(path: Path, key: str, value: Any, kind: Any, path_pattern: str) -> Any:
+    """Return the value for a parameter of this type, with paths relative to the current folder."""
+    kind = get_args(kind)[0] if isinstance(kind, UnionType) else kind
+    is_list = get_origin(kind) is list
+    kind = get_args(kind)[0] if is_list else kind
+    values = value if isinstance(value, list) and is_list else [value]
+    allowed = {float: (float, int), Path: (str,)}.get(kind, (kind,))
+    if any(type(one) not in allowed or "\0" in str(one) for one in values):
+        wanted = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a string")
+        raise ConfigError(f"{path}: {key} must be {wanted}{' or a list of strings' * is_list}, got {value!r}")
+    if kind is Path:
+        values = [str(path.parent / one) for one in values]
+    elif kind is str:
+        values = [re.sub(path_pattern, lambda found: str(path.parent / found[0]), one) for one in values]
+    return values if is_list else values[0]
 
 
 def make_cost(path: Path | None, *, hidden: int, heads: int, layers: int) -> "Cost":

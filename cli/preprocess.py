@@ -1,6 +1,7 @@
 """`evenrank preprocess`: convert raw interaction logs to sequence Parquet."""
 
 import shlex
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -8,8 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import Condition, check_conditions, file_option, given_options
+from evenrank.cli.options import (
+    Condition,
+    check_conditions,
+    config_option,
+    given_options,
+    names_option,
+    shown_option,
+)
 from evenrank.core.errors import ConfigError
+from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
 if TYPE_CHECKING:
@@ -17,18 +26,7 @@ if TYPE_CHECKING:
     from evenrank.preprocess.build.buckets import OnError
 
 _ALL = "all"
-_DESCRIPTION = (  # of a custom log, besides its files a key of the file of --config each
-    "events",
-    "user_column",
-    "item_column",
-    "timestamp_column",
-    "timestamp_unit",
-    "action_columns",
-    "delimiter",
-    "columns",
-    "context",
-    "context_columns",
-)
+_DESCRIPTION = tuple(field.name for field in fields(TabularConfig))  # the options that describe a custom log
 
 # The options that have no effect on some datasets, or without others; `v` are the values of all options.
 _CONDITIONS = (
@@ -45,7 +43,7 @@ _CONDITIONS = (
         lambda v: v["dataset"] == SYNTHETIC and v["expand"] is None,
     ),
     Condition(("expand",), f"--dataset {SYNTHETIC}", ("dataset",), lambda v: v["dataset"] == SYNTHETIC),
-    Condition(("config_file", *_DESCRIPTION), f"--dataset {CUSTOM}", ("dataset",), lambda v: v["dataset"] == CUSTOM),
+    Condition(_DESCRIPTION, f"--dataset {CUSTOM}", ("dataset",), lambda v: v["dataset"] == CUSTOM),
     Condition(
         ("on_error",),
         "datasets that are read from files",
@@ -58,133 +56,152 @@ _CONDITIONS = (
         ("dataset", "split"),
         lambda v: v["split"].startswith("user:") or v["dataset"] == SYNTHETIC,
     ),
+    Condition(("vocabulary", "unknown"), "one dataset", ("dataset",), lambda v: v["dataset"] != _ALL),
+    Condition(("ids",), "datasets without --vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is None),
+    Condition(("unknown",), "--vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is not None),
     Condition(("by_date",), "--requests SECONDS", ("requests",), lambda v: v["requests"] is not None),
     Condition(("stride",), "--window", ("window",), lambda v: v["window"] is not None),
+    Condition(("timestamp_column",), "times in a column", ("timestamp_unit",), lambda v: v["timestamp_unit"] != "row"),
+    Condition(("action_map",), "one --action-columns", ("action_columns",), lambda v: len(v["action_columns"]) == 1),
+    Condition(("context_columns", "context_header"), "--context", ("context",), lambda v: v["context"] is not None),
+    Condition(
+        ("item_columns", "item_features_as"), "--item-features", ("item_features",), lambda v: v["item_features"]
+    ),
 )
-_optional = partial(typer.Option, show_default=False)
-_folder = partial(typer.Option, metavar="DIR")
+
+_dataset, _splits, _ids, _logs, _features, _synthetic = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in (
+        "Dataset",
+        "Splits and filters",
+        "Ids",
+        f"Logs (--dataset {CUSTOM})",
+        f"Features (--dataset {CUSTOM})",
+        f"Synthetic data (--dataset {SYNTHETIC})",
+    )
+)
+_log_names, _feature_names = (partial(names_option, **option.keywords) for option in (_logs, _features))
 
 
 def preprocess_command(
     ctx: typer.Context,
     dataset: Annotated[
-        str, _optional(help=f"Dataset to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public one).")
+        str, _dataset(help=f"What to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public dataset).")
     ],
-    raw_dir: Annotated[
-        Path,
-        _folder(
-            help="Folder of the raw files, laid out as their archives unpack (DIR/ml-20m/ratings.csv), or of the "
-            "official archives. Missing files are downloaded into it."
-        ),
-    ] = Path("raw"),
+    config_file: Annotated[
+        Path | None, config_option(panel="Dataset", split="(?<=^file:).+", lengths=r"(?<=\bpath=)[^,]+")
+    ] = None,
     out: Annotated[
         Path | None,
-        _folder(
-            help="Folder to write; a dataset there is replaced at the end. Default: out/DATASET.", show_default=False
-        ),
+        _dataset(help="Folder to write; a dataset there is replaced at the end. Default: out/DATASET.", metavar="DIR"),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT even if it is no dataset.")] = False,
+    overwrite: Annotated[bool, _dataset("--overwrite", help="Replace OUT even if it is no dataset.")] = False,
+    raw_dir: Annotated[
+        Path,
+        _dataset(
+            help="Folder of the raw files of public datasets, laid out as their archives unpack "
+            "(DIR/ml-20m/ratings.csv), or of the official archives. Missing files are downloaded into it.",
+            metavar="DIR",
+        ),
+    ] = Path("raw"),
+    on_error: Annotated[str, _dataset(help="On malformed rows: fail, or skip and count them.")] = "fail",
     split: Annotated[
         str,
-        typer.Option(
+        _splits(
             help="What goes to eval: user:FRACTION, that fraction of the users; leave-last:N, the last N events of "
             "each user; time:2015, time:2015-01-06, time:1420070400 or ISO 8601, the events from that time on; "
             "time:last:7d (or h, w), those of the last 7 days; file:PATH, the users in a text file (.txt) or in a "
-            "table with the log's column of users; or none."
+            "table with the log's column of users, or the events of a second log; or none."
         ),
     ] = "user:0.3",
+    eval_fraction: Annotated[float | None, _splits(help="The same as --split user:FRACTION.")] = None,
+    seed: Annotated[int, _splits(help="Seed of the split by user and of synthetic data.")] = 0,
     allow_empty: Annotated[
-        bool,
-        typer.Option("--allow-empty", help="Accept a log of 1970, and an empty train or eval with time: and file:."),
+        bool, _splits("--allow-empty", help="Accept a log of 1970, and an empty train or eval with time: and file:.")
     ] = False,
-    eval_fraction: Annotated[float | None, _optional(help="The same as --split user:FRACTION.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the split by user and of synthetic data.")] = 0,
+    k_core: Annotated[int, _splits(help="Leave out users and items with fewer events, repeatedly.")] = 1,
+    min_length: Annotated[int, _splits(help="Leave out users with fewer events.")] = 1,
+    max_length: Annotated[int | None, _splits(help="Leave out users with more events.")] = None,
+    window: Annotated[int | None, _splits(help="Cut longer histories into rows of at most this many events.")] = None,
+    stride: Annotated[
+        int | None, _splits(help="Distance of the starts of two windows in events. Default: the window.")
+    ] = None,
+    requests: Annotated[
+        float | None,
+        _splits(
+            help="Also write requests.parquet, for replaying inference traffic: a user makes a request at the first "
+            "event, and then at each event that is at least this long after the last request.",
+            metavar="SECONDS",
+        ),
+    ] = None,
+    by_date: Annotated[bool, _splits("--by-date", help="Restart requests and histories at midnight (UTC).")] = False,
     ids: Annotated[
         str,
-        _optional(
+        _ids(
             help="Ids of users and items: dense, numbered by first appearance, with a vocabulary; keep, the integers "
             "of the log; hash:N, a hash below N; auto, dense or keep by their range. For both, or item=RULE,user=RULE. "
             "Default: dense for public datasets, auto for custom ones."
         ),
     ] = "",
     vocabulary: Annotated[
-        Path | None, _folder(help="Earlier dataset, whose ids are kept, for a later log.", show_default=False)
+        Path | None, _ids(help="Earlier dataset, whose ids are kept, for a later log.", metavar="DIR")
     ] = None,
     unknown: Annotated[
         str,
-        _optional(
+        _ids(
             help="With --vocabulary, what to do about values that it lacks: append them (default); oov, give them the "
             "id 0; drop their events; or fail. For both, or item=RULE,user=RULE."
         ),
     ] = "",
-    k_core: Annotated[int, typer.Option(help="Leave out users and items with fewer events, repeatedly.")] = 1,
-    min_length: Annotated[int, typer.Option(help="Leave out users with fewer events.")] = 1,
-    max_length: Annotated[int | None, _optional(help="Leave out users with more events.")] = None,
-    window: Annotated[int | None, _optional(help="Cut longer histories into rows of at most this many events.")] = None,
-    stride: Annotated[
-        int | None, _optional(help="Distance of the starts of two windows in events. Default: the window.")
-    ] = None,
-    on_error: Annotated[str, typer.Option(help="On malformed rows: fail, or skip and count them.")] = "fail",
-    requests: Annotated[
-        float | None,
-        typer.Option(
-            help="Also write requests.parquet, for replaying inference traffic: a user makes a request at the first "
-            "event, and then at each event that is at least this long after the last request.",
-            metavar="SECONDS",
-            show_default=False,
-        ),
-    ] = None,
-    by_date: Annotated[
-        bool, typer.Option("--by-date", help="Restart requests and histories at midnight (UTC).")
-    ] = False,
-    config_file: Annotated[
-        Path | None,
-        file_option(
-            "--config",
-            help="Custom data: a TOML file with the keys events (one path or a list), user_column, item_column, "
-            "timestamp_column and, optionally, timestamp_unit, action_columns, delimiter, columns, context, "
-            "context_columns.",
-        ),
-    ] = None,
     events: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Custom data: events as delimited text, JSON lines or Parquet: a file, a quoted pattern such as "
-            "'logs/*.csv.gz', or a folder; can be repeated.",
+        _logs(
+            help="Events as delimited text, JSON lines or Parquet: a file, a quoted pattern such as 'logs/*.csv.gz', "
+            "or a folder; can be repeated.",
             metavar="PATH",
-            show_default=False,
         ),
     ] = None,
-    delimiter: Annotated[
-        str | None, _optional(help="Custom data: separator of the fields of events. Default: found by the first line.")
-    ] = None,
-    columns: Annotated[
-        str, typer.Option(help="Custom data: names of all columns, comma-separated, if the events have no header.")
-    ] = "",
-    user_column: Annotated[str, typer.Option(help="Custom data: column of user ids.")] = "user_id",
-    item_column: Annotated[str, typer.Option(help="Custom data: column of item ids.")] = "item_id",
-    timestamp_column: Annotated[str, typer.Option(help="Custom data: column of timestamps.")] = "timestamp",
+    delimiter: Annotated[str | None, _logs(help="Separator of fields. Default: found by the first line.")] = None,
+    columns: Annotated[list[str] | None, _log_names(help="All columns of events, if they have no header.")] = None,
+    user_column: Annotated[str, _logs(help="Column of user ids.")] = "user_id",
+    item_column: Annotated[str, _logs(help="Column of item ids.")] = "item_id",
+    timestamp_column: Annotated[str, _logs(help="Column of times.")] = "timestamp",
     timestamp_unit: Annotated[
-        str, typer.Option(help="Custom data: unit of timestamps: s, ms, us, ns, iso, date, or auto, as they look.")
+        str, _logs(help="Unit of times: s, ms, us, ns, iso, date; auto, as they look; row, the order of the rows.")
     ] = "auto",
     action_columns: Annotated[
-        str, typer.Option(help="Custom data: one column of integer actions, or columns of 0 and 1, comma-separated.")
-    ] = "",
-    context: Annotated[
-        Path | None, file_option(help="Custom data: file of contextual features, one row per user.")
+        list[str] | None, _log_names(help="One column of actions, or several of 0 and 1. Default: all are 0.")
     ] = None,
-    context_columns: Annotated[str, typer.Option(help="Custom data: columns of features, comma-separated.")] = "",
-    users: Annotated[int, typer.Option(help="Synthetic data: number of users.")] = 20_000,
-    items: Annotated[int, typer.Option(help="Synthetic data: number of items; their popularity is Zipf.")] = 50_000,
+    action_map: Annotated[
+        str,
+        _logs(
+            help="What becomes of one action column: stars, half-stars, bins:2.5,4, values:pv,cart,buy, or float, a "
+            "column of events. Default: integers from 0 on."
+        ),
+    ] = "",
+    event_columns: Annotated[
+        list[str] | None, _log_names(help="More columns of events: NAME[:int|float][=FILL], such as dwell:int=0.")
+    ] = None,
+    label: Annotated[str, _logs(help="Column of labels: NAME[:int|float][=FILL], such as watch_time.")] = "",
+    weight: Annotated[str, _logs(help="Column of weights: NAME[:int|float][=FILL].")] = "",
+    context: Annotated[Path | None, _features(help="File about users, one row each.", metavar="FILE")] = None,
+    context_columns: Annotated[
+        list[str] | None, _feature_names(help="Features in it: NAME[:id|float|list], such as country,age:float.")
+    ] = None,
+    context_header: Annotated[list[str] | None, _feature_names(help="All columns of it, if it has no header.")] = None,
+    item_features: Annotated[Path | None, _features(help="File about items, one row each.", metavar="FILE")] = None,
+    item_columns: Annotated[list[str] | None, _feature_names(help="Features in it: NAME[:id|float|list].")] = None,
+    item_features_as: Annotated[
+        str, _features(help="What becomes of them: events, columns of events; table, item_features.parquet.")
+    ] = "events",
+    users: Annotated[int, _synthetic(help="Number of users.")] = 20_000,
+    items: Annotated[int, _synthetic(help="Number of items; their popularity is Zipf.")] = 50_000,
     lengths: Annotated[
-        str, typer.Option(help="Synthetic data: events per user: uniform, normal, zipf or lognormal, with parameters.")
+        str, _synthetic(help="Events per user: uniform, normal, zipf or lognormal, with parameters.")
     ] = "lognormal:mean=128,std=256,high=4096",
     expand: Annotated[
         str | None,
-        _optional(
-            help="Synthetic data: MovieLens with U times the users and I times the items, such as ml-20m:16x32.",
-            metavar="NAME:UxI[:RATE]",
-        ),
+        _synthetic(help="MovieLens with U times the users and I times the items.", metavar="NAME:UxI[:RATE]"),
     ] = None,
 ) -> None:
     """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.
@@ -197,31 +214,24 @@ def preprocess_command(
         evenrank preprocess --dataset custom --events log.csv --user-column uid --action-columns click,buy
         evenrank preprocess --dataset synthetic --users 1000000 --lengths zipf:exponent=1.2,high=4096
         evenrank preprocess --dataset synthetic --expand ml-20m:16x32
+        evenrank preprocess --config examples/recipes/steam.toml
     """
-    check_conditions(ctx, *_CONDITIONS)
-    if eval_fraction is not None and given_options(ctx, ["split"]):
-        raise ConfigError(
-            f"--eval-fraction {eval_fraction} and --split {split} both define the split; pass one of them"
-        )
+    check_options(ctx)
 
     from evenrank.datasets.distributions import Zipf, parse_distribution
     from evenrank.datasets.event_statistics import read_statistics
-    from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
+    from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
     from evenrank.preprocess.files.times import UNITS
-    from evenrank.preprocess.log_config import read_toml
 
     custom = None
     if dataset == CUSTOM:
         description: dict[str, Any] = {name: ctx.params[name] for name in _DESCRIPTION}
-        description |= {"events": tuple(events or ()), "context": context}
+        description |= {"events": tuple(events or ()), "context": context, "item_features": item_features}
         if delimiter is not None:
             description["delimiter"] = delimiter.replace("\\t", "\t")  # as it is usually typed
-        for key in ("action_columns", "columns", "context_columns"):
-            description[key] = tuple(name.strip() for name in description[key].split(",") if name.strip())
-        if config_file is None:
-            custom = TabularConfig(**description)
-        else:
-            custom = read_toml(config_file, **{name: description[name] for name in given_options(ctx, description)})
+        if timestamp_unit == "row":
+            description["timestamp_column"] = ""
+        custom = TabularConfig(**description)
     for name in CATALOG if dataset == _ALL else (dataset,):
         folder = Path("out", name) if out is None else out / name if dataset == _ALL else out
         config = PreprocessConfig(
@@ -265,6 +275,16 @@ def preprocess_command(
             console.print_result(f"{description}: {count:,}")
         console.print_aligned(read_statistics(manifest).describe())
         console.print_result(f"next: evenrank inspect {shlex.quote(str(folder))}")
+
+
+def check_options(context: typer.Context) -> None:
+    """Raise a ConfigError if an option was given twice, has no effect, or is missing."""
+    check_conditions(context, *_CONDITIONS)
+    if len(given := given_options(context, ("eval_fraction", "split"))) == 2:
+        both = " and ".join(shown_option(context, name) for name in given)
+        raise ConfigError(f"{both} both define the split; pass one of them")
+    if context.params["dataset"] == CUSTOM and not context.params["events"]:
+        raise ConfigError(f"--dataset {CUSTOM} needs --events, the files of the log; add it, or `events` to --config")
 
 
 def _describe_ids(summary: "IdSummary") -> str:

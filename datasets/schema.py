@@ -18,14 +18,14 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PureWindowsPath
-from typing import Any, Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
-from evenrank.core.hashing import mix64
+
+if TYPE_CHECKING:  # the command line imports this module
+    import numpy as np
+    from numpy.typing import NDArray
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -185,8 +185,12 @@ class Manifest:
         (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 
 
-def user_hash(user_ids: NDArray[np.int64], *, salt: int = 0) -> NDArray[np.uint64]:
+def user_hash(user_ids: "NDArray[np.int64]", *, salt: int = 0) -> "NDArray[np.uint64]":
     """Hash user ids: uint64 of the same shape. Salt 0 orders the rows; other salts give independent hashes."""
+    import numpy as np
+
+    from evenrank.core.hashing import mix64
+
     hashed = mix64(user_ids.astype(np.int64).view(np.uint64))
     return mix64(hashed ^ mix64(np.array([salt], dtype=np.int64).view(np.uint64))) if salt else hashed
 
@@ -237,8 +241,10 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
+def summarize_lengths(lengths: "NDArray[np.int64]") -> dict[str, float]:
     """Return minimum, percentiles (nearest rank), maximum and mean of history lengths; empty if there are none."""
+    import numpy as np
+
     if len(lengths) == 0:
         return {}
     names = ("min", *(f"p{percent}" for percent in LENGTH_PERCENTILES), "max")

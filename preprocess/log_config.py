@@ -4,14 +4,12 @@ import contextlib
 import math
 import operator
 import re
-import tomllib
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from evenrank.core.errors import ConfigError, DataError, first_line
-from evenrank.core.files import open_regular
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
@@ -189,32 +187,3 @@ class TabularConfig:
         names = (self.user_column, self.item_column, *filter(None, [self.timestamp_column]))
         actions = () if self.action_map == "float" else self.action_columns
         return (*names, *actions, *(column.name for column in self.extra_columns))
-
-
-def read_toml(path: Path, **options: Any) -> TabularConfig:
-    """Read a configuration from a TOML file whose keys are the names of the fields; paths are relative to the file.
-
-    Further fields, `options`, come from the command line.
-    """
-    with open_regular(path) as file:
-        try:
-            raw = tomllib.load(file)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not valid TOML ({first_line(error)}); fix it") from error
-    known = {field.name: field.default is MISSING for field in fields(TabularConfig)}
-    if unknown := sorted(raw.keys() - known):
-        raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    if twice := [name for name in options if name in raw]:
-        raise ConfigError(f"--{twice[0].replace('_', '-')} is also in {path} ({twice[0]}); give it once")
-    values = dict(options)
-    for key, value in raw.items():
-        is_list = key in ("events", "action_columns", "columns", "context_columns")
-        items = value if is_list and isinstance(value, list) else [value]
-        if not all(isinstance(item, str) for item in items):
-            raise ConfigError(f"{path}: {key} must be a string{' or a list of strings' * is_list}, got {value!r}")
-        if key in ("events", "context"):
-            items = [path.parent / name for name in items]
-        values[key] = tuple(items) if is_list else items[0]
-    if missing := [name for name, is_required in known.items() if is_required and name not in values]:
-        raise ConfigError(f"{path} lacks {missing[0]}; add it")
-    return TabularConfig(**values)

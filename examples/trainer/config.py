@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -212,9 +212,8 @@ class TrainConfig:
     stall_seconds: float = setting(300.0, "Print all stacks if a step takes this long.", at_least=1)
 
     def __post_init__(self) -> None:
-        types = types_of_settings()
-        for entry in dataclasses.fields(self):
-            _check(entry.name, getattr(self, entry.name), types[entry.name], entry.metadata)
+        settings = {name: getattr(self, name) for name in _FIELDS}
+        _check(settings)
         if self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, got hidden={self.hidden} and heads={self.heads}")
         if self.dropout >= 1:
@@ -223,8 +222,7 @@ class TrainConfig:
             raise ConfigError(
                 f"tensor_parallel = {self.tensor_parallel} cannot divide heads = {self.heads}; choose a divisor"
             )
-        changed = (entry.name for entry in dataclasses.fields(self) if getattr(self, entry.name) != entry.default)
-        self.check_that_apply(changed)
+        _check_that_apply(settings, [name for name, value in settings.items() if value != _FIELDS[name].default])
 
     def check_that_apply(self, given: Iterable[str]) -> None:
         """Check that settings that were given, maybe with their defaults, apply to the others.
@@ -232,21 +230,7 @@ class TrainConfig:
         Raises:
             ConfigError: one does not, so that it would be ignored.
         """
-        for name in given:
-            if (other := self._excluded_by(name)) is not None:
-                applies_to = " or ".join(_shown(*one) for one in _FIELDS[name].metadata["applies_to"].items())
-                excluding = _shown(other, (getattr(self, other),))
-                raise ConfigError(f"{_option(name)} applies to {applies_to}, not to {excluding}; leave it out")
-
-    def _excluded_by(self, name: str) -> str | None:
-        """Return a setting with whose value this one does not apply; None if it applies."""
-        excluding = None
-        for other, values in _FIELDS[name].metadata["applies_to"].items():
-            found = self._excluded_by(other) or (None if getattr(self, other) in values else other)
-            if found is None:
-                return None
-            excluding = excluding or found
-        return excluding
+        _check_that_apply({name: getattr(self, name) for name in _FIELDS}, given)
 
     def uses_bf16(self, device_type: str) -> bool:
         """Return whether layers compute in bfloat16 on a type of device."""
@@ -271,6 +255,33 @@ def _shown(name: str, values: tuple[Any, ...]) -> str:
     return f"{_option(name)} {'other than ' if isinstance(values, AllBut) else ''}{' or '.join(map(str, values))}"
 
 
+class _UnusedError(ConfigError):
+    """A setting does not apply to another one."""
+
+
+def _check_that_apply(
+    settings: Mapping[str, Any], given: Iterable[str], in_file: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Check that settings that were given apply to the others; `in_file` has texts for those that a file gave."""
+    for name in given:
+        if (other := _excluded_by(name, settings)) is not None:
+            subject = in_file.get(name, _option(name))
+            applies_to = " or ".join(_shown(*one) for one in _FIELDS[name].metadata["applies_to"].items())
+            excluding = in_file.get(other, _shown(other, (settings[other],)))
+            raise _UnusedError(f"{subject} applies to {applies_to}, not to {excluding}; leave it out")
+
+
+def _excluded_by(name: str, settings: Mapping[str, Any]) -> str | None:
+    """Return a setting with whose value this one does not apply; None if it applies."""
+    excluding = None
+    for other, values in _FIELDS[name].metadata["applies_to"].items():
+        found = _excluded_by(other, settings) or (None if settings[other] in values else other)
+        if found is None:
+            return None
+        excluding = excluding or found
+    return excluding
+
+
 def types_of_settings() -> dict[str, Any]:
     """Return the type of each setting by name."""
     return get_type_hints(TrainConfig)
@@ -287,13 +298,15 @@ def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
         ConfigError: the file cannot be read, has an unknown key, or a setting is wrong.
     """
     settings = {} if file is None else _read_toml(file)
+    in_file = {name: f"{name} = {value} in {file}" for name, value in settings.items() if options.get(name) is None}
     settings |= {name: value for name, value in options.items() if value is not None}
     try:
-        config = TrainConfig(**settings)
-        config.check_that_apply(settings)
-        return config
+        _check(settings)
+        defaults = {name: entry.default for name, entry in _FIELDS.items()}
+        _check_that_apply(defaults | settings, settings, in_file)
+        return TrainConfig(**settings)
     except ConfigError as error:
-        if file is None:
+        if file is None or isinstance(error, _UnusedError):  # which says where it is
             raise
         raise ConfigError(f"{error} (settings are from {file} and the command line)") from error
 
@@ -312,7 +325,14 @@ def _read_toml(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _check(name: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> None:
+def _check(settings: Mapping[str, Any]) -> None:
+    """Check the type and the range of each setting."""
+    for name, kind in types_of_settings().items():
+        if name in settings:
+            _check_value(name, settings[name], kind, _FIELDS[name].metadata)
+
+
+def _check_value(name: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> None:
     allowed = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     # `true` is no number, but a whole number is one.
     is_right = type(value) in allowed or (float in allowed and type(value) is int)

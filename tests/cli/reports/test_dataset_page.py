@@ -157,7 +157,8 @@ def test_the_page_is_self_contained_and_escapes_text() -> None:
 def test_what_a_dataset_lacks_is_left_out() -> None:
     no_rows = {"train": _split("train", []), "eval": _split("eval", [1])}
     options = {"statistics": OPTIONS["statistics"]}
-    manifest = dataclasses.replace(MANIFEST, splits=no_rows, options=options, sources=(), contextual=())
+    lacking: dict[str, Any] = {"options": options, "sources": (), "contextual": {}, "context_labels": {}}
+    manifest = dataclasses.replace(MANIFEST, splits=no_rows, **lacking)
     html, routing = render_page(manifest, {**STORES, "train": EMPTY}, name="empty")
     assert routing is None
     assert sections_of(html) == [name for name in SECTIONS if name != "context"]

@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import inspect
+import json
 import math
 from pathlib import Path
 from typing import Any, get_args
@@ -32,7 +33,7 @@ def toml(tmp_path: Path) -> Path:
         ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
         ("tensor_parallel = 4", "tensor_parallel = 4 cannot divide heads = 2; choose a divisor"),
-        ('k = 7\ntask = "ranking"', "--k applies to --task retrieval or --model semantic-ids, not to --task ranking"),
+        ("k = 7", "settings.toml applies to --task retrieval or --model semantic-ids, not to --task ranking; leave it"),
     ],
 )
 def test_a_mistake_in_the_file_is_an_error_with_its_value_and_the_file(toml: Path, text: str, message: str) -> None:
@@ -69,6 +70,52 @@ def test_an_option_that_would_be_ignored_is_an_error(mode: dict[str, Any], given
         read_config(None, {**mode, given: getattr(config, given)})
     assert message in str(caught.value)
     assert str(caught.value).endswith("; leave it out")
+
+
+HSTU_ONLY = {"task", "attention", "fused_norms", "recompute", "embedding_dim", "embeddings"}
+SHARDED_ONLY = {"min_sharded_rows", "routing", "embedding_learning_rate"}
+RANKING_ONLY = {"positive_action", "num_tasks", "tensor_parallel"}
+CODES_ONLY = {"codes", "code_levels", "codebook_size"}
+# The settings that a model does not use, whatever the others are. All others are of any model.
+UNUSED = {
+    "ranking": {*CODES_ONLY, "num_negatives", "k"},
+    "retrieval": {*CODES_ONLY, *RANKING_ONLY},
+    "semantic-ids": {*HSTU_ONLY, *SHARDED_ONLY, *RANKING_ONLY, "num_negatives"},
+}
+COMMON = {
+    *("data", "out", "model", "user_id", "max_history_length", "balance", "strategy", "tolerance", "cost", "window"),
+    *("max_tokens_per_rank", "batch_size", "num_workers", "hidden", "heads", "layers", "dropout", "pipeline"),
+    *("precision", "epochs", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "seed", "eval_every"),
+    *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds"),
+}
+CHOSEN = {"ranking": ("task", "ranking"), "retrieval": ("task", "retrieval"), "semantic-ids": ("model", "semantic-ids")}
+VALUES = {"codes": "x.npy", "data": "data", "cost": "cost.json", "balance": "no-exchange", "embeddings": "sharded"}
+
+
+@pytest.mark.parametrize("model", UNUSED)
+def test_an_option_applies_to_a_model_or_the_error_names_both_with_their_places(toml: Path, model: str) -> None:
+    assert COMMON.isdisjoint(set().union(*UNUSED.values()))
+    assert COMMON.union(*UNUSED.values()) == types_of_settings().keys()
+    chosen, value = CHOSEN[model]
+    needed = {"window": {"balance": "no-exchange"}, **{name: {"embeddings": "sharded"} for name in SHARDED_ONLY}}
+    for name in types_of_settings().keys() - {"model"}:
+        default = getattr(TrainConfig(), name)
+        given = VALUES.get(name, 3 if default is None else default)
+        for in_file in ({name}, {chosen}, {name, chosen}, set[str]()):
+            settings = {**(needed.get(name, {}) if name not in UNUSED[model] else {}), name: given, chosen: value}
+            toml.write_text("".join(f"{key} = {json.dumps(settings[key])}\n" for key in sorted(in_file)))
+            options = {key: settings[key] for key in settings if key not in in_file}
+            if name not in UNUSED[model]:
+                assert getattr(read_config(toml, options), chosen) == value
+                continue
+            with pytest.raises(ConfigError) as caught:
+                read_config(toml, options)
+            subject, _, place = str(caught.value).partition(", not to ")
+            option = f"--{name.replace('_', '-')}"
+            assert subject.startswith(f"{name} = {given} in {toml} app" if name in in_file else f"{option} applies to ")
+            # Codes of HSTU are excluded by its model, which is the default.
+            by = f"{chosen} = {value} in {toml}" if chosen in in_file else f"--{chosen} {value}"
+            assert place == f"{'--model hstu' if name in CODES_ONLY else by}; leave it out"
 
 
 def test_a_missing_file_or_codes_of_another_model_are_an_error_before_anything_is_read(toml: Path) -> None:

@@ -66,7 +66,7 @@ def test_flops_are_those_of_a_ranks_heads(small_dataset: Path) -> None:
 def test_no_rank_has_a_sharded_table_in_full(small_dataset: Path) -> None:
     sizes = {"user_id": 50_000_000, "item_id": 50_000_000, "action": 256}
     config = TrainConfig(num_tasks=8, user_id=True, embeddings="sharded", embedding_dim=128)
-    manifest = replace(read_manifest(small_dataset), contextual=(), vocabulary_sizes=sizes)
+    manifest = replace(read_manifest(small_dataset), contextual={}, vocabulary_sizes=sizes)
     task = ranking(config, manifest, WORLD)
     tables = {name.split(".")[-2]: (weight.shape, weight.device) for name, weight in task.model.named_parameters()}
     assert tables["user_id"] == tables["item_id"] == ((50_000_000, 128), torch.device("meta"))

@@ -15,7 +15,7 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess.files.table import IS_GOOD
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.log_config import TabularConfig, read_toml
+from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.features import NO_FEATURES
 from evenrank.preprocess.sources.interactions import Interactions
@@ -398,43 +398,11 @@ def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
         dataclasses.replace(_config(Path("log.csv")), **options)
 
 
-TOML = 'user_column = "user"\nitem_column = "item"\ntimestamp_column = "time"\n'
-
-
-def test_toml_is_read_with_paths_relative_to_the_file(tmp_path: Path) -> None:
-    text = 'events = ["a.csv", "/b.csv"]\ntimestamp_unit = "ms"\naction_columns = ["x", "y"]\n'
-    path = _write(tmp_path / "log.toml", TOML + text + 'context = "users.csv"\ncontext_columns = "age"\n')
-    context: dict[str, Any] = {"context": tmp_path / "users.csv", "context_columns": ("age",)}
-    events = (tmp_path / "a.csv", Path("/b.csv"))
-    assert read_toml(path) == _config(*events, timestamp_unit="ms", action_columns=("x", "y"), **context)
-    _write(path, TOML)
-    assert read_toml(path, events=(Path("a.csv"),)).events == (Path("a.csv"),)
-    with pytest.raises(ConfigError, match=r"--user-column is also in .*log\.toml \(user_column\); give it once"):
-        read_toml(path, user_column="user")
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ('events = "a.csv"\nuser = "u"\n' + TOML, ConfigError, "unknown key 'user'; known: events, user_column, "),
-        (TOML, ConfigError, "log.toml lacks events; add it"),
-        ("events = 3\n" + TOML, ConfigError, "events must be a string or a list of strings, got 3"),
-        ('events = ["a.csv", 3]\n' + TOML, ConfigError, "events must be a string or a list of strings, got"),
-        ('events = "a.csv"\ncontext = ["b"]\n' + TOML, ConfigError, "context must be a string, got ['b']"),
-        ("events = \n", DataError, "log.toml is not valid TOML"),
-    ],
-)
-def test_invalid_toml_raises(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        read_toml(_write(tmp_path / "log.toml", text))
-
-
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for read in (read_toml, lambda path: open_table(path, ("user",))):
-        with pytest.raises(DataError, match="pipe is a named pipe, not a regular file"):
-            read(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is a named pipe, not a regular file"):
+        open_table(tmp_path / "pipe", ("user",))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,298 @@
+"""Every option of `preprocess`, from the command line and from a file, with every dataset."""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from evenrank.cli.preprocess import check_options, preprocess_command
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets import open_store
+from evenrank.preprocess.sources.catalog import CATALOG, DATASETS
+from tests.cli.programs import Evenrank
+
+PUBLIC = {*CATALOG, "all"}
+EVERY = {*PUBLIC, "synthetic", "expanded", "custom"}
+assert {*DATASETS, "all", "expanded"} == EVERY
+CUSTOM, DRAWN = {"custom"}, {"synthetic"}
+NAMES = ["a", "b"]
+# A value of each option, the datasets that it applies to, and the options that it needs.
+OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
+    "out": ("out", EVERY, {}),
+    "overwrite": (True, EVERY, {}),
+    "raw_dir": ("raw", {*PUBLIC, "expanded"}, {}),
+    "on_error": ("skip", EVERY - DRAWN, {}),
+    "split": ("file:users.txt", EVERY, {}),
+    "eval_fraction": (0.5, EVERY, {}),
+    "seed": (0, EVERY, {}),
+    "allow_empty": (True, EVERY, {}),
+    "k_core": (1, EVERY, {}),
+    "min_length": (2, EVERY, {}),
+    "max_length": (9, EVERY, {}),
+    "window": (8, EVERY, {}),
+    "stride": (4, EVERY, {"window": 8}),
+    "requests": (60.0, EVERY, {}),
+    "by_date": (True, EVERY, {"requests": 60.0}),
+    "ids": ("dense", EVERY, {}),
+    "vocabulary": ("old", EVERY - {"all"}, {}),
+    "unknown": ("oov", EVERY - {"all"}, {"vocabulary": "old"}),
+    "events": (["log.csv", "a,b.csv"], CUSTOM, {}),
+    "delimiter": (";", CUSTOM, {}),
+    "columns": (NAMES, CUSTOM, {}),
+    "user_column": ("user_id", CUSTOM, {}),
+    "item_column": ("item_id", CUSTOM, {}),
+    "timestamp_column": ("timestamp", CUSTOM, {}),
+    "timestamp_unit": ("auto", CUSTOM, {}),
+    "action_columns": (NAMES, CUSTOM, {}),
+    "action_map": ("values:a,b", CUSTOM, {"action_columns": ["a"]}),
+    "event_columns": (["a:int=0", "b"], CUSTOM, {}),
+    "label": ("a:int", CUSTOM, {}),
+    "weight": ("a", CUSTOM, {}),
+    "context": ("users.csv", CUSTOM, {}),
+    "context_columns": (NAMES, CUSTOM, {"context": "users.csv"}),
+    "context_header": (NAMES, CUSTOM, {"context": "users.csv"}),
+    "item_features": ("items.csv", CUSTOM, {}),
+    "item_columns": (NAMES, CUSTOM, {"item_features": "items.csv"}),
+    "item_features_as": ("events", CUSTOM, {"item_features": "items.csv"}),
+    "users": (20_000, DRAWN, {}),
+    "items": (50_000, DRAWN, {}),
+    "lengths": ("histogram:path=data,column=length", DRAWN, {}),
+    "expand": ("ml-20m:2x2", {"synthetic", "expanded"}, {}),
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "custom": {"events": ["log.csv"]},
+    "expanded": {"dataset": "synthetic", "expand": "ml-1m:2x2"},
+}
+
+
+APP = typer.Typer(add_completion=False)
+APP.command()(preprocess_command)
+COMMAND: Any = typer.main.get_command(APP)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def on_command_line(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if value is True:
+            yield flag(name)
+        else:
+            repeated = value if name == "events" else [",".join(value) if isinstance(value, list) else value]
+            yield from (text for one in repeated for text in (flag(name), str(one)))
+
+
+def parse(options: Mapping[str, Any], file: Path, in_file: Collection[str]) -> Any:
+    """Parse options, some of which are in a file, and check them; return the values of all parameters."""
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items() if name in in_file))
+    given = {name: value for name, value in options.items() if name not in in_file}
+    context = COMMAND.make_context("preprocess", [*on_command_line(given), *["--config", str(file)] * bool(in_file)])
+    check_options(context)
+    return {name: value for name, value in context.params.items() if name != "config_file"}
+
+
+def test_every_option_is_classified() -> None:
+    assert {"dataset", "config_file", *OPTIONS} == {parameter.name for parameter in COMMAND.params}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_applies_to_a_dataset_or_the_error_names_both(name: str, here: Path) -> None:
+    file = here / "log.toml"
+    value, datasets, needed = OPTIONS[name]
+    for dataset, in_file in itertools.product(sorted(EVERY), ((), (name,), ("dataset",), (name, "dataset"))):
+        options = {"dataset": dataset, **NEEDED.get(dataset, {}), name: value}
+        if dataset in datasets:
+            assert parse({**options, **needed}, file, in_file)["dataset"] == options["dataset"]
+            continue
+        with pytest.raises(ConfigError) as caught:
+            parse(options, file, in_file)
+        subject, _, place = str(caught.value).partition(", not to ")
+        assert subject.startswith(f"{name} = " if name in in_file else f"{flag(name)} applies to ")
+        assert name not in in_file or f" in {file} applies to " in subject
+        chosen = options["dataset"]
+        assert place.startswith(f"dataset = {chosen} in {file}" if "dataset" in in_file else f"--dataset {chosen}")
+        assert place.endswith("; change one of them")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_in_a_file_is_the_same_as_on_the_command_line(name: str, here: Path) -> None:
+    value, datasets, needed = OPTIONS[name]
+    dataset = next(dataset for dataset in ("synthetic", "custom", "ml-1m") if dataset in datasets)
+    options = {"dataset": dataset, **NEEDED.get(dataset, {}), **needed, name: value}
+    given = parse(options, Path("log.toml"), ())
+    assert json.loads(json.dumps(given[name], default=str)) == value
+    assert parse(options, Path("log.toml"), options.keys()) == given
+    with pytest.raises(ConfigError) as caught:
+        check_options(COMMAND.make_context("preprocess", [*on_command_line(options), "--config", write(name, value)]))
+    places = r"on the command line \(.*\) and in twice\.toml"
+    assert re.fullmatch(rf"{flag(name)} is given {places} \({name} = .*\); give it once", str(caught.value))
+    with pytest.raises(ConfigError, match=re.escape(f"wrong.toml: {name} must be ")):
+        parse({name: [[]]}, Path("wrong.toml"), (name,))
+
+
+def write(name: str, value: Any) -> str:
+    Path("twice.toml").write_text(f"{name} = {json.dumps(value)}\n")
+    return "twice.toml"
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ("stride", "--window, which is missing; add it"),
+        ("by_date", "--requests SECONDS, which is missing; add it"),
+        ("unknown", "--vocabulary, which is missing; add it"),
+        ("action_map", "one --action-columns, which is missing; add it"),
+        ("context_columns", "--context, which is missing; add it"),
+        ("context_header", "--context, which is missing; add it"),
+        ("item_columns", "--item-features, which is missing; add it"),
+        ("item_features_as", "--item-features, which is missing; add it"),
+    ],
+)
+def test_an_option_without_the_one_that_it_needs_is_an_error(here: Path, given: str, needed: str) -> None:
+    assert given in {name for name, (_, _, others) in OPTIONS.items() if others}
+    options = {"dataset": "custom", "events": ["log.csv"], given: OPTIONS[given][0]}
+    for in_file, subject in (((), flag(given)), ((given,), f"{given} = {shown(options[given])} in log.toml")):
+        with pytest.raises(ConfigError, match=re.escape(f"{subject} applies to {needed}")):
+            parse(options, Path("log.toml"), in_file)
+
+
+def shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else "true" if value is True else str(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"action_columns": NAMES, "action_map": "stars"}, "applies to one --action-columns, not to {action_columns}"),
+        ({"timestamp_unit": "row", "timestamp_column": "t"}, "applies to times in a column, not to {timestamp_unit}"),
+        ({"vocabulary": "old", "ids": "keep"}, "applies to datasets without --vocabulary, not to {vocabulary}"),
+        ({"split": "leave-last:1", "seed": 0}, "applies to --split user:FRACTION and to --dataset synthetic, not to "),
+        ({"split": "user:0.3", "eval_fraction": 0.5}, "{eval_fraction} and {split} both define the split; pass one of"),
+    ],
+)
+def test_options_that_exclude_each_other_are_named_with_their_places(
+    here: Path, options: dict[str, Any], message: str
+) -> None:
+    for in_file in itertools.chain.from_iterable(itertools.combinations(options, count) for count in range(3)):
+        texts = {
+            name: f"{name} = {shown(value)} in log.toml" if name in in_file else f"{flag(name)} {shown(value)}"
+            for name, value in options.items()
+        }
+        with pytest.raises(ConfigError, match=re.escape(message.format(**texts))):
+            parse({"dataset": "custom", "events": ["log.csv"], **options}, Path("log.toml"), in_file)
+
+
+def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
+    texts = {"out": "out", "split": "file:users,x.txt", "events": ["a.csv", "/b.csv"], "context": "users.csv"}
+    options = {"dataset": "custom", **texts, "vocabulary": "../old", "item_features": "items.csv", "label": "file:x"}
+    (here / "sub").mkdir()
+    values = parse(options, Path("sub", "log.toml"), options)
+    assert values["split"] == "file:sub/users,x.txt"
+    assert values["events"] == [Path("sub/a.csv"), Path("/b.csv")]
+    assert [str(values[name]) for name in ("out", "context", "vocabulary", "item_features", "label")] == [
+        *("sub/out", "sub/users.csv", "sub/../old", "sub/items.csv"),
+        "file:x",  # a column
+    ]
+    options = {"dataset": "synthetic", "lengths": "histogram:column=length,path=a", "split": "file:/users.txt"}
+    values = parse(options, Path("sub", "log.toml"), options)
+    assert (values["lengths"], values["split"]) == ("histogram:column=length,path=sub/a", "file:/users.txt")
+
+
+def test_names_in_a_list_may_have_commas_and_one_name_or_path_needs_no_list(here: Path) -> None:
+    options = {"dataset": "custom", "events": "log.csv", "columns": ["price, EUR", " b"], "action_columns": "a,b"}
+    values = parse(options, Path("log.toml"), options)
+    assert (values["columns"], values["action_columns"]) == (("price, EUR", " b"), ("a,b",))
+    assert values["events"] == [Path("log.csv")]
+    arguments = ["--dataset", "custom", "--events", "log.csv", "--columns", "a,b", "--columns", "c"]
+    assert COMMAND.make_context("preprocess", arguments).params["columns"] == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("events = ", DataError, "log.toml is not valid TOML"),
+        ("a = " + "[" * 9999, DataError, "log.toml is not valid TOML"),
+        ("user = 1", ConfigError, "log.toml has an unknown key 'user'; known: dataset, out, overwrite, raw_dir, on_er"),
+        ('config = "x.toml"', ConfigError, "log.toml has an unknown key 'config'"),
+        ("events = 3", ConfigError, "log.toml: events must be a string or a list of strings, got 3"),
+        ('columns = ["a", 3]', ConfigError, "log.toml: columns must be a string or a list of strings, got ['a', 3]"),
+        ('context = ["b"]', ConfigError, "log.toml: context must be a string, got ['b']"),
+        ('k_core = "5"', ConfigError, "log.toml: k_core must be an integer, got '5'"),
+        ("k_core = true", ConfigError, "log.toml: k_core must be an integer, got True"),
+        ("users = 2.5", ConfigError, "log.toml: users must be an integer, got 2.5"),
+        ("requests = false", ConfigError, "log.toml: requests must be a number, got False"),
+        ("allow_empty = 1", ConfigError, "log.toml: allow_empty must be true or false, got 1"),
+        ("split = 2015-01-06", ConfigError, "log.toml: split must be a string, got datetime.date(2015, 1, 6)"),
+        ('out = "a\\u0000b"', ConfigError, "log.toml: out must be a string, got 'a\\x00b'"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_with_the_file_and_the_key(
+    here: Path, text: str, error: type[Exception], message: str
+) -> None:
+    Path("log.toml").write_text(text)
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        COMMAND.make_context("preprocess", ["--config", "log.toml", "--dataset", "custom"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
+def test_a_named_pipe_is_refused_instead_of_waited_for(here: Path) -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(DataError, match="pipe is a named pipe, not a regular file"):
+        COMMAND.make_context("preprocess", ["--config", "pipe"])
+
+
+LOG = """dataset = "custom"
+out = "out"
+events = "log.csv"
+user_column = "uid"
+timestamp_column = "time"
+timestamp_unit = "s"
+split = "none"
+"""
+
+
+def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Path, evenrank: Evenrank) -> None:
+    (tmp_path / "log.csv").write_text("uid,item_id,time\n1,10,1420070400\n1,11,1420070401\n")
+    config = tmp_path / "log.toml"
+    config.write_text(LOG)
+    run = evenrank("preprocess", "--config", config)
+    assert run.returncode == 0, run.stderr
+    assert open_store(tmp_path / "out").events["timestamp_ms"].tolist() == [1420070400000, 1420070401000]
+    for options, message in (
+        ("--split user:0.2", f"--split is given on the command line (user:0.2) and in {config} (split = none); give i"),
+        ("--users 9", "--users applies to --dataset synthetic without --expand, not to dataset = custom in {config};"),
+    ):
+        run = evenrank("preprocess", "--config", config, *options.split())
+        assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+        assert run.stderr.startswith(f"error: {message.format(config=config)}")
+    config.write_text('out = "out"\n')
+    assert "Error: Missing option '--dataset'.\n" in evenrank("preprocess", "--config", config).stderr
+    assert evenrank("preprocess", "--config", config, "--dataset", "custom").stderr == (
+        "error: --dataset custom needs --events, the files of the log; add it, or `events` to --config\n"
+    )
+
+
+def test_the_help_has_every_option_in_a_section_that_fits(monkeypatch: pytest.MonkeyPatch, evenrank: Evenrank) -> None:
+    for width in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = evenrank("preprocess", "--help").stdout
+        sections = re.findall(r"^(\S.*):$", text, re.M)
+        assert sections == [
+            *("Dataset", "Splits and filters", "Ids", "Logs (--dataset custom)", "Features (--dataset custom)"),
+            *("Synthetic data (--dataset synthetic)", "Options"),
+        ]
+        assert set(re.findall(r"^  (--[a-z-]+)", text, re.M)) == {
+            *("--dataset", "--config", "--help"),
+            *map(flag, OPTIONS),
+        }
+        options = text[text.index("Dataset:") :].splitlines()
+        assert width - 10 < max(map(len, options)) < width
+        assert "evenrank preprocess --config examples/recipes/" in text
