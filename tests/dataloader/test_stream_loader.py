@@ -99,6 +99,7 @@ def test_columns_of_every_kind_are_those_of_a_loader(rich_dataset: Path, tmp_pat
             assert streamed.lengths().tolist() == collated.lengths().tolist()
             assert streamed.values().tolist() == collated.values().tolist()
     assert same.features.keys() == ["segment", "tags", "item_id", "action"]
+    assert same.float_features is not None
     assert same.float_features.keys() == ["share", "price"]
 
 

@@ -236,7 +236,7 @@ def _run_log(path: Path, times: list[Any], **options: Any) -> Manifest:
     log = pl.DataFrame({"user_id": [1, 2, 1, 1], "item_id": [5, 6, 7, 8], "timestamp": times})
     write: Callable[[Path], None] = log.write_csv if path.suffix == ".csv" else log.write_parquet
     write(path)
-    columns = {"user_column": "user_id", "item_column": "item_id", "timestamp_column": "timestamp"}
+    columns: dict[str, Any] = {"user_column": "user_id", "item_column": "item_id", "timestamp_column": "timestamp"}
     custom = TabularConfig(events=(path,), **columns)
     return preprocess(PreprocessConfig(dataset="custom", out=path.parent / "out", custom=custom, **options))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -23,8 +24,8 @@ def write_log(path: Path, log: list[Event]) -> Path:
     return path
 
 
-def divide(folder: Path, first: Path, second: Path, **options: str) -> Mapping[str, pl.DataFrame]:
-    names = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+def divide(folder: Path, first: Path, second: Path, **options: Any) -> Mapping[str, pl.DataFrame]:
+    names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     custom = TabularConfig(events=(first,), **names)
     split = f"file:{second}"
     out = folder / "out"

@@ -119,19 +119,21 @@ def test_balanced_gradients_equal_those_of_one_rank_with_all_samples(ranks: Rank
             torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
 
 
-_WEIGHTED = {"max_history_length": 20, "target": "price", "weight": "share"}
+_WEIGHTED: dict[str, Any] = {"max_history_length": 20, "target": "price", "weight": "share"}
 
 
 def _weighted_loss_sum(bias: Tensor, batch: SequenceBatch) -> Tensor:
     assert batch.targets is not None
     assert batch.weights is not None
-    weights = batch.weights.values()
-    return (weights * (batch.targets.values() - bias) ** 2).sum().view(1) + 0 * bias
+    weights: Tensor = batch.weights.values()
+    errors: Tensor = batch.targets.values() - bias
+    return (weights * errors**2).sum().view(1) + 0 * bias
 
 
 def _weight_sum(batch: SequenceBatch) -> Tensor:
     assert batch.weights is not None
-    return batch.weights.values().sum().view(1)
+    weights: Tensor = batch.weights.values()
+    return weights.sum().view(1)
 
 
 def _train_weighted(rank: int, world_size: int, path: Path) -> list[float]:
@@ -152,7 +154,8 @@ def test_weighted_gradients_and_averages_equal_those_of_one_rank_with_all_sample
     ranks: RankPool, rich_dataset: Path
 ) -> None:
     bias = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    gradients, totals = [], torch.zeros(2, dtype=torch.float64)
+    gradients: list[Tensor] = []
+    totals = torch.zeros(2, dtype=torch.float64)
     for batch in build_loader(rich_dataset, LoaderConfig(batch_size=16, **_WEIGHTED), rank=0, world_size=1):
         loss_sum, weight_sum = _weighted_loss_sum(bias, batch), _weight_sum(batch).double()
         totals += torch.cat([loss_sum.detach(), weight_sum])

@@ -109,8 +109,10 @@ def test_batches_equal_a_plain_collation(config: LoaderConfig, stores: list[Any]
             assert value is None or str(value.values().dtype) == f"torch.{dtype}"
         keys = [(field, key) for field, of_keys in expected[0].items() for key in of_keys]
         assert list(lengths) == keys
-        jagged = [(name, value) for name, value in batch.tensors() if name in expected[0] and value is not None]
-        assert [(name, key) for name, value in jagged for key in value.keys()] == keys  # noqa: SIM118
+        jagged: list[tuple[str, Any]] = [
+            (name, value) for name, value in batch.tensors() if name in expected[0] and value is not None
+        ]
+        assert [(name, key) for name, value in jagged for key in (value.keys() if value is not None else ())] == keys
         for name, key in keys:
             padding: list[list[float]] = [[]] * (config.batch_size - len(rows))
             assert rows_of(getattr(batch, name), key) == [row[name][key] for row in rows] + padding

@@ -24,7 +24,7 @@ FILTERS = (Filters(), Filters(window=3), Filters(window=4, stride=1, min_length=
 def _preprocess(folder: Path, events: list[Event], split: str, filters: Filters = FILTERS[0]) -> Manifest:
     log = folder / "log.csv"
     log.write_text("user_id,item_id,timestamp\n" + "".join(f"{user},{item},{time}\n" for user, item, time in events))
-    names = {"user_column": "user_id", "item_column": "item_id", "timestamp_column": "timestamp"}
+    names: dict[str, Any] = {"user_column": "user_id", "item_column": "item_id", "timestamp_column": "timestamp"}
     custom = TabularConfig(events=(log,), timestamp_unit="s", **names)
     options: dict[str, Any] = {"custom": custom, "split": split, "filters": filters, "ids": "keep", "allow_empty": True}
     return preprocess(PreprocessConfig(dataset="custom", out=folder / "out", **options))

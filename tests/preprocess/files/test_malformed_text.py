@@ -4,7 +4,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -76,11 +76,12 @@ def _in_small_blocks(rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: 
 
 def _compressed(content: bytes, suffix: str, half: int) -> bytes:
     """Compress a file in two parts, which decompressors read as one."""
-    compress = {
+    compressors: dict[str, Callable[[bytes], bytes]] = {
         "gz": partial(gzip.compress, compresslevel=1),
         "bz2": bz2.compress,
         "zst": partial(pa.Codec("zstd").compress, asbytes=True),
-    }.get(suffix, bytes)
+    }
+    compress = compressors.get(suffix, bytes)
     return compress(content[:half]) + compress(content[half:])
 
 

@@ -1,4 +1,5 @@
 import re
+from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MOMENTS = st.datetimes(min_value=datetime(1974, 1, 1), max_value=datetime(2099, 12, 31), timezones=st.just(UTC))
 # By unit, a time to the second (to the day for dates) as it is in a file.
-WRITTEN = {
+WRITTEN: dict[str, Callable[[datetime], object]] = {
     "s": lambda moment: int(moment.timestamp()),
     "ms": lambda moment: int(moment.timestamp()) * 10**3,
     "us": lambda moment: int(moment.timestamp()) * 10**6,

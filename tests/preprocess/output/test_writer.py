@@ -1,4 +1,6 @@
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -6,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.sequences import build_sequences
@@ -54,7 +57,7 @@ def test_features_and_events_of_every_kind_are_written(
     assert context.dtypes == {"tags": "list<int64>", "share": "float32", "sex": "int64"}
 
     num_events = [len(prices) for *_, prices in users]
-    events = {
+    events: dict[str, NDArray[Any]] = {
         "user_id": np.repeat(np.arange(len(users)), num_events),
         "item_id": np.arange(sum(num_events)),
         "action": np.zeros(sum(num_events), dtype=np.int32),
@@ -83,8 +86,8 @@ def test_features_and_events_of_every_kind_are_written(
     assert context.audit() == audit
 
 
-def _values(known: dict[int, list[object]]) -> dict[str, list[object]]:
+def _values(known: Mapping[int, list[Any]]) -> dict[str, list[Any]]:
     return {
-        "tags": [tag for tags, _, _ in known.values() for tag in tags or ()],  # type: ignore[attr-defined]
+        "tags": [tag for tags, _, _ in known.values() for tag in tags or ()],
         "sex": [sex for _, _, sex in known.values()],
     }

@@ -33,6 +33,11 @@ def _write(path: Path, content: str | bytes | pl.DataFrame) -> Path:
     return path
 
 
+def write_table(path: Path, frame: pl.DataFrame) -> None:
+    writers: dict[str, Any] = {".csv": frame.write_csv, ".parquet": frame.write_parquet, ".jsonl": frame.write_ndjson}
+    writers[path.suffix](path)
+
+
 def _config(*events: Path, **options: Any) -> TabularConfig:
     columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     return TabularConfig(events=events, **{**columns, **options})
@@ -420,7 +425,7 @@ def test_a_map_turns_ratings_and_words_into_actions(
 ) -> None:
     frame = pl.DataFrame({"user": 1, "item": 2, "time": 3, "kind": [*good, *bad]})
     path = tmp_path / f"log.{suffix}"
-    {"csv": frame.write_csv, "parquet": frame.write_parquet, "jsonl": frame.write_ndjson}[suffix](path)
+    write_table(path, frame)
     config = _config(path, action_columns=("kind",), action_map=action_map)
     interactions = read_tabular(config, AUTO, frozenset())
     assert _rows(interactions) == [(1, 2, action, 3000) for action in good.values()]
@@ -450,7 +455,7 @@ EXTRA = (
 def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix: str) -> None:
     frame = pl.read_csv(EXTRA.encode(), infer_schema=False)
     path = tmp_path / f"log.{suffix}"
-    {"csv": frame.write_csv, "parquet": frame.write_parquet, "jsonl": frame.write_ndjson}[suffix](path)
+    write_table(path, frame)
     options: dict[str, Any] = {"event_columns": ("price=-1", "dwell:int=0"), "weight": "w:float"}
     interactions = read_tabular(_config(path, **options), AUTO, frozenset())
     assert interactions.extra_events == {"price": "float32", "dwell": "int64", "w": "float32"}

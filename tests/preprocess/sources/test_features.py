@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 
 BEGIN = 1_700_000_000
 LOG = [("ann", "x"), ("ann", "y"), ("bob", "z"), ("bob", "x"), ("eve", "x")]
-COLUMNS = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+COLUMNS: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
 Row = Mapping[str, Any]
 
 
@@ -36,7 +36,7 @@ def write_log(path: Path, log: list[tuple[Any, Any]]) -> Path:
     return path
 
 
-def write_rows(path: Path, rows: list[Row], types: Mapping[str, Any]) -> Path:
+def write_rows(path: Path, rows: Sequence[Row], types: Mapping[str, Any]) -> Path:
     """Write rows as their suffix says; in CSV, elements of lists are divided by |."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -189,7 +189,7 @@ def test_context_of_every_type_is_encoded_and_read_by_loaders(tmp_path: Path) ->
 
 
 def _read(file: Path, *columns: str, kind: Any = "int64", **options: Any) -> Features:
-    context = {"context": file, "context_columns": columns}
+    context: dict[str, Any] = {"context": file, "context_columns": columns}
     config = TabularConfig(events=(file,), **COLUMNS, **context, **options)
     return read_features(config, "user_id", kind)
 
