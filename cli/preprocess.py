@@ -292,7 +292,8 @@ def _describe_ids(summary: "IdSummary") -> str:
     found = ", ".join(filter(None, [counted, "" if summary.largest is None else f"largest {summary.largest:,}"]))
     if summary.rule == "dense":
         size = summary.versions[-1].size
-        added = f", {summary.unknown_values:,} of them new" if len(summary.versions) > 1 else ""
+        unknown = f", {summary.unknown_values:,} of them not in the earlier vocabulary"
+        added = unknown if summary.unknown_values else ""
         return f"dense ({found}{added}), numbered 1 to {size:,} by first appearance"
     if summary.rule == "keep":
         return f"kept ({found})"

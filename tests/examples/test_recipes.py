@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 
 from evenrank.datasets import Manifest, read_manifest
 from tests.cli.programs import EVENRANK, ROOT, run_program
-from tests.preprocess.decoded import decode, read_rows
+from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 
 RECIPES = ROOT / "examples" / "recipes"
 
@@ -175,7 +176,14 @@ def _check_yelp(out: Path, manifest: Manifest) -> None:
 
 def _features(out: Path) -> dict[Any, tuple[Any, ...]]:
     """Return the features of items by their raw id, decoded."""
-    raise NotImplementedError
+    rows = pq.read_table(out / "item_features.parquet").to_pylist()
+    names = {name: read_vocabulary(out, name) for name in rows[0]}
+
+    def decoded(name: str, ids: Any) -> Any:
+        return [names[name][number] for number in ids] if isinstance(ids, list) else names[name][ids]
+
+    values = [[decoded(name, ids) for name, ids in row.items()] for row in rows]
+    return {item: tuple(features) for item, *features in values}
 
 
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, Manifest], None]]] = {
