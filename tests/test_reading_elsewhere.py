@@ -46,7 +46,9 @@ def test_each_tool_reads_the_rows_and_gets_back_raw_ids_by_one_join(tmp_path: Pa
     log = tmp_path / "log.csv"
     log.write_text("user_id,item_id,timestamp\n" + "".join(f"{u},{i},{t}\n" for t, (u, i) in enumerate(EVENTS)))
     custom = TabularConfig(events=(log,), user_column="user_id", item_column="item_id", timestamp_column="timestamp")
-    preprocess(PreprocessConfig(dataset="custom", custom=custom, out=tmp_path / "out/mine", split="none"))
+    preprocess(
+        PreprocessConfig(dataset="custom", custom=custom, out=tmp_path / "out/mine", split="none", allow_empty=True)
+    )
     run = _run(f"{BLOCKS[tool]}\nprint(({RESULTS[tool]}))", tmp_path)
     assert run.returncode == 0, run.stderr
     num_rows, events = ast.literal_eval(run.stdout.splitlines()[-1])

@@ -71,7 +71,7 @@ class TextValues:
         frames = [*self._frames, *(pl.read_ipc(path) for path in files)]
         rows = pl.concat(frames).unique() if frames else pl.DataFrame(schema={_KEY: pl.Int64, _VALUE: pl.String})
         if rows.get_column(_KEY).is_duplicated().any():
-            equal = rows.filter(pl.col(_KEY).is_duplicated()).sort(_KEY).get_column(_VALUE).head(2).to_list()
+            equal = rows.filter(pl.col(_KEY).is_duplicated()).sort(_KEY, _VALUE).get_column(_VALUE).head(2).to_list()
             raise DataError(f"the ids {equal[0]!r} and {equal[1]!r} have the same 64-bit hash; rename one of them")
         return rows
 

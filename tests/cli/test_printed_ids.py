@@ -25,5 +25,6 @@ def test_the_rule_of_each_column_is_printed_with_both_figures(evenrank: Evenrank
     later = write_log(here / "later.csv", [(1, 1000, 0), (1, 8, 1)])
     assert printed(later, "later", "--vocabulary", "auto") == [
         "user_id: kept (largest 1)",
-        "item_id: dense (2 distinct, largest 1,000, 1 of them not in the earlier vocabulary), numbered 1 to 3 by first appearance",
+        "item_id: dense (2 distinct, largest 1,000, 1 of them not in the earlier vocabulary), "
+        "numbered 1 to 3 by first appearance",
     ]
