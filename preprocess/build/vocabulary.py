@@ -260,8 +260,11 @@ class _Values:
         """Yield all values in their order, about `_ROWS_AT_ONCE` at a time."""
         num_ranges = max(1, -(-self.size // _ROWS_AT_ONCE))
         every = max(1, _ROWS_AT_ONCE // _SAMPLES)
-        samples = pl.concat([part.select(_ORDER).gather_every(every).collect() for part in self._parts]).sort(_ORDER)
-        limits = [samples.row(len(samples) * index // num_ranges) for index in range(1, num_ranges)]
+        # In Python, because a frame of some texts would keep all texts of their parts in memory.
+        samples = sorted(
+            row for part in self._parts for row in part.select(_ORDER).gather_every(every).collect().rows()
+        )
+        limits = [samples[len(samples) * index // num_ranges] for index in range(1, num_ranges)]
         first, value = map(pl.col, _ORDER)
         is_before = [((first < time) | ((first == time) & (value < limit))) for time, limit in limits]
         num_before = [is_in.sum().alias(str(index)) for index, is_in in enumerate(is_before)]
