@@ -76,7 +76,7 @@ class EventCounter:
                 eval_items += int(np.count_nonzero(num_events > in_train))
                 cold_items += int(np.count_nonzero(in_train == 0))
                 cold_item_events += int(num_events[in_train == 0].sum())
-        popularity = np.concatenate(of_pieces)
+        popularity = np.concatenate([counts for counts in of_pieces if len(counts)])  # or all would become int64
         popularity.sort()
         popularity = popularity[::-1]
         ranks = np.unique(np.geomspace(1, len(popularity), 100).astype(np.int64))
