@@ -68,24 +68,25 @@ class EventCounter:
         per_day = np.add.reduceat(counts, first_of_day)
         width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
         bins = hours // width - hours[0] // width
-        of_pieces, eval_items, cold_items, cold_item_events = [], 0, 0, 0
+        popularity, eval_items, cold_items, cold_item_events = ValueCounts(), 0, 0, 0
         for items, num_events in self._items.pieces():
-            of_pieces.append(num_events)
+            popularity.add(num_events.astype(np.int64))
             if EVAL in self._events:
                 in_train = self._train_items.count(items)
                 eval_items += int(np.count_nonzero(num_events > in_train))
                 cold_items += int(np.count_nonzero(in_train == 0))
                 cold_item_events += int(num_events[in_train == 0].sum())
-        popularity = np.concatenate([counts for counts in of_pieces if len(counts)])  # or all would become int64
-        popularity.sort()
-        popularity = popularity[::-1]
-        ranks = np.unique(np.geomspace(1, len(popularity), 100).astype(np.int64))
+        popular, num_popular = (column[::-1] for column in popularity.result())  # events, items that have as many
+        last_ranks = np.cumsum(num_popular)
+        num_items = int(last_ranks[-1])
+        ranks = np.unique(np.geomspace(1, num_items, 100).astype(np.int64))
+        in_top = np.diff(np.minimum(last_ranks, -(-num_items // 100)), prepend=0)
         return Statistics(
             split=self._split,
             by=self._by,
             events=dict(self._events),
             users=self._users,
-            items=len(popularity),
+            items=num_items,
             first_ms=self._first_ms,
             last_ms=self._last_ms,
             largest_day_ms=int(days[per_day.argmax()]) * DAY_MS,
@@ -95,8 +96,8 @@ class EventCounter:
             bin_width_ms=width * _HOUR_MS,
             bins=np.bincount(bins, counts).astype(int).tolist(),
             ranks=ranks.tolist(),
-            ranks_events=popularity[ranks - 1].tolist(),
-            top_events=int(popularity[: -(-len(popularity) // 100)].sum()),
+            ranks_events=popular[np.searchsorted(last_ranks, ranks)].tolist(),
+            top_events=int((popular * in_top).sum()),
             early_eval_events=_count_early(folder / EVAL, self._newest_train) if EVAL in self._events else 0,
             eval_items=eval_items,
             cold_items=cold_items,
