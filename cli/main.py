@@ -20,7 +20,7 @@ from evenrank.cli.inspect_dataset import inspect_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
-from evenrank.core.errors import EvenrankError, escape_controls
+from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.core.optional_imports import naming_extras
 
 # Of Typer, which has either its own copy of Click or the package: the class of errors in the arguments.
@@ -51,7 +51,14 @@ def run_command(command: Callable[..., None]) -> None:
 
 
 class _Command(TyperCommand):
-    """Its plain help has a section per panel, which Typer does only with Rich."""
+    """Its plain help has a section per panel, which Typer does only with Rich; no option is given twice."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for parameter in given:
+            if given.count(parameter) > 1 and not parameter.multiple:
+                raise ConfigError(f"{parameter.opts[0]} is given twice on the command line; give it once")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -103,9 +110,8 @@ def _run(app: typer.Typer) -> None:
             code = app(standalone_mode=False)
         sys.exit(code or 0)
     except _UsageError as error:
-        usage = io.StringIO()
-        error.show(usage)
-        typer.echo(escape_controls(usage.getvalue(), keep="\n"), err=True, nl=False)
+        help_of = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+        console.print_error(f"{error.format_message().rstrip('.')}{help_of}")
         sys.exit(2)
     except EvenrankError as error:
         console.print_error(str(error))

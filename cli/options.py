@@ -1,5 +1,6 @@
 """Options of several commands, and their checks."""
 
+import glob
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -118,7 +119,8 @@ def _read_value(path: Path, key: str, value: Any, kind: Any, path_pattern: str) 
         wanted = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a string")
         raise ConfigError(f"{path}: {key} must be {wanted}{' or a list of strings' * is_list}, got {value!r}")
     if kind is Path:
-        values = [str(path.parent / one) for one in values]
+        folder = str(path.parent)
+        values = [str(Path(glob.escape(folder) if glob.has_magic(one) else folder, one)) for one in values]
     elif kind is str:
         values = [re.sub(path_pattern, lambda found: str(path.parent / found[0]), one) for one in values]
     return values if is_list else values[0]

@@ -76,10 +76,10 @@ class Statistics:
             "items": f"{self.items:,}",
             "density": f"{100 * total / (self.users * self.items):.3g} % of users x items",
             "time": f"{_time(self.first_ms)} to {_time(self.last_ms)} UTC",
-            "events per day": f"{total / num_days:,.0f} on average, {self.largest_day_events:,} on the busiest, "
+            "events per day": f"{_rounded(total / num_days)} on average, {self.largest_day_events:,} on the busiest, "
             f"{_time(self.largest_day_ms)[:10]}",
-            "events per hour": f"{total / num_days / 24:,.0f} on average, most from {hour:02}:00 to {hour:02}:59 UTC, "
-            f"{_percent(largest_hour, total)}",
+            "events per hour": f"{_rounded(total / num_days / 24)} on average, most from {hour:02}:00 to {hour:02}:59 "
+            f"UTC, {_percent(largest_hour, total)}",
             "popularity": f"{_percent(self.top_events, total)} of events have one of the most popular 1 % of items",
         }
         if in_eval:
@@ -124,3 +124,7 @@ def _time(milliseconds: int) -> str:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

@@ -23,6 +23,7 @@ from evenrank.datasets.schema import (
     SCHEMA_VERSION,
     USER_ID,
     WINDOW,
+    IdKind,
     Manifest,
     Split,
     content_hash,
@@ -133,22 +134,30 @@ def preprocess(
 
     def write(folder: Path) -> Manifest:
         earlier = {} if config.vocabulary is None else read_earlier(config.vocabulary, parse_unknown(config.unknown))
-        text_ids = frozenset(name for name, ids in earlier.items() if ids.summary.kind == "text")
+        known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
         rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
         while True:
             on_stage(f"opening {config.dataset}")
-            interactions = open_source(config, rules=rules, text_ids=text_ids, show_progress=show_progress)
-            for name, ids in earlier.items():
-                if (kind := interactions.id_kinds[name]) != ids.summary.kind:
-                    known = f"{config.vocabulary} has ids of type {ids.summary.kind}"
-                    raise DataError(f"{known} as {name}, the log has {kind}; convert one of them")
+            interactions = open_source(config, rules=rules, known=known, show_progress=show_progress)
+            _check_out(config, interactions)
             try:
                 with wrap_write_errors(config.out):
                     return _write_dataset(folder, config, interactions, rules, earlier, on_stage)
             except TextIdsError as error:  # columns that began with integers
-                text_ids |= error.columns
+                known |= dict.fromkeys(error.columns, "text")
 
     return replace_folder(config.out, write, overwrite=config.overwrite)
+
+
+def _check_out(config: PreprocessConfig, interactions: Interactions) -> None:
+    """Raise a ConfigError if replacing the folder would remove what is read."""
+    inputs = [Path(part.name) for part in interactions.parts if config.dataset != SYNTHETIC]
+    inputs += [config.raw_dir] if config.expand is not None else []
+    inputs += filter(None, [parse_split(config.split).file])
+    inputs += [file.path for file in config.custom.feature_files.values()] if config.custom is not None else []
+    for path in inputs:
+        if path.resolve().is_relative_to(config.out.resolve()):
+            raise ConfigError(f"{path} is read, and is in {config.out}, which would be replaced; choose another folder")
 
 
 def _id_rules(config: PreprocessConfig) -> dict[str, str]:
@@ -160,12 +169,12 @@ def open_source(
     config: PreprocessConfig,
     *,
     rules: Mapping[str, str],
-    text_ids: frozenset[str] | None = frozenset(),
+    known: Mapping[str, IdKind] | None = None,
     show_progress: bool = False,
 ) -> Interactions:
     """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
 
-    `rules` are those of the ids; columns of `text_ids` are text even if they begin with integers.
+    `rules` are those of the ids; `known` are types of ids of a custom log that its first rows do not decide.
     """
     if config.dataset == SYNTHETIC and config.expand is not None:
         expansion = parse_expansion(config.expand)
@@ -179,19 +188,19 @@ def open_source(
     if config.dataset in CATALOG:
         public = CATALOG[config.dataset]
         log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
-        text_ids = None
+        known = None
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
-    return _read_logs(log, parse_split(config.split).file, rules, text_ids)
+    return _read_logs(log, parse_split(config.split).file, rules, known)
 
 
 def _read_logs(
-    log: TabularConfig, second: Path | None, rules: Mapping[str, str], text_ids: frozenset[str] | None
+    log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind] | None
 ) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
     if second is None or not is_log(second, log):
-        return read_tabular(log, rules, text_ids)
-    interactions = read_tabular(replace(log, events=(*log.events, second)), rules, text_ids)
+        return read_tabular(log, rules, known)
+    interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known)
     marks = [0] * (len(interactions.parts) - 1) + [1]
     parts = (
         replace(part, events=part.events.with_columns(pl.lit(mark, pl.Int32).alias(IN_EVAL)))
@@ -263,7 +272,7 @@ def _write_dataset(
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(
                 f"--split {config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
-                f"{time['last']}; {rule.remedy}, or pass --allow-empty"
+                f"{time['last']}{_losses(counts)}; {rule.remedy}, or pass --allow-empty"
             )
         sources = pending_sources.result()
         if rule.file is not None and not interactions.has_eval_log:
@@ -329,7 +338,7 @@ def _write_splits(
     Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
     """
     context = FeatureLookup(interactions.context, of="users")
-    statistics = EventCounter(config.split, rule.by, ids[ITEM_ID].size)
+    statistics = EventCounter(config.split, rule.by, ids[ITEM_ID].size, config.filters.overlap)
     writers: dict[str, SplitWriter] = {}
     counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
     with contextlib.ExitStack() as stack:
@@ -368,6 +377,10 @@ def _write_splits(
     names = (USER_ID, ITEM_ID, ACTION)
     largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
     return splits, largest, statistics.report(folder)
+
+
+def _losses(counts: Mapping[str, int]) -> str:
+    return "".join(f"; {count:,} {what}" for what, count in counts.items() if count and "(kept)" not in what)
 
 
 def _count_masked(masks: Masks | None) -> int:

@@ -14,6 +14,7 @@ not stopped.
 import base64
 import hashlib
 import json
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, v
 from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
 
+_log = logging.getLogger("evenrank")
 _FORMAT = StateFormat(
     owner="the loader",
     version=4,
@@ -190,6 +192,9 @@ class SavedPosition(NamedTuple):
         """Return the epoch after that of a state, if it is of a dataset whose ids all mean the same here."""
         entries = _FORMAT.check(state)
         check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
+        epoch, left_out = entries["epoch"], entries["num_samples"] - entries["position"]
+        if entries["position"] and left_out:
+            _log.warning("epoch %d is not finished: %d samples of its dataset are never trained", epoch, left_out)
         return int(entries["epoch"]) + 1
 
 

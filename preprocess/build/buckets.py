@@ -162,8 +162,8 @@ def fill_buckets(
             folder = os.path.commonpath([Path(part.name).absolute().parent for part in parts])
             num_skipped[f"{os.path.relpath(part.name, folder)}: {description}"] = num_bad
     if num_events == 0:
-        names = ", ".join(part.name for part in parts)
-        raise DataError(f"{names}: no events could be read; check the file, or unpack or download it again")
+        reasons = "; ".join(num_skipped) or ", ".join(part.name for part in parts)
+        raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
     return num_skipped, first_ms, last_ms
 
 

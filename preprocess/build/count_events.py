@@ -10,7 +10,7 @@ import polars as pl
 
 from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.event_statistics import DAY_MS, Statistics
-from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS
+from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, WINDOW
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.build.splits import EVAL, TRAIN
 
@@ -27,10 +27,11 @@ class EventCounter:
         split: text of the rule.
         by: what it divides; see SplitRule.
         num_items: largest item id + 1, if it is known.
+        overlap: number of events that a window shares with the one before.
     """
 
-    def __init__(self, split: str, by: str, num_items: int | None) -> None:
-        self._split, self._by = split, by
+    def __init__(self, split: str, by: str, num_items: int | None, overlap: int) -> None:
+        self._split, self._by, self._overlap = split, by, overlap
         self._hours = ValueCounts()  # since 1970
         self._items, self._train_items = ValueCounts(num_items), ValueCounts(num_items)  # the latter if there is eval
         self._events: Counter[str] = Counter()
@@ -98,7 +99,9 @@ class EventCounter:
             ranks=ranks.tolist(),
             ranks_events=popular[np.searchsorted(last_ranks, ranks)].tolist(),
             top_events=int((popular * in_top).sum()),
-            early_eval_events=_count_early(folder / EVAL, self._newest_train) if EVAL in self._events else 0,
+            early_eval_events=_count_early(folder / EVAL, self._newest_train, self._overlap)
+            if EVAL in self._events
+            else 0,
             eval_items=eval_items,
             cold_items=cold_items,
             cold_item_events=cold_item_events,
@@ -107,10 +110,12 @@ class EventCounter:
         )
 
 
-def _count_early(folder: Path, newest: int) -> int:
-    """Count the events of eval that are older than a time."""
+def _count_early(folder: Path, newest: int, overlap: int) -> int:
+    """Count the events of eval that are older than a time, those in two windows once."""
     rows, times = pl.scan_parquet(sorted(folder.glob("*.parquet")), glob=False), pl.col(TIMESTAMP_MS)
     if NUM_TARGETS in rows.collect_schema():
         times = times.list.tail(pl.col(NUM_TARGETS))
+    elif WINDOW in rows.collect_schema():
+        times = times.list.slice(pl.when(pl.col(WINDOW) > 0).then(overlap).otherwise(0))
     is_early = rows.select(times).explode(TIMESTAMP_MS).select((pl.col(TIMESTAMP_MS) < newest).sum())
     return int(is_early.collect(engine="streaming").item())

@@ -46,6 +46,11 @@ class Filters:
             raise ConfigError(f"stride must be at most window ({self.window}), or events are lost; got {self.stride}")
 
     @property
+    def overlap(self) -> int:
+        """Number of events that a window shares with the one before."""
+        return 0 if self.window is None or self.stride is None else self.window - self.stride
+
+    @property
     def has_k_core(self) -> bool:
         """Whether users or items need more than one event."""
         return self.min_user_events > 1 or self.min_item_events > 1

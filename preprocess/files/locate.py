@@ -36,9 +36,15 @@ def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
     """
     files: list[Path] = []
     for path in paths:
+        if not path.exists() and not glob.has_magic(str(path)):
+            raise DataError(f"{path} cannot be read: No such file or directory; check the path")
         found = sorted(set(_expand(path)))
         if len({file_format(file) for file in found}) != 1:
-            problem = "has files of several formats; use a pattern such as *.csv" if found else "leads to no data file"
+            problem = (
+                "has files of several formats; use a pattern such as *.csv"
+                if found
+                else "leads to no data file; check it"
+            )
             raise DataError(f"{path} {problem}")
         files += found
     if len({file.resolve() for file in files}) < len(files):

@@ -22,6 +22,7 @@ def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapp
 
     Text without types is judged by its first rows that pass the checks.
     """
+    is_unsigned = any(table.dtypes[column].is_unsigned_integer() for table in tables)
     for table in tables:
         dtype = table.dtypes[column]
         if dtype.base_type() in TEXT_TYPES:
@@ -30,13 +31,18 @@ def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapp
             with wrap_read_errors(table.path):
                 rows = table.rows.filter(IS_WELL_FORMED).head(_SAMPLED_ROWS).collect()
                 sample = rows.filter(*checks(table).values()).select(column)
-            if not sample.select((is_missing(table, column) | is_plain_integer(pl.col(column))).all()).item():
+            if sample.get_column(column).null_count() == len(sample) > 0:  # in JSON lines, which name no columns
+                raise DataError(f"{table.path}: column {column!r} is missing in the first rows; check its name")
+            is_plain = [is_missing(table, column) | is_plain_integer(pl.col(column), kind) for kind in INTEGERS]
+            is_int64, is_uint64 = sample.select(i=is_plain[0].all(), u=is_plain[1].all()).row(0)
+            if not is_int64 and not is_uint64:
                 return "text"
+            is_unsigned |= not is_int64
         elif not dtype.is_numeric():
             raise DataError(
                 f"{table.path}: column {column!r} of type {dtype} cannot hold ids; convert it to integers or texts"
             )
-    return "uint64" if any(table.dtypes[column].is_unsigned_integer() for table in tables) else "int64"
+    return "uint64" if is_unsigned else "int64"
 
 
 def raw_id(table: Table, column: str, kind: IdKind) -> pl.Expr:
@@ -44,11 +50,13 @@ def raw_id(table: Table, column: str, kind: IdKind) -> pl.Expr:
     is_text = table.dtypes[column].base_type() in TEXT_TYPES
     text = pl.col(column).cast(pl.String)
     if kind != "text":
-        plain = pl.when(is_plain_integer(text)).then(text).cast(pl.Int64)
-        return plain.cast(INTEGERS[kind], strict=False) if is_text else as_integer(table, column, kind)
+        plain = pl.when(is_plain_integer(text, kind)).then(text).cast(INTEGERS[kind])
+        return plain if is_text else as_integer(table, column, kind)
     if is_text:
         return pl.when((text != "") & ~_has_bad_bytes(text)).then(text)
-    return as_integer(table, column).cast(pl.String)
+    return as_integer(table, column, "uint64" if table.dtypes[column].is_unsigned_integer() else "int64").cast(
+        pl.String
+    )
 
 
 def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) -> dict[str, pl.Expr]:
@@ -57,9 +65,10 @@ def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) 
     if dtype.base_type() in TEXT_TYPES:
         checks[f"{column} is not UTF-8"] = ~_has_bad_bytes(pl.col(column).cast(pl.String))
     ids, bits = raw_id(table, column, kind), integer_bits(dtype)
-    if kind != "text":
+    if kind != "text" or dtype.base_type() not in TEXT_TYPES:
         exact = f", where {dtype} is exact" if dtype.is_float() else ""
-        limits = "0..2^64-1" if kind == "uint64" else f"-2^{bits}{'+1' * dtype.is_float()}..2^{bits}-1"
+        is_unsigned = kind == "uint64" or (kind == "text" and dtype.is_unsigned_integer())
+        limits = "0..2^64-1" if is_unsigned else f"-2^{bits}{'+1' * dtype.is_float()}..2^{bits}-1"
         checks[f"{column} is not an integer in {limits}{exact}"] = ids.is_not_null()
     if is_row:
         checks[f"{column} must not be negative"] = ids >= 0
@@ -112,9 +121,9 @@ def integer_bits(dtype: pl.DataType) -> int:
     return _FLOAT_BITS.get(str(dtype), 63)
 
 
-def is_plain_integer(text: pl.Expr) -> pl.Expr:
-    """Return whether a text is an int64 in decimal digits, without leading zeros, plus signs and -0."""
-    return text.str.contains(_PLAIN_INTEGER) & text.cast(pl.Int64, strict=False).is_not_null()
+def is_plain_integer(text: pl.Expr, kind: IdKind = "int64") -> pl.Expr:
+    """Return whether a text is an integer in decimal digits, without leading zeros, plus signs and -0."""
+    return text.str.contains(_PLAIN_INTEGER) & text.cast(INTEGERS[kind], strict=False).is_not_null()
 
 
 def is_missing(table: Table, column: str) -> pl.Expr:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
 from evenrank.preprocess.build.ids import KEEP
 from evenrank.preprocess.files.locate import find_files
@@ -36,30 +37,35 @@ _DTYPES: Mapping[str, pl.DataType] = {"int64": pl.Int64(), "float32": pl.Float32
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
-def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: frozenset[str] | None) -> Interactions:
+def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping[str, IdKind] | None) -> Interactions:
     """Open the files of a log, and encode the users' features.
 
     Args:
         config: the files and their columns.
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
-        text_ids: those of the two that are text even if they begin with integers; None: both are integers.
+        known: types of the ids that the first rows do not decide; None: both are int64.
     """
     files = find_files(config.events)
     tables = [
         open_table(path, config.needed_columns, separator=config.delimiter, columns=config.columns) for path in files
     ]
+    if config.timestamp_unit not in ("auto", "row"):
+        dtype = tables[0].dtypes[config.timestamp_column]
+        if all(table.dtypes[config.timestamp_column].is_temporal() for table in tables):
+            column = f"{config.timestamp_column}, which is of type {dtype}"
+            raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
 
     def kind_of(name: str) -> IdKind:
-        if rules[name] == KEEP or text_ids is None:
+        if rules[name] == KEEP or known is None:
             return "int64"
-        return "text" if name in text_ids else id_kind(tables, columns[name], lambda table: _values(config, table)[1])
+        return known.get(name) or id_kind(tables, columns[name], lambda table: _values(config, table)[1])
 
     kinds = {name: kind_of(name) for name in columns}
-    is_guessed = text_ids is not None
-    guessed = {name: columns[name] for name in columns if is_guessed and kinds[name] == "int64" and rules[name] != KEEP}
+    decided = columns.keys() if known is None else known.keys() | {name for name in columns if rules[name] == KEEP}
+    guessed = {name: columns[name] for name in columns if name not in decided and kinds[name] == "int64"}
     folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
     def describe(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:

@@ -274,7 +274,9 @@ def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Pat
         assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
         assert run.stderr.startswith(f"error: {message.format(config=config)}")
     config.write_text('out = "out"\n')
-    assert "Error: Missing option '--dataset'.\n" in evenrank("preprocess", "--config", config).stderr
+    assert evenrank("preprocess", "--config", config).stderr == (
+        "error: Missing option '--dataset'; see evenrank preprocess --help\n"
+    )
     assert evenrank("preprocess", "--config", config, "--dataset", "custom").stderr == (
         "error: --dataset custom needs --events, the files of the log; add it, or `events` to --config\n"
     )

@@ -127,7 +127,7 @@ INVALID_ML_1M = [
             HEADER.replace("\n", "\r1,2,3,4\n5,6,1,8\n"),
             "ratings.csv: the first line .* cannot be parsed; fix its quotes or line ends",
         ),
-        ("ml-20m", HEADER, "ratings.csv: no events could be read; check the file, or unpack or download it again"),
+        ("ml-20m", HEADER, "no events could be read: .*ratings.csv; check the file, or unpack or download it again"),
         *(("ml-20m", f"{ML_20M}{line}\n", message) for line, message in RATING_FAULTS.items()),
         *(("ml-1m", {"ml-1m/ratings.dat": ratings, USERS: users}, text) for ratings, users, text in INVALID_ML_1M),
     ],
@@ -297,6 +297,22 @@ def test_a_file_lists_the_users_of_eval_by_their_raw_ids(tmp_path: Path, name: s
     assert [row["length"] for row in _rows(tmp_path / "out" / "train")] == [1]
     assert manifest.options["split"] == "file:users.txt"
     assert [source.path for source in manifest.sources] == ["log.csv", "users.txt"]
+
+
+def test_a_folder_with_what_is_read_is_not_replaced(tmp_path: Path) -> None:
+    events = tmp_path / "logs" / "log.csv"
+    events.parent.mkdir()
+    events.write_text("user,item,time\n1,2,1420070400\n")
+    users = tmp_path / "lists" / "users.txt"
+    users.parent.mkdir()
+    users.write_text("1\n")
+    names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+    log = TabularConfig(events=(events,), **names)
+    for out, read in ((events.parent, events), (users.parent, users)):
+        config = PreprocessConfig(dataset="custom", out=out, custom=log, split=f"file:{users}", overwrite=True)
+        with pytest.raises(ConfigError, match=f"^{read} is read, and is in {out}, which would be replaced; choose an"):
+            preprocess(config)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["lists", "log.csv", "logs", "users.txt"]
 
 
 def test_events_and_users_left_out_by_filters_are_counted(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Training on one day's log after another's: ids keep their meaning, or the state is refused."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def test_an_embedding_table_is_trained_on_two_days_one_after_the_other(days: tup
     resumed = build_loader(days[1], CONFIG, rank=0, world_size=1)
     resumed.load_state_dict(second.state_dict())
     assert resumed.epoch == 2
+
+
+def test_samples_that_an_unfinished_epoch_leaves_out_are_named(
+    days: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = build_loader(days[0], replace(CONFIG, batch_size=1), rank=0, world_size=1)
+    next(iter(first))
+    build_loader(days[1], CONFIG, rank=0, world_size=1).begin_after(first.state_dict())
+    assert caplog.messages == [f"epoch 0 is not finished: {len(first) - 1} samples of its dataset are never trained"]
 
 
 def test_a_state_of_another_vocabulary_is_refused_in_one_line(days: tuple[Path, Path], tmp_path: Path) -> None:

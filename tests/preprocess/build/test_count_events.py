@@ -18,7 +18,7 @@ from evenrank.preprocess.build import buckets
 HOUR = 3600
 Event = tuple[int, int, int]  # user, item, seconds since 1970
 SPLITS = ("user:0.4", "user:0", "user:1", "leave-last:1", "leave-last:3", f"time:{40 * HOUR}", "time:0", "none")
-FILTERS = (Filters(), Filters(window=3), Filters(window=4, stride=1, min_length=2))
+FILTERS = (Filters(), Filters(window=3), Filters(window=2, stride=1), Filters(window=4, stride=1, min_length=2))
 
 
 def _preprocess(folder: Path, events: list[Event], split: str, filters: Filters = FILTERS[0]) -> Manifest:

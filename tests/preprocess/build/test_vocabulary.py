@@ -139,7 +139,7 @@ def test_filters_come_before_the_vocabulary(tmp_path: Path) -> None:
 def test_a_vocabulary_of_another_kind_or_damaged_is_refused(tmp_path: Path) -> None:
     tuesday_log = write_log(tmp_path / "tuesday.csv", TUESDAY)
     number(tmp_path / "integers", write_log(tmp_path / "integers.csv", [(1, -2, 0)]), ids="dense")
-    with pytest.raises(DataError, match=r"integers has ids of type int64 as user_id, the log has text; convert one"):
+    with pytest.raises(DataError, match=r"tuesday.csv: 5 bad rows, first line 2 .*: user is not an integer in"):
         number(tmp_path / "out", tuesday_log, vocabulary=tmp_path / "integers")
     number(tmp_path / "monday", write_log(tmp_path / "monday.csv", MONDAY))
     path = tmp_path / "monday" / "vocabulary_item_id.parquet"

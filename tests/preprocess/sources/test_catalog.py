@@ -54,7 +54,7 @@ KEEP = {"user_id": "keep", "item_id": "keep"}
 
 
 def read(name: str, folder: Path, rules: dict[str, str] = KEEP) -> Interactions:
-    return read_tabular(CATALOG[name].log_in(folder), rules, frozenset())
+    return read_tabular(CATALOG[name].log_in(folder), rules, {})
 
 
 def read_pure(tmp_path: Path, *lines: str, users: tuple[str, ...] = (USERS_HEADER, *USERS)) -> Interactions:

@@ -4,9 +4,11 @@ import math
 import os
 import random
 import re
+from collections.abc import Mapping
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import polars as pl
@@ -54,11 +56,11 @@ def _read(
     name: str | None = None,
     *,
     rules: dict[str, str] = AUTO,
-    text_ids: frozenset[str] = frozenset(),
+    known: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Interactions:
     name = name or ("log.parquet" if isinstance(content, pl.DataFrame) else "log.csv")
-    return read_tabular(_config(_write(folder / name, content), **options), rules, text_ids)
+    return read_tabular(_config(_write(folder / name, content), **options), rules, known)
 
 
 def _collect(interactions: Interactions) -> list[pl.DataFrame]:
@@ -124,14 +126,16 @@ def test_parquet_with_other_columns_and_several_types_of_numbers_and_times(tmp_p
         (time.dt.date(), [noon - 43_200_000]),
         (pl.lit(datetime(1969, 12, 31, 23, 59, 59, 999_999)), []),
     ):
-        rows = _rows(_read(tmp_path, ONE.with_columns(time=column), timestamp_unit="iso"))
+        rows = _rows(_read(tmp_path, ONE.with_columns(time=column)))
         assert rows == [(1, 2, 0, time_ms) for time_ms in expected]
+        with pytest.raises(ConfigError, match=r"timestamp_unit 's' does not apply to time, which is of type Date"):
+            _read(tmp_path, ONE.with_columns(time=column), timestamp_unit="s")
 
 
 def test_several_files_share_one_type_of_ids(tmp_path: Path) -> None:
     first = _write(tmp_path / "a.csv", "user,item,time\nzoë,5,3\nb,6,2\n")
     pl.DataFrame({"time": [1, 4], "user": [12, 7], "item": [5, 9]}).write_parquet(tmp_path / "b.parquet")
-    interactions = read_tabular(_config(first, tmp_path / "b.parquet"), AUTO, frozenset())
+    interactions = read_tabular(_config(first, tmp_path / "b.parquet"), AUTO, {})
     assert _rows(interactions) == [("zoë", 5, 0, 3000), ("b", 6, 0, 2000), ("12", 5, 0, 1000), ("7", 9, 0, 4000)]
     assert [part.name for part in interactions.parts] == [str(first), str(tmp_path / "b.parquet")]
     assert interactions.id_kinds == {"user_id": "text", "item_id": "int64"}
@@ -163,11 +167,36 @@ def test_unsigned_ids_up_to_64_bits_are_exact_unless_they_are_kept(tmp_path: Pat
     users = pl.Series([0, 2**63, 2**64 - 1], dtype=pl.UInt64)
     _write(tmp_path / "a.parquet", pl.DataFrame({"user": users, "item": [1, 2, 3], "time": 0}))
     _write(tmp_path / "b.csv", "user,item,time\n7,4,0\n-1,5,0\n")
-    interactions = read_tabular(_config(tmp_path / "a.parquet", tmp_path / "b.csv"), AUTO, frozenset())
+    interactions = read_tabular(_config(tmp_path / "a.parquet", tmp_path / "b.csv"), AUTO, {})
     assert interactions.id_kinds == {"user_id": "uint64", "item_id": "int64"}
     assert _rows(interactions) == [(0, 1, 0, 0), (2**63, 2, 0, 0), (2**64 - 1, 3, 0, 0), (7, 4, 0, 0)]
     (bad,) = interactions.parts[1].find_bad(9)
     assert (bad.line, bad.reason) == (3, "user is not an integer in 0..2^64-1")
+
+
+def test_unsigned_ids_are_the_same_numbers_in_text_and_in_parquet(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"user": pl.Series([5, 2**64 - 1], dtype=pl.UInt64), "item": [1, 2], "time": 0})
+    as_texts: dict[str, Any] = {"user_id": "text"}
+    for suffix in (".csv", ".parquet", ".jsonl"):
+        write_table(tmp_path / f"log{suffix}", frame)
+        for known, users in (({}, [5, 2**64 - 1]), (as_texts, ["5", "18446744073709551615"])):
+            interactions = read_tabular(_config(tmp_path / f"log{suffix}"), AUTO, known)
+            assert interactions.id_kinds["user_id"] == ("text" if known else "uint64")
+            assert [row[0] for row in _rows(interactions)] == users
+            assert _bad(interactions) == []
+
+
+def test_numbers_without_an_exact_text_are_faults_among_ids_that_are_texts(tmp_path: Path) -> None:
+    users = pl.Series([7.0, 2.5, None])
+    interactions = _read(tmp_path, pl.DataFrame({"user": users, "item": 1, "time": 0}), known={"user_id": "text"})
+    assert _rows(interactions) == [("7", 1, 0, 0)]
+    reason = "user is not an integer in -2^53+1..2^53-1, where Float64 is exact"
+    assert [found for _, found in _bad(interactions)] == [reason, "user is empty"]
+
+
+def test_a_key_that_json_lines_do_not_have_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"log.jsonl: column 'usr' is missing in the first rows; check its name"):
+        _read(tmp_path, '{"user": 1, "item": 2, "time": 3}\n', name="log.jsonl", user_column="usr")
 
 
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
@@ -178,7 +207,7 @@ def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
     assert interactions.id_kinds == {"user_id": "text", "item_id": "text"}
 
 
-@pytest.mark.parametrize("value", ["007", "+7", "-0", "1.0", " 5", "9223372036854775808", "a"])
+@pytest.mark.parametrize("value", ["007", "+7", "-0", "1.0", " 5", "18446744073709551616", "a"])
 def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path: Path, value: str) -> None:
     lines = [f"1,{item},0\n" for item in (10, 9)]
     text = "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n"
@@ -187,7 +216,7 @@ def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path
         (part,) = interactions.parts
         assert [reason for _, reason in _bad(interactions)] == ["item is not an integer in -2^63..2^63-1"]
         assert part.find_texts() == {"item_id"}
-    interactions = _read(tmp_path, text, text_ids=frozenset({"item_id"}))
+    interactions = _read(tmp_path, text, known={"item_id": "text"})
     assert _rows(interactions) == [(1, item, 0, 0) for item in ["10", "9"] * 1000 + [value]]
     assert interactions.id_kinds == {"user_id": "int64", "item_id": "text"}
     interactions = _read(tmp_path, f"user,item,time\n1,10,0\n1,{value},0\n")
@@ -427,7 +456,7 @@ def test_a_map_turns_ratings_and_words_into_actions(
     path = tmp_path / f"log.{suffix}"
     write_table(path, frame)
     config = _config(path, action_columns=("kind",), action_map=action_map)
-    interactions = read_tabular(config, AUTO, frozenset())
+    interactions = read_tabular(config, AUTO, {})
     assert _rows(interactions) == [(1, 2, action, 3000) for action in good.values()]
     assert [found for _, found in _bad(interactions)] == [f"kind is {reason}"] * len(bad)
     assert interactions.num_actions == num_actions
@@ -457,7 +486,7 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     path = tmp_path / f"log.{suffix}"
     write_table(path, frame)
     options: dict[str, Any] = {"event_columns": ("price=-1", "dwell:int=0"), "weight": "w:float"}
-    interactions = read_tabular(_config(path, **options), AUTO, frozenset())
+    interactions = read_tabular(_config(path, **options), AUTO, {})
     assert interactions.extra_events == {"price": "float32", "dwell": "int64", "w": "float32"}
     (part,) = interactions.parts
     events = part.events.collect()
