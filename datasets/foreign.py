@@ -49,7 +49,10 @@ class ListReader:
         lists = {name: arrays.pop(name) for name in manifest.event_dtypes if name in arrays}
         if wrong := [name for name, array in lists.items() if not _is_list(array.type)]:
             raise DataError(f"{path}: column {self.columns[wrong[0]]!r} ({wrong[0]}) has no lists; map one that has")
-        counts = {name: pc.list_value_length(array).fill_null(0).to_numpy() for name, array in lists.items()}
+        counts = {
+            name: pc.call_function("list_value_length", [array]).fill_null(0).to_numpy()
+            for name, array in lists.items()
+        }
         lengths = counts[ITEM_ID].astype(np.int64)
         for name, others in counts.items():
             for row in np.flatnonzero(others != lengths)[:1]:
