@@ -29,8 +29,9 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_dataset: Path, tmp_path: Path) -> None:
-    arguments = ["--data", str(small_dataset), "--out", str(tmp_path / "out"), "--batch-size", "2", *SMALL]
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", str(SCRIPT), *arguments]
+    arguments = ["--data", str(small_dataset), "--out", str(tmp_path / "out"), *SMALL]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", str(SCRIPT)]
+    torchrun += [*arguments, "--batch-size", "2"]
     with subprocess.Popen(torchrun, env=_environment(), stdout=subprocess.PIPE, text=True) as job:
         while not log_lines(tmp_path / "out") and job.poll() is None:
             time.sleep(0.02)
