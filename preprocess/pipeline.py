@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import polars as pl
 import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
@@ -28,7 +27,7 @@ from evenrank.datasets.schema import (
     Split,
     content_hash,
 )
-from evenrank.preprocess.build.buckets import Buckets, OnError, TextIdsError, fill_buckets
+from evenrank.preprocess.build.buckets import Buckets, Columns, OnError, fill_buckets
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, parse_ids, parse_unknown
@@ -46,6 +45,7 @@ from evenrank.preprocess.build.splits import (
     read_listed_users,
 )
 from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
+from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
@@ -201,12 +201,13 @@ def _read_logs(
     if second is None or not is_log(second, log):
         return read_tabular(log, rules, known)
     interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known)
-    marks = [0] * (len(interactions.parts) - 1) + [1]
-    parts = (
-        replace(part, events=part.events.with_columns(pl.lit(mark, pl.Int32).alias(IN_EVAL)))
-        for part, mark in zip(interactions.parts, marks, strict=True)
-    )
-    return replace(interactions, parts=tuple(parts), has_eval_log=True)
+    last = interactions.parts[-1]
+    parts = [replace(part, expand=partial(_mark_log, in_eval=part is last)) for part in interactions.parts]
+    return replace(interactions, parts=parts, has_eval_log=True)
+
+
+def _mark_log(events: Columns, in_eval: bool) -> list[Columns]:
+    return [events | {IN_EVAL: np.full(len(events[USER_ID]), in_eval, dtype=np.int32)}]
 
 
 def _write_dataset(

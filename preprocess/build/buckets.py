@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
-from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
+from evenrank.preprocess.files.table import MAX_SHOWN, BadRow, EventPart
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
@@ -26,8 +26,6 @@ OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 # Target size of a bucket; building the sequences of one takes about 0.3 GB, or twice as much if most times are equal.
 EVENTS_PER_BUCKET = 4_000_000
 BYTES_IN_MEMORY = 400 << 20  # limit of the events kept in memory, over all buckets
-_BATCH_EVENTS = 1_000_000
-_MAX_SHOWN = 3  # bad rows in an error message
 _MAX_BITS = 16  # an index is a uint16
 _INT32 = np.iinfo(np.int32)
 
@@ -109,14 +107,6 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
     return values
 
 
-class TextIdsError(Exception):
-    """Columns of ids that were taken for integers have other texts."""
-
-    def __init__(self, columns: frozenset[str]) -> None:
-        super().__init__(", ".join(sorted(columns)))
-        self.columns = columns
-
-
 def fill_buckets(
     buckets: Buckets,
     parts: Sequence[EventPart],
@@ -129,20 +119,20 @@ def fill_buckets(
     """Read all events into buckets; return the number of skipped rows by a description of the first ones per part.
 
     Also return the times of the first and the last event. Ids become keys; `texts` registers those of the columns that
-    are text. Raises TextIdsError.
+    are text.
     """
     num_skipped: dict[str, int] = {}
     num_events, first_ms, last_ms = 0, 1 << 62, 0
     for part in parts:
-        num_bad = 0
-        for batch in _batches(part):
-            good = batch if batch.get_column(IS_GOOD).all() else batch.filter(IS_GOOD)
-            num_bad += len(batch) - len(good)
-            columns = {column.name: column for column in good.drop(IS_GOOD).iter_columns()}
+        num_bad, first_bad = 0, list[BadRow]()
+        for batch in part.read():
+            num_bad += batch.num_bad
+            first_bad = [*first_bad, *batch.first_bad][:MAX_SHOWN]
+            columns = {column.name: column for column in batch.good.iter_columns()}
             keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
             values = {name: column.to_numpy() for name, column in columns.items()}
             if not has_times:  # rows count as seconds
-                values[TIMESTAMP_MS] = np.arange(num_events, num_events + len(good)) * 1000
+                values[TIMESTAMP_MS] = np.arange(num_events, num_events + len(batch.good)) * 1000
             for events in part.expand(keys | values):
                 buckets.append(events)
                 num_events += len(events[USER_ID])
@@ -150,11 +140,7 @@ def fill_buckets(
                 first_ms, last_ms = int(times.min(initial=first_ms)), int(times.max(initial=last_ms))
                 on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad:
-            if text_columns := part.find_texts():
-                raise TextIdsError(text_columns)
-            first_rows = "; ".join(
-                f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in part.find_bad(_MAX_SHOWN)
-            )
+            first_rows = "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in first_bad)
             description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {first_rows}"
             if on_error == "fail":
                 raise DataError(f"{part.name}: {description}; fix them, or skip them with --on-error skip")
@@ -169,8 +155,3 @@ def fill_buckets(
 
 def _keys(ids: pl.Series, texts: TextValues | None) -> NDArray[np.int64]:
     return keys_of(ids) if texts is None else texts.add(ids)
-
-
-def _batches(part: EventPart) -> Iterator[pl.DataFrame]:
-    with wrap_read_errors(part.name):
-        yield from part.events.collect_batches(chunk_size=_BATCH_EVENTS, maintain_order=True)

@@ -6,7 +6,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, Table, wrap_read_errors
+from evenrank.preprocess.files.table import FAULT, Table
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
@@ -28,9 +28,7 @@ def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapp
         if dtype.base_type() in TEXT_TYPES:
             if table.has_types:
                 return "text"
-            with wrap_read_errors(table.path):
-                rows = table.rows.filter(IS_WELL_FORMED).head(_SAMPLED_ROWS).collect()
-                sample = rows.filter(*checks(table).values()).select(column)
+            sample = table.head(_SAMPLED_ROWS).filter(*checks(table).values()).select(column)
             if sample.get_column(column).null_count() == len(sample) > 0:  # in JSON lines, which name no columns
                 raise DataError(f"{table.path}: column {column!r} is missing in the first rows; check its name")
             is_plain = [is_missing(table, column) | is_plain_integer(pl.col(column), kind) for kind in INTEGERS]
@@ -75,24 +73,27 @@ def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) 
     return checks
 
 
-def find_texts(table: Table, columns: Mapping[str, str], checks: Mapping[str, pl.Expr]) -> frozenset[str]:
-    """Return which ids, taken for integers, are other text in rows that pass the checks; may be slow.
+class TextIdsError(Exception):
+    """Columns of ids that were taken for integers have other texts."""
+
+    def __init__(self, columns: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(columns)))
+        self.columns = columns
+
+
+def check_integers(table: Table, rows: pl.DataFrame, columns: Mapping[str, str], checks: Mapping[str, pl.Expr]) -> None:
+    """Raise a TextIdsError if columns of ids that were taken for integers have other texts, in rows that pass checks.
 
     `columns` are those of the file by the name of the id.
     """
-    guessed = {name: column for name, column in columns.items() if table.dtypes[column] == pl.String}
-    is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values())
-    are_text = [
-        (~is_missing(table, column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column)))
-        .any()
-        .alias(name)
-        for name, column in guessed.items()
-    ]
-    if not are_text:
-        return frozenset()
-    with wrap_read_errors(table.path):
-        found = table.described_rows.filter(is_good).select(are_text).collect(engine="streaming").row(0, named=True)
-    return frozenset(name for name, is_text in found.items() if is_text)
+    checked = rows.filter(pl.col(FAULT).is_null(), *checks.values())
+    other = {
+        name: ~is_missing(table, column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column))
+        for name, column in columns.items()
+        if table.dtypes[column] == pl.String
+    }
+    if found := [name for name, is_other in other.items() if len(checked.filter(is_other))]:
+        raise TextIdsError(frozenset(found))
 
 
 def as_integer(table: Table, column: str, kind: IdKind = "int64") -> pl.Expr:

@@ -7,7 +7,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess.files.raw_values import as_integer, integer_bits
-from evenrank.preprocess.files.table import IS_WELL_FORMED, Table, wrap_read_errors
+from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.log_config import TimestampUnit
 
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
@@ -56,9 +56,8 @@ def decide_unit(tables: Sequence[Table], column: str) -> TimestampUnit:
     is_date, is_iso = _date_ms(text).is_not_null(), _iso_ms(text).is_not_null()
     kinds: dict[TimestampUnit, pl.Expr] = {"date": is_date, "iso": is_iso, "s": number.is_finite() & ~is_date}
     for table in untyped:
-        values = table.rows.filter(IS_WELL_FORMED).select(text=pl.col(column).cast(pl.String))
-        with wrap_read_errors(table.path):
-            sample = values.filter(text != "").head(_SAMPLE_ROWS).collect(engine="streaming")
+        value = pl.col(column).cast(pl.String)
+        sample = table.head(_SAMPLE_ROWS, value != "").select(text=value)
         checked = sample.with_columns(check.fill_null(False).alias(kind) for kind, check in kinds.items())
         known = checked.filter(pl.any_horizontal(*kinds))
         for kind in kinds:

@@ -1,8 +1,9 @@
 """Logs in files of any layout -> interactions. Columns are found by name; all others are ignored."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import (
     as_integer,
     as_number,
-    find_texts,
+    check_integers,
     id_checks,
     id_kind,
     integer_bits,
     is_missing,
     raw_id,
 )
-from evenrank.preprocess.files.table import EventPart, Table
+from evenrank.preprocess.files.table import EventPart, Events, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map
@@ -75,9 +76,17 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
             checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and rules[name] == KEEP)
         return [*ids, *values], checks
 
+    def read(table: Table) -> Iterator[Events]:
+        for rows in table.read(_numbers(config, kinds)):
+            typed = replace(table, dtypes=rows.frame.schema)
+            events = rows.check(*describe(typed))
+            if events.num_bad:
+                check_integers(typed, rows.frame, guessed, _values(config, typed)[1])
+            yield events
+
     def part(table: Table) -> EventPart:
-        events = table.part(describe, _numbers(config, kinds))
-        return replace(events, find_texts=lambda: find_texts(table, guessed, _values(config, table)[1]))
+        describe(table)  # which raises an error now if a column has an unsuitable type
+        return EventPart(name=str(table.path), num_events=table.num_rows, read=partial(read, table))
 
     return Interactions(
         parts=tuple(map(part, tables)),

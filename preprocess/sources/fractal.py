@@ -20,7 +20,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64, mix_word
 from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
-from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
+from evenrank.preprocess.files.table import EventPart
 from evenrank.preprocess.sources.catalog import CATALOG
 from evenrank.preprocess.sources.features import Features
 from evenrank.preprocess.sources.interactions import Interactions
@@ -92,8 +92,7 @@ def _copied(features: Features, num_copies: int) -> Features:
 def _reduce(part: EventPart, expansion: Expansion) -> tuple[NDArray[np.float64], int]:
     """Return R, float64 [users, items], and the number of ratings, which are in memory meanwhile."""
     ids = [(pl.col(name).rank("dense") - 1).cast(pl.Int32) for name in (USER_ID, ITEM_ID)]
-    with wrap_read_errors(part.name):
-        ratings = part.events.filter(IS_GOOD).select(*ids, ACTION).collect()
+    ratings = pl.concat(events.good.select(USER_ID, ITEM_ID, ACTION) for events in part.read()).select(*ids, ACTION)
     users, items, actions = (column.to_numpy() for column in ratings.iter_columns())
     num_users, num_items = users.max(initial=-1) + 1, items.max(initial=-1) + 1
     rank = min(expansion.users, expansion.items, num_users, num_items)

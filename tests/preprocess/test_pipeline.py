@@ -14,6 +14,7 @@ from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.schema import Manifest, user_hash
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
+from evenrank.preprocess.files import text_blocks
 from evenrank.preprocess.output import writer as writer_module
 from tests.preprocess.decoded import decode, read_rows
 
@@ -188,7 +189,7 @@ def test_the_bytes_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.
     for events_per_bucket, batch_events, in_memory in ((10**9, 10**6, 10**9), (500, 10**6, 0), (160, 700, 9000)):
         monkeypatch.setattr(buckets_module, "BYTES_IN_MEMORY", in_memory)
         monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
-        monkeypatch.setattr(buckets_module, "_BATCH_EVENTS", batch_events)
+        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 10 * batch_events)
         manifest = _run(tmp_path, text, filters=filters, requests=RequestRule(seconds=10))
         assert sum(split.interactions for split in manifest.splits.values()) > 2000
         contents = _contents(tmp_path / "out")
@@ -383,7 +384,7 @@ def test_string_ids_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_rows_count_as_seconds_over_all_files_of_a_log_without_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets_module, "_BATCH_EVENTS", 2)
+    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 20)
     (tmp_path / "a.csv").write_text("user,item\n1,5\n2,6\n1,7\n,8\n1,6\n")
     (tmp_path / "b.csv").write_text("user,item\n2,5\n1,6\n")
     custom = TabularConfig(events=(tmp_path / "?.csv",), user_column="user", item_column="item", timestamp_unit="row")

@@ -28,7 +28,7 @@ def _decide(*paths: Path) -> str:
 
 def _times(path: Path) -> list[int | None]:
     table = open_table(path, ["time"])
-    return table.rows.select(timestamp_ms(table, "time", decide_unit([table], "time"))).collect().to_series().to_list()
+    return table.head(99).select(timestamp_ms(table, "time", decide_unit([table], "time"))).to_series().to_list()
 
 
 @pytest.mark.parametrize(
