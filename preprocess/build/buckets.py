@@ -49,6 +49,7 @@ class Buckets:
         self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, the parts in memory
         self._num_bytes = 0  # of all parts in memory
         self._num_spilled = [0] * len(self)  # per bucket, the number of parts in its file
+        self._masks: dict[int, NDArray[np.bool_]] = {}  # by bucket, which events are left
 
     def __len__(self) -> int:
         return 1 << self.num_bits
@@ -66,13 +67,21 @@ class Buckets:
             self._spill()
 
     def read(self, index: int, names: Collection[str] = ()) -> Columns:
-        """Return the named columns of a bucket, or all."""
+        """Return the named columns of the events that are left in a bucket, or all columns."""
         parts = [*self._read_spilled(index), *self._parts[index]]
-        return {
+        columns = {
             name: np.concatenate([np.empty(0, dtype=dtype), *(part[name] for part in parts)], dtype=dtype)
             for name, dtype in self._dtypes.items()
             if not names or name in names
         }
+        mask = self._masks.get(index)
+        return columns if mask is None else {name: values[mask] for name, values in columns.items()}
+
+    def keep(self, index: int, mask: NDArray[np.bool_]) -> int:
+        """Leave out the events of a bucket that a mask of those left does not have, and return their number."""
+        left = self._masks.setdefault(index, np.ones(len(mask), dtype=bool))
+        left[left] = mask
+        return len(mask) - int(np.count_nonzero(mask))
 
     def close(self) -> None:
         """Discard all events."""

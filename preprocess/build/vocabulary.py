@@ -6,7 +6,7 @@ disk when they are many; what stays in memory is a hash table of the keys, about
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +31,6 @@ _ROWS_AT_ONCE = 2_000_000  # values in memory besides their keys
 _SAMPLES = 64  # of each range, to find its limits
 _DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
 _SHOWN = 3  # unknown values in an error message
-
-Masks = Sequence[NDArray[np.bool_]]  # per bucket, the events that are left: [events]
 
 
 def vocabulary_name(column: str) -> str:
@@ -70,18 +68,17 @@ def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierI
     return earlier
 
 
-def mask_unknown(buckets: Buckets, earlier: Mapping[str, EarlierIds]) -> Masks | None:
-    """Return the events whose users and items are known, where unknown ones are to be dropped; None: nowhere."""
+def drop_unknown(buckets: Buckets, earlier: Mapping[str, EarlierIds]) -> int:
+    """Leave out events of unknown users and items where these are to be dropped, and return their number."""
     dropped = {
         name: KeyTable(ids.keys) for name, ids in earlier.items() if ids.unknown == "drop" and ids.summary.versions
     }
-    if not dropped:
-        return None
-    masks = []
-    for index in range(len(buckets)):
+    num_dropped = 0
+    for index in range(len(buckets) if dropped else 0):
         columns = buckets.read(index, dropped)
-        masks.append(np.logical_and.reduce([table.find(columns[name]) >= 0 for name, table in dropped.items()]))
-    return masks
+        are_known = [table.find(columns[name]) >= 0 for name, table in dropped.items()]
+        num_dropped += buckets.keep(index, np.logical_and.reduce(are_known))
+    return num_dropped
 
 
 def number_ids(
@@ -90,7 +87,6 @@ def number_ids(
     kind: IdKind,
     *,
     buckets: Buckets,
-    masks: Masks | None,
     texts: TextValues | None,
     earlier: EarlierIds | None,
     folder: Path,
@@ -101,14 +97,14 @@ def number_ids(
     Args:
         rule: `auto`, `dense`, `keep` or `hash:N`; with `earlier` ids, theirs.
         kind: type of the values.
-        buckets: all events, of which `masks` are left, or all if None.
+        buckets: all events.
         texts: the texts of the keys, if the kind is text.
         work: folder for temporary files.
     """
     if rule == KEEP:
         return kept_ids(kind)
     vocabulary = _Values(column, kind, texts, work)
-    for keys, firsts, counts in _counted(column, buckets, masks, work):
+    for keys, firsts, counts in _counted(column, buckets, work):
         vocabulary.add(keys, firsts, counts)
     if rule.startswith(HASH):
         return hashed_ids(rule, kind, vocabulary.all_keys())
@@ -120,15 +116,13 @@ def number_ids(
 
 
 def _counted(
-    column: str, buckets: Buckets, masks: Masks | None, work: Path
+    column: str, buckets: Buckets, work: Path
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
     """Yield distinct keys, the times of their first events, and their numbers of events, in parts by key."""
 
     def counted() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
         for index in range(len(buckets)):
             read = buckets.read(index, (column, TIMESTAMP_MS))
-            if masks is not None:
-                read = {name: values[masks[index]] for name, values in read.items()}
             yield _count(read[column], read[TIMESTAMP_MS], np.ones(len(read[column]), dtype=np.int64))
 
     if column == USER_ID:  # the buckets are parts by user
@@ -213,7 +207,8 @@ class _Values:
         """Write the vocabulary, after the values of an earlier one if there is one, and return the ids."""
         known = KeyTable(np.empty(0, dtype=np.int64) if earlier is None else earlier.keys)
         keys, size = np.empty(len(known) + self.size, dtype=np.int64), len(known)
-        unknown = _Unknown()
+        num_unknown = num_unknown_events = 0
+        shown: list[Any] = []
         schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[self._kind])).schema
         with pq.ParquetWriter(path, schema, compression="zstd") as file:
             if earlier is not None:
@@ -222,16 +217,18 @@ class _Values:
             for rows in self._merged():
                 if earlier is not None:
                     rows = rows.filter(known.find(_keys(rows)) < 0)
-                    unknown.add(rows)
+                    num_unknown += len(rows)
+                    num_unknown_events += int(rows.get_column(_COUNT).sum())
+                    shown = shown or rows.get_column(_VALUE).head(_SHOWN).to_list()
                     if earlier.unknown == "oov":
                         continue
                 file.write_table(vocabulary_rows(size + 1, rows.get_column(_VALUE), rows.get_column(_COUNT)))
                 keys[size : size + len(rows)] = _keys(rows)
                 size += len(rows)
-        if earlier is not None and earlier.unknown == "fail" and unknown.values:
+        if earlier is not None and earlier.unknown == "fail" and num_unknown:
             raise DataError(
-                f"{unknown.values:,} values of {self._column} in {unknown.events:,} events are not in the vocabulary, "
-                f"first {', '.join(map(repr, unknown.first))}; append them, or choose another rule for unknown values"
+                f"{num_unknown:,} values of {self._column} in {num_unknown_events:,} events are not in the vocabulary, "
+                f"first {', '.join(map(repr, shown))}; append them, or choose another rule for unknown values"
             )
         keys = keys[:size]
         versions, digest = () if earlier is None else earlier.summary.versions, _digest(self._kind, keys)
@@ -243,8 +240,8 @@ class _Values:
             distinct=self.size,
             largest=None if self._kind == "text" else self.limits()[1],
             versions=versions,
-            unknown_values=unknown.values,
-            unknown_events=unknown.events,
+            unknown_values=num_unknown,
+            unknown_events=num_unknown_events,
         )
         return table_ids(KeyTable(keys), summary)
 
@@ -291,19 +288,6 @@ def vocabulary_rows(first_id: int, values: pl.Series, counts: pl.Series | None =
     ids = pl.int_range(first_id, first_id + len(values), eager=True)
     columns = {"id": ids, _VALUE: values, _COUNT: pl.Series(dtype=pl.Int64) if counts is None else counts}
     return pl.DataFrame(columns).to_arrow(compat_level=pl.CompatLevel.oldest())
-
-
-class _Unknown:
-    """The values that an earlier vocabulary lacks."""
-
-    def __init__(self) -> None:
-        self.values = self.events = 0
-        self.first: list[Any] = []
-
-    def add(self, rows: pl.DataFrame) -> None:
-        self.values += len(rows)
-        self.events += int(rows.get_column(_COUNT).sum())
-        self.first = self.first or rows.get_column(_VALUE).head(_SHOWN).to_list()
 
 
 def _digest(kind: IdKind, keys: NDArray[np.int64]) -> str:
