@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
@@ -136,31 +135,15 @@ def by_second_log(rule: SplitRule) -> SplitRule:
 
 def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
     """Predict the events of the second log from those of the first one before them; `train` has all of the first."""
-    in_eval = sequences.events[IN_EVAL]
-    rows = _separate(sequences.order, in_eval, sequences.begins, sequences.ends)
-    train_order, train_ends, eval_order, eval_ends, num_targets = rows
-    train = replace(sequences, order=train_order, ends=train_ends)
-    evaluated = replace(sequences, order=eval_order, ends=eval_ends, num_targets=num_targets)
-    return {TRAIN: train.take(train_ends > sequences.begins), EVAL: evaluated.take(num_targets > 0)}
-
-
-@compiled
-def _separate(
-    order: NDArray[np.int32], in_eval: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    train_order, train_ends = order.copy(), begins.copy()
-    eval_order, eval_ends, num_targets = order.copy(), begins.copy(), np.zeros(len(begins), dtype=np.int32)
-    for row in range(len(begins)):
-        for offset in range(begins[row], ends[row]):
-            event = order[offset]
-            if not in_eval[event]:
-                train_order[train_ends[row]] = event
-                train_ends[row] += 1
-            if in_eval[event] or not num_targets[row]:
-                eval_order[eval_ends[row]] = event
-                eval_ends[row] += 1
-            num_targets[row] += in_eval[event]
-    return train_order, train_ends, eval_order, eval_ends, num_targets
+    in_eval = sequences.events[IN_EVAL][sequences.order] == 1
+    num_before = np.concatenate(([0], np.cumsum(in_eval)))  # events of the second log, by place in the order
+    num_before_row = np.concatenate(([0], num_before[sequences.begins]))
+    rows = np.searchsorted(sequences.begins, np.arange(len(in_eval)), side="right")  # of each place, from 1
+    num_targets = (num_before[sequences.ends] - num_before[sequences.begins]).astype(np.int32)
+    train = sequences.take_events(~in_eval)
+    evaluated = sequences.take_events(in_eval | (num_before[:-1] == num_before_row[rows]))
+    evaluated = replace(evaluated, num_targets=num_targets)
+    return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
 
 
 def is_log(path: Path, log: TabularConfig) -> bool:
