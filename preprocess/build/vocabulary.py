@@ -1,8 +1,8 @@
 """The vocabulary of a column: its distinct values by first appearance, and the ids that follow from it.
 
 Values are ordered by the time of their first event, then by value, so appending later days to a log renumbers nothing.
-They are counted in parts by key, each part is sorted, and the sorted parts are merged a range at a time. Parts go to
-disk when they are many; what stays in memory is a hash table of the keys, about 14 bytes per value.
+They are counted in parts by key, each part is sorted, and the sorted parts are merged a range at a time. Several parts
+are kept on disk; what stays in memory is a hash table of the keys, about 14 bytes per value.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids, table_ids
@@ -103,13 +102,13 @@ def number_ids(
     """
     if rule == KEEP:
         return kept_ids(kind)
-    vocabulary = _Values(column, kind, texts, work)
+    vocabulary = _Values(column, kind, texts, work if len(buckets) > 1 else None)
     for keys, firsts, counts in _counted(column, buckets, work):
         vocabulary.add(keys, firsts, counts)
     if rule.startswith(HASH):
         return hashed_ids(rule, kind, vocabulary.all_keys())
     if rule == AUTO:
-        least, largest = vocabulary.limits()
+        least, largest = min(vocabulary.limits, default=0), max(vocabulary.limits, default=0)
         if choose(kind, distinct=vocabulary.size, least=least, largest=largest) == KEEP:
             return kept_ids(kind, distinct=vocabulary.size, largest=largest)
     return vocabulary.write(folder / vocabulary_name(column), earlier)
@@ -144,60 +143,37 @@ def _count(
     distinct, codes = encode_keys(keys, random_seed())
     firsts = np.full(len(distinct), np.iinfo(np.int64).max)
     sums = np.zeros(len(distinct), dtype=np.int64)
-    _accumulate(codes, times, counts, firsts, sums)
+    np.minimum.at(firsts, codes, times)
+    np.add.at(sums, codes, counts)
     return distinct, firsts, sums
-
-
-@compiled
-def _accumulate(
-    codes: NDArray[np.int32],
-    times: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    sums: NDArray[np.int64],
-) -> None:
-    for event in range(len(codes)):
-        firsts[codes[event]] = min(firsts[codes[event]], times[event])
-        sums[codes[event]] += counts[event]
 
 
 class _Values:
     """The distinct values of a column: parts by key, each sorted by first appearance."""
 
-    def __init__(self, column: str, kind: IdKind, texts: TextValues | None, work: Path) -> None:
+    def __init__(self, column: str, kind: IdKind, texts: TextValues | None, folder: Path | None) -> None:
+        """`folder` is for parts on disk; None: they stay in memory."""
         self.size = 0
-        self._column, self._kind, self._texts, self._work = column, kind, texts, work
+        self.limits: list[int] = []  # the least and the largest value of each part, unless they are texts
+        self._column, self._kind, self._texts, self._folder = column, kind, texts, folder
         self._parts: list[pl.LazyFrame] = []  # first, value, key (of text), count
-        self._num_parts = self._in_memory = 0
 
     def add(self, keys: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Add the next part: distinct keys with their first times and counts, int64 [n] each."""
         part = pl.DataFrame({_FIRST: firsts, _KEY: keys, _COUNT: counts})
         if self._texts is not None:
-            part = part.join(self._texts.part(self._num_parts), on=_KEY, how="left")
+            part = part.join(self._texts.part(len(self._parts)), on=_KEY, how="left")
         else:
-            values = pl.Series(_VALUE, keys.view(np.uint64) if self._kind == "uint64" else keys)
-            part = part.with_columns(values).drop(_KEY)
-        self._num_parts += 1
+            values = keys.view(np.uint64) if self._kind == "uint64" else keys
+            part = part.with_columns(pl.Series(_VALUE, values)).drop(_KEY)
+            self.limits += [int(values.min()), int(values.max())] if len(values) else []
         self.size += len(part)
-        self._in_memory += len(part)
-        part = part.sort(_ORDER)
-        self._parts.append(part.lazy())
-        if self._in_memory > _ROWS_AT_ONCE:
-            for index, kept in enumerate(self._parts):
-                path = self._work / f"{self._column}-{index:05d}.parquet"
-                if not path.exists():
-                    kept.collect().write_parquet(path, compression="lz4", row_group_size=1 << 16, statistics=False)
-                    self._parts[index] = pl.scan_parquet(path, glob=False)
-            self._in_memory = 0
-
-    def limits(self) -> tuple[int, int]:
-        """Return the least and the largest value; 0 and 0 if they are texts."""
-        if self._kind == "text" or not self.size:
-            return 0, 0
-        least, largest = pl.col(_VALUE).min().alias("least"), pl.col(_VALUE).max().alias("largest")
-        limits = pl.concat([part.select(least, largest).collect() for part in self._parts])
-        return limits.select(pl.col("least").min(), pl.col("largest").max()).row(0)
+        lazy = part.sort(_ORDER).lazy()
+        if self._folder is not None:
+            path = self._folder / f"{self._column}-{len(self._parts):05d}.parquet"
+            lazy.collect().write_parquet(path, compression="lz4", row_group_size=1 << 16, statistics=False)
+            lazy = pl.scan_parquet(path, glob=False)
+        self._parts.append(lazy)
 
     def all_keys(self) -> NDArray[np.int64]:
         """Return the keys of all values: int64 [size]."""
@@ -238,7 +214,7 @@ class _Values:
             rule=DENSE,
             kind=self._kind,
             distinct=self.size,
-            largest=None if self._kind == "text" else self.limits()[1],
+            largest=max(self.limits, default=None if self._kind == "text" else 0),
             versions=versions,
             unknown_values=num_unknown,
             unknown_events=num_unknown_events,
