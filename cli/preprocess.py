@@ -274,13 +274,12 @@ def check_options(context: typer.Context) -> None:
 
 
 def _describe_ids(summary: "IdSummary") -> str:
-    counted = "" if summary.distinct is None else f"{summary.distinct:,} distinct"
-    found = ", ".join(filter(None, [counted, "" if summary.largest is None else f"largest {summary.largest:,}"]))
+    counted = {"{:,} distinct": summary.distinct, "largest {:,}": summary.largest}
+    found = ", ".join(text.format(count) for text, count in counted.items() if count is not None)
     if summary.rule == "dense":
-        size = summary.versions[-1].size
-        unknown = f", {summary.unknown_values:,} of them not in the earlier vocabulary"
-        added = unknown if summary.unknown_values else ""
-        return f"dense ({found}{added}), numbered 1 to {size:,} by first appearance"
+        if summary.unknown_values:
+            found += f", {summary.unknown_values:,} of them not in the earlier vocabulary"
+        return f"dense ({found}), numbered 1 to {summary.versions[-1].size:,} by first appearance"
     if summary.rule == "keep":
         return f"kept ({found})"
     return f"{summary.rule} ({found}), {summary.collisions:,} values share their id with another"

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import numpy as np
@@ -147,7 +148,7 @@ def preprocess(
                     )
                     return job.run()
             except TextIdsError as error:  # columns that began with integers
-                known |= dict.fromkeys(error.columns, "text")
+                known |= dict.fromkeys(error.args, "text")
 
     return replace_folder(config.out, write, overwrite=config.overwrite)
 
@@ -172,7 +173,7 @@ def open_source(
     config: PreprocessConfig,
     *,
     rules: Mapping[str, str],
-    known: Mapping[str, IdKind] | None = None,
+    known: Mapping[str, IdKind] = MappingProxyType({}),
     show_progress: bool = False,
 ) -> Interactions:
     """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
@@ -191,14 +192,14 @@ def open_source(
     if config.dataset in CATALOG:
         public = CATALOG[config.dataset]
         log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
-        known = None
+        known = {USER_ID: "int64", ITEM_ID: "int64"}
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
     return _read_logs(log, parse_split(config.split).file, rules, known)
 
 
 def _read_logs(
-    log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind] | None
+    log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind]
 ) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
     if second is None or not is_log(second, log):
@@ -256,14 +257,12 @@ class _Job:
             self.counts["events left out by the k-core"] = k_core(buckets, config.filters)
             self.on_stage("numbering users and items")
             number = partial(number_ids, buckets=buckets, folder=self.folder, work=work)
+            raw_ids = [
+                (name, self.rules[name], kind, texts.get(name), self.earlier.get(name))
+                for name, kind in source.id_kinds.items()
+            ]
             with ThreadPoolExecutor(2) as both:
-                pending_ids = {
-                    name: both.submit(
-                        number, name, self.rules[name], kind, texts=texts.get(name), earlier=self.earlier.get(name)
-                    )
-                    for name, kind in source.id_kinds.items()
-                }
-                ids = {name: pending.result() for name, pending in pending_ids.items()}
+                ids = dict(zip(source.id_kinds, both.map(number, *zip(*raw_ids, strict=True)), strict=True))
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
             facts = SplitFacts(seed=config.seed, last_ms=last_ms, eval_users=eval_users)
             splits, largest, statistics = self._write_splits(rule, facts, buckets, ids, items)

@@ -84,10 +84,10 @@ def number_ids(
     column: str,
     rule: str,
     kind: IdKind,
-    *,
-    buckets: Buckets,
     texts: TextValues | None,
     earlier: EarlierIds | None,
+    *,
+    buckets: Buckets,
     folder: Path,
     work: Path,
 ) -> Ids:
@@ -96,8 +96,8 @@ def number_ids(
     Args:
         rule: `auto`, `dense`, `keep` or `hash:N`; with `earlier` ids, theirs.
         kind: type of the values.
-        buckets: all events.
         texts: the texts of the keys, if the kind is text.
+        buckets: all events.
         work: folder for temporary files.
     """
     if rule == KEEP:

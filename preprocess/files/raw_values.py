@@ -74,11 +74,7 @@ def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) 
 
 
 class TextIdsError(Exception):
-    """Columns of ids that were taken for integers have other texts."""
-
-    def __init__(self, columns: frozenset[str]) -> None:
-        super().__init__(", ".join(sorted(columns)))
-        self.columns = columns
+    """Columns of ids, the arguments, that were taken for integers have other texts."""
 
 
 def check_integers(table: Table, rows: pl.DataFrame, columns: Mapping[str, str], checks: Mapping[str, pl.Expr]) -> None:
@@ -93,7 +89,7 @@ def check_integers(table: Table, rows: pl.DataFrame, columns: Mapping[str, str],
         if table.dtypes[column] == pl.String
     }
     if found := [name for name, is_other in other.items() if len(checked.filter(is_other))]:
-        raise TextIdsError(frozenset(found))
+        raise TextIdsError(*found)
 
 
 def as_integer(table: Table, column: str, kind: IdKind = "int64") -> pl.Expr:

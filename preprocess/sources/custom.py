@@ -38,13 +38,13 @@ _DTYPES: Mapping[str, pl.DataType] = {"int64": pl.Int64(), "float32": pl.Float32
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
-def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping[str, IdKind] | None) -> Interactions:
+def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping[str, IdKind]) -> Interactions:
     """Open the files of a log, and encode the users' features.
 
     Args:
         config: the files and their columns.
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
-        known: types of the ids that the first rows do not decide; None: both are int64.
+        known: types of ids that the first rows do not decide.
     """
     files = find_files(config.events)
     tables = [
@@ -59,14 +59,12 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
 
-    def kind_of(name: str) -> IdKind:
-        if rules[name] == KEEP or known is None:
-            return "int64"
-        return known.get(name) or id_kind(tables, columns[name], lambda table: _values(config, table)[1])
-
-    kinds = {name: kind_of(name) for name in columns}
-    decided = columns.keys() if known is None else known.keys() | {name for name in columns if rules[name] == KEEP}
-    guessed = {name: columns[name] for name in columns if name not in decided and kinds[name] == "int64"}
+    fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
+    kinds = {
+        name: fixed.get(name) or id_kind(tables, column, lambda table: _values(config, table)[1])
+        for name, column in columns.items()
+    }
+    guessed = {name: column for name, column in columns.items() if name not in fixed and kinds[name] == "int64"}
     folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
     def describe(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
