@@ -6,7 +6,7 @@ no other.
 
 import csv
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -64,23 +64,35 @@ def open_table(
     check_regular(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; create it again")
-    file_format, folders = locate.file_format(path), locate.partition_values(path)
+    file_format = locate.file_format(path)
     if file_format != locate.TEXT and (columns or separator):
         raise DataError(
             f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
         )
     with wrap_read_errors(path):
         if file_format == locate.PARQUET:
-            return _open_parquet(path, needed, folders)
+            return _open_parquet(path, needed)
+        line = read_first_line(path)  # which checks the encoding
+        folders = locate.partition_values(path)
         if file_format == locate.JSON:
-            read_first_line(path)  # which checks the encoding
-            own = _own_columns(path, [name for name in needed if name not in folders], needed, folders)
-            return _text_table(path, partial(_parse_json, names=own), own, _constants(needed, own, folders))
-        return _open_delimited(path, needed, folders, separator, columns)
+            own, constants = _locate_columns(path, [name for name in needed if name not in folders], needed)
+            return _text_table(path, partial(_parse_json, names=own), own, constants)
+        if separator is None:
+            separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
+        fields = _divide(line, separator)
+        if not fields:
+            raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
+        if len(fields) != len(columns or fields):
+            counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
+            raise DataError(f"{path}: the first line has {counts}; correct one of them")
+        own, constants = _locate_columns(path, columns or fields, needed)
+        parse = partial(_parse_delimited, separator=separator, columns=columns or fields, names=own)
+        return _text_table(path, parse, own, constants, has_header=not columns, separator=separator)
 
 
-def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], folders: Collection[str]) -> list[str]:
-    """Return the needed columns that a file has; raise a DataError if any other is not in the names of its folders."""
+def _locate_columns(path: Path, present: Sequence[str], needed: Collection[str]) -> tuple[list[str], list[pl.Expr]]:
+    """Return the needed columns that a file has, and the others, from the names of its folders."""
+    folders = locate.partition_values(path)
     own = [name for name in needed if name in present or name not in folders]
     for name in own:
         if name not in present:
@@ -89,22 +101,17 @@ def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], fo
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
     if not own:
         raise DataError(f"{path}: all needed columns are in the names of its folders; one must be in the file")
-    return own
+    return own, [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
 
 
-def _constants(needed: Collection[str], own: Collection[str], folders: Mapping[str, str | None]) -> list[pl.Expr]:
-    """Return the needed columns that are in the names of a file's folders."""
-    return [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
-
-
-def _open_parquet(path: Path, needed: Collection[str], folders: Mapping[str, str | None]) -> Table:
+def _open_parquet(path: Path, needed: Collection[str]) -> Table:
     scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
     schema = scanned.collect_schema()
-    names = _own_columns(path, schema.names(), needed, folders)
+    names, constants = _locate_columns(path, schema.names(), needed)
     values = (pl.struct(name).struct.json_encode() if schema[name].is_nested() else pl.col(name) for name in names)
     text = pl.concat_str(*(value.cast(pl.String, strict=False).fill_null("") for value in values), separator=",")
     no_fault = pl.lit(None, dtype=pl.String).alias(FAULT)
-    needed_columns = scanned.select(names).with_columns(*_constants(needed, names, folders), no_fault)
+    needed_columns = scanned.select(names).with_columns(*constants, no_fault)
 
     def read(numbers: Types) -> Iterator[Rows]:
         first_row = 1
@@ -118,28 +125,6 @@ def _open_parquet(path: Path, needed: Collection[str], folders: Mapping[str, str
     dtypes = dict(needed_columns.drop(FAULT).collect_schema())
     num_rows = scanned.select(pl.len()).collect().item()
     return Table(path=path, num_rows=num_rows, dtypes=dtypes, blocks=read, has_types=True)
-
-
-def _open_delimited(
-    path: Path,
-    needed: Collection[str],
-    folders: Mapping[str, str | None],
-    separator: str | None,
-    columns: Sequence[str],
-) -> Table:
-    line = read_first_line(path)
-    if separator is None:
-        separator = _infer_separator(path, line, {name for name in needed if name not in folders}, len(columns))
-    fields = _divide(line, separator)
-    if not fields:
-        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
-    if len(fields) != len(columns or fields):
-        counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
-        raise DataError(f"{path}: the first line has {counts}; correct one of them")
-    own = _own_columns(path, columns or fields, needed, folders)
-    parse = partial(_parse_delimited, separator=separator, columns=columns or fields, names=own)
-    constants = _constants(needed, own, folders)
-    return _text_table(path, parse, own, constants, has_header=not columns, separator=separator)
 
 
 def _infer_separator(path: Path, line: str, names: Collection[str], num_columns: int) -> str:
