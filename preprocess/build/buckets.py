@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
@@ -138,7 +137,8 @@ def fill_buckets(
             num_bad += batch.num_bad
             first_bad = [*first_bad, *batch.first_bad][:MAX_SHOWN]
             columns = {column.name: column for column in batch.good.iter_columns()}
-            keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
+            ids = {name: columns.pop(name) for name in (USER_ID, ITEM_ID)}
+            keys = {name: texts[name].add(raw) if name in texts else keys_of(raw) for name, raw in ids.items()}
             values = {name: column.to_numpy() for name, column in columns.items()}
             if not has_times:  # rows count as seconds
                 values[TIMESTAMP_MS] = np.arange(num_events, num_events + len(batch.good)) * 1000
@@ -160,7 +160,3 @@ def fill_buckets(
         reasons = "; ".join(num_skipped) or ", ".join(part.name for part in parts)
         raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
     return num_skipped, first_ms, last_ms
-
-
-def _keys(ids: pl.Series, texts: TextValues | None) -> NDArray[np.int64]:
-    return keys_of(ids) if texts is None else texts.add(ids)
