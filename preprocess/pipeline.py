@@ -55,7 +55,7 @@ from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
 from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.interactions import Interactions, number_features
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
 
 
@@ -138,7 +138,8 @@ def preprocess(
         rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
         while True:
             on_stage(f"opening {config.dataset}")
-            interactions = open_source(config, rules=rules, known=known, show_progress=show_progress)
+            opened = open_source(config, rules=rules, known=known, show_progress=show_progress)
+            interactions = number_features(opened, config.vocabulary)
             _check_out(config, interactions)
             try:
                 with wrap_write_errors(config.out):
@@ -372,7 +373,7 @@ def _write_splits(
                 writers[name].append(rows, context.lookup(rows.user_keys))
         splits = {name: writer.close() for name, writer in writers.items()}
     if not any(split.rows for split in splits.values()):
-        raise DataError("the filters leave no users; relax them")
+        raise DataError(f"no users are left{_losses(counts)}; relax the filters, or the rule for unknown values")
     counts |= context.audit() | items.audit()
     names = (USER_ID, ITEM_ID, ACTION)
     largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}

@@ -56,11 +56,7 @@ def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierI
     for column, summary in manifest.ids.items():
         values = pl.Series(_VALUE, dtype=_DTYPES[summary.kind])
         if summary.rule == DENSE:
-            path = folder / vocabulary_name(column)
-            try:
-                values = pl.read_parquet(path, columns=[_VALUE], glob=False).get_column(_VALUE).cast(values.dtype)
-            except (OSError, pl.exceptions.PolarsError) as error:
-                raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
+            values = read_values(folder / vocabulary_name(column), values.dtype)
         elif column in unknown:
             raise ConfigError(f"unknown has a rule for {column}, but {folder} has no vocabulary of it; leave it out")
         keys = keys_of(values)
@@ -68,6 +64,15 @@ def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierI
             raise DataError(f"{folder / vocabulary_name(column)} does not match its manifest; preprocess it again")
         earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=unknown.get(column, "append"))
     return earlier
+
+
+def read_values(path: Path, dtype: pl.DataType | None = None) -> pl.Series:
+    """Return the values of a vocabulary in the order of their ids, as this type if it is given."""
+    try:
+        values = pl.read_parquet(path, columns=[_VALUE], glob=False).get_column(_VALUE)
+        return values.cast(values.dtype if dtype is None else dtype)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
 
 
 def mask_unknown(buckets: Buckets, earlier: Mapping[str, EarlierIds]) -> Masks | None:
@@ -230,8 +235,9 @@ class _Values:
                 size += len(rows)
         if earlier is not None and earlier.unknown == "fail" and unknown.values:
             raise DataError(
-                f"{unknown.values:,} values of {self._column} in {unknown.events:,} events are not in the vocabulary, "
-                f"first {', '.join(map(repr, unknown.first))}; append them, or choose another rule for unknown values"
+                f"the vocabulary of {self._column} lacks {unknown.values:,} of the values, in {unknown.events:,} "
+                f"events, first {', '.join(map(repr, unknown.first))}; set unknown to append, oov or drop, or correct "
+                "the log"
             )
         keys = keys[:size]
         versions, digest = () if earlier is None else earlier.summary.versions, _digest(self._kind, keys)

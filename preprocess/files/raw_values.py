@@ -1,12 +1,14 @@
 """Columns of files as ids and integers: which type the ids have, and which values are exact."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, Table, wrap_read_errors
+from evenrank.preprocess.files.locate import partition_values
+from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, TEXT, Table, wrap_read_errors
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
@@ -132,6 +134,27 @@ def is_missing(table: Table, column: str) -> pl.Expr:
     if dtype.is_float():
         return value.is_null() | value.is_nan()
     return value.is_null() | (value.cast(pl.String) == "") if dtype.base_type() in TEXT_TYPES else value.is_null()
+
+
+def is_missing_number(table: Table, column: str) -> pl.Expr:
+    """Return whether a number is missing: as `is_missing`, or NaN as text, which pandas and NumPy write."""
+    return is_missing(table, column) | pl.col(column).cast(pl.Float64, strict=False).is_nan().fill_null(False)
+
+
+def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:
+    """Raise a DataError if the rows of JSON lines, which name no columns, never have one of these keys."""
+    if any(table.has_types or table.separator is not None for table in tables):
+        return
+    for column in columns:
+        has_key = pl.col(TEXT).str.contains(json.dumps(column, ensure_ascii=False), literal=True)
+        for table in tables:
+            with wrap_read_errors(table.path):
+                if column in partition_values(table.path) or len(
+                    table.described_rows.select(TEXT).filter(has_key).head(1).collect(engine="streaming")
+                ):
+                    break
+        else:
+            raise DataError(f"{table.path} has no column {column!r} in any row; check its name")
 
 
 def _has_bad_bytes(text: pl.Expr) -> pl.Expr:

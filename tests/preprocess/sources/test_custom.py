@@ -509,6 +509,37 @@ def test_missing_numbers_in_parquet_are_null_or_nan(tmp_path: Path) -> None:
     assert [row.line for row in part.find_bad(9)] == [4, 5]
 
 
+@pytest.mark.parametrize("missing", ["", "NaN", "nan"])
+def test_missing_numbers_in_text_are_empty_or_nan(tmp_path: Path, missing: str) -> None:
+    text = f"user,item,time,price,dwell\nnan,2,3,{missing},{missing}\nb,2,3,1.5,4\n"
+    (part,) = _read(tmp_path, text, event_columns=("price=-1", "dwell:int=-2")).parts
+    assert part.events.filter(IS_GOOD).select("user_id", "price", "dwell").collect().rows() == [
+        ("nan", -1, -2),
+        ("b", 1.5, 4),
+    ]
+    (part,) = _read(tmp_path, text, event_columns=("price",)).parts
+    assert [row.reason for row in part.find_bad(9)] == ["price is missing; declare a value instead, such as price=0"]
+
+
+def test_a_negative_weight_is_a_fault(tmp_path: Path) -> None:
+    text = "user,item,time,w,price\n1,2,3,0,-1\n1,2,3,-0.5,-1\n"
+    (part,) = _read(tmp_path, text, event_columns=("price",), weight="w").parts
+    assert [(row.line, row.reason) for row in part.find_bad(9)] == [(3, "w is a negative weight")]
+
+
+def test_a_column_with_a_fill_that_json_lines_never_have_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "day=1"
+    folder.mkdir()
+    late = '{"user": 1, "item": 2, "time": 3}\n' * 5000 + '{"user": 1, "item": 2, "time": 3, "price": 7}\n'
+    (folder / "a.jsonl").write_text(late)
+    (folder / "b.jsonl").write_text('{"user": 1, "item": 2, "time": 3}\n')
+    good = _config(folder, event_columns=("price=0", "day:int=0"))
+    prices = [part.events.collect()["price"].sum() for part in read_tabular(good, AUTO, {}).parts]
+    assert prices == [7, 0]
+    with pytest.raises(DataError, match=r"b\.jsonl has no column 'prize' in any row; check its name$"):
+        read_tabular(_config(folder, event_columns=("prize=0",)), AUTO, {})
+
+
 def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
     text = "user,item,time,rating\n1,2,3,4.7\n1,2,3,\n"
     interactions = _read(tmp_path, text, action_columns=("rating",), action_map="float")
