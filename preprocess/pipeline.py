@@ -41,9 +41,9 @@ from evenrank.preprocess.build.splits import (
     SplitFacts,
     SplitRule,
     by_second_log,
-    is_log,
     parse_split,
     read_listed_users,
+    second_log,
 )
 from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
 from evenrank.preprocess.files.times import check_era, utc_text
@@ -199,10 +199,10 @@ def _read_logs(
     log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind] | None
 ) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
-    if second is None or not is_log(second, log):
+    if second is None or not (files := second_log(second, log)):
         return read_tabular(log, rules, known)
     interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known)
-    marks = [0] * (len(interactions.parts) - 1) + [1]
+    marks = [0] * (len(interactions.parts) - len(files)) + [1] * len(files)
     parts = (
         replace(part, events=part.events.with_columns(pl.lit(mark, pl.Int32).alias(IN_EVAL)))
         for part, mark in zip(interactions.parts, marks, strict=True)
@@ -219,13 +219,13 @@ def _write_dataset(
     on_stage: Callable[[str], None],
 ) -> Manifest:
     """Write all files of a dataset to an empty folder."""
-    rule, eval_users = parse_split(config.split), np.empty(0, dtype=np.int64)
+    rule, eval_users, num_listed = parse_split(config.split), np.empty(0, dtype=np.int64), 0
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
     if interactions.has_eval_log:
         rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
     elif rule.file is not None:
         column = str(interactions.options.get("user_column", USER_ID))
-        eval_users = read_listed_users(rule.file, column, interactions.id_kinds[USER_ID])
+        eval_users, num_listed = read_listed_users(rule.file, column, interactions.id_kinds[USER_ID])
     num_events = sum(part.num_events for part in interactions.parts)
     (work := folder / ".work").mkdir()
     buckets = Buckets(work / "buckets", num_events, dtypes)
@@ -268,6 +268,7 @@ def _write_dataset(
         splits, largest, statistics = _write_splits(
             folder, config, rule, facts, interactions, buckets, masks, ids, items, counts, on_stage
         )
+        counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
         item_table = write_item_features(folder, interactions, ids[ITEM_ID], items.requested)
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:

@@ -4,7 +4,9 @@ A text file is read in blocks of whole lines, and every line is parsed independe
 no other.
 """
 
+import contextlib
 import csv
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +42,7 @@ _FAULTS = {
     UNQUOTED: "a quoted field does not end at a separator or at the end of the line; Parquet can store any text",
 }
 _ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
+_JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
 _IS_OBJECT = "evenrank is_object"
 _Parsed = tuple[pl.DataFrame, Sequence[pl.Expr]]  # rows, and the columns to compute from them
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -52,7 +55,7 @@ def open_table(
 
     Fields of delimited text may be quoted with `"` if the separator is one character; quotes inside a quoted field are
     doubled, and a quoted field ends on the line where it starts. Columns that a file lacks are taken from the names of
-    its folders, such as `day=1`, as text. Values in JSON lines become text.
+    its folders, such as `day=1`, as text; JSON lines have the keys of the first line. Values in JSON lines become text.
 
     Args:
         path: the file.
@@ -73,18 +76,32 @@ def open_table(
         if file_format == locate.PARQUET:
             return _open_parquet(path, needed, folders)
         if file_format == locate.JSON:
-            read_first_line(path)  # which checks the encoding
-            own = _own_columns(path, [name for name in needed if name not in folders], needed, folders)
+            keys = _keys(read_first_line(path))  # which also checks the encoding
+            own = _own_columns(path, [name for name in needed if name in keys or name not in folders], needed, folders)
             return _text_table(path, _JsonLayout(names=own), _constants(needed, own, folders), has_header=False)
         return _open_delimited(path, needed, folders, separator, columns)
 
 
-def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], folders: Collection[str]) -> list[str]:
+def _keys(line: str) -> frozenset[str]:
+    """Return the keys of a line of JSON; none if it is no object."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(line), dict):
+            return frozenset(value)
+    return frozenset()
+
+
+def _own_columns(
+    path: Path,
+    present: Sequence[str],
+    needed: Collection[str],
+    folders: Collection[str],
+    remedy: str = "choose one of them",
+) -> list[str]:
     """Return the needed columns that a file has; raise a DataError if any other is not in the names of its folders."""
     own = [name for name in needed if name in present or name not in folders]
     for name in own:
         if name not in present:
-            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}")
+            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}; {remedy}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
     if not own:
@@ -133,7 +150,10 @@ def _open_delimited(
     if len(fields) != len(columns or fields):
         counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
         raise DataError(f"{path}: the first line has {counts}; correct one of them")
-    own = _own_columns(path, columns or fields, needed, folders)
+    remedy = "choose one of them"
+    if not columns:
+        remedy += " or, if that is no header, give --columns (of --context, --context-header)"
+    own = _own_columns(path, columns or fields, needed, folders, remedy)
     layout = _CsvLayout(separator=separator, columns=columns or fields, names=own)
     table = _text_table(path, layout, _constants(needed, own, folders), has_header=not columns)
     return replace(table, separator=separator)
@@ -299,7 +319,7 @@ class _JsonLayout:
             is_likely = pl.col(TEXT).str.json_path_match("$").str.starts_with("{")
             lines = block.lines().select(pl.when(is_likely).then(TEXT).otherwise(pl.lit("")))
             rows = self._read_each(lines.to_series())
-        fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit("the line is not a JSON object"))
+        fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit(_JSON_FAULT))
         return rows.select(_fault(block, self.names, fault), *self.names)
 
     def _read(self, data: bytes, num_lines: int) -> pl.DataFrame | None:

@@ -199,6 +199,13 @@ def test_a_key_that_json_lines_do_not_have_is_an_error(tmp_path: Path) -> None:
         _read(tmp_path, '{"user": 1, "item": 2, "time": 3}\n', name="log.jsonl", user_column="usr")
 
 
+def test_a_line_that_is_no_json_object_is_a_bad_row_with_a_remedy(tmp_path: Path) -> None:
+    good = '{"user": 7, "item": 30, "time": 100}'
+    interactions = _read(tmp_path, f"[{good}]\n{good}\n", "log.json")
+    assert _bad(interactions) == [(1, "the line is not a JSON object (jq -c '.[]' divides an array into lines)")]
+    assert _rows(interactions) == [(7, 30, 0, 100_000)]
+
+
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
 def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
     texts = ["+7", "-0", "0", "00", "7", "7.0"]
@@ -270,6 +277,7 @@ BAD = ("", "1.5", "-1")
                 "1970-01-02": 86_400_000,
                 "1970-01-01T00:01": 60_000,
                 "1970-01-01 00:00:01.5": 1500,
+                "1970-01-01 00:00:01 UTC": 1000,
                 "2024-02-29T12:00:00.1239Z": LEAP_DAY + 43_200_123,
                 "2024-02-29T12:00:00+02:30": LEAP_DAY + 34_200_000,
                 "2024-02-29T12:00:00-0100": LEAP_DAY + 46_800_000,
@@ -387,7 +395,11 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("log.csv", "time,user,thing\n1,2,3\n", "has no column 'item'; known: time, user, thing"),
+        (
+            "log.csv",
+            "time,user,thing\n1,2,3\n",
+            "has no column 'item'; known: time, user, thing; choose one of them or, if th",
+        ),
         ("log.csv", "user,item,time,item\n1,2,3,4\n", "has 2 columns 'item'; rename all but one"),
         ("log.csv", "", "is empty; create it again"),
         ("log.csv", '"user,item,time\n1,2,3\n', "the first line '\"user,item,time' cannot be parsed"),
@@ -398,7 +410,7 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
             MANY_LINES[:-50],
             "cannot be read: Truncated compressed stream; check that the file is complete",
         ),
-        ("log.parquet", ONE.drop("item"), "has no column"),
+        ("log.parquet", ONE.drop("item"), "has no column 'item'; known: user, time; choose one of them"),
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
     ],
 )
