@@ -26,8 +26,8 @@ from evenrank.preprocess.sources.features import Features
 from evenrank.preprocess.sources.interactions import Interactions
 
 _EVENTS_AT_ONCE = 1_000_000
-# Of the randomized SVD (Halko, Martinsson and Tropp, arXiv:0909.4061). Singular values of ratings hardly decrease: after
-# 4 iterations, entries of R are wrong by up to 0.2.
+# Of the randomized SVD (Halko, Martinsson and Tropp, arXiv:0909.4061). Singular values of ratings hardly decrease:
+# after 4 iterations, entries of R are wrong by up to 0.2.
 _ITERATIONS = 32
 _GAMMA = 0x9E3779B97F4A7C15  # between the words that SplitMix64 hashes
 
