@@ -12,6 +12,7 @@ from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, TEXT, Table, 
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
+MISSING_TEXTS = ("", r"\N")  # the latter is null in exports of MySQL and Hive
 # "007", "+7" and "-0" are texts: as integers they would be the same ids as "7" and "0".
 _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
 # Floats represent all integers of so many bits; from 2^bits on they are rounded.
@@ -129,11 +130,12 @@ def is_plain_integer(text: pl.Expr, kind: IdKind = "int64") -> pl.Expr:
 
 
 def is_missing(table: Table, column: str) -> pl.Expr:
-    """Return whether a value is null, empty text or NaN."""
+    """Return whether a value is null, NaN, or a text that stands for null."""
     dtype, value = table.dtypes[column], pl.col(column)
     if dtype.is_float():
         return value.is_null() | value.is_nan()
-    return value.is_null() | (value.cast(pl.String) == "") if dtype.base_type() in TEXT_TYPES else value.is_null()
+    is_text = dtype.base_type() in TEXT_TYPES
+    return value.is_null() | value.cast(pl.String).is_in(MISSING_TEXTS) if is_text else value.is_null()
 
 
 def is_missing_number(table: Table, column: str) -> pl.Expr:

@@ -16,6 +16,7 @@ from evenrank.datasets.schema import FLOAT, MULTI_VALUED, IdKind
 from evenrank.preprocess.build.ids import DENSE, Ids
 from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, random_seed
 from evenrank.preprocess.files.raw_values import (
+    MISSING_TEXTS,
     TEXT_TYPES,
     as_number,
     check_json_keys,
@@ -180,13 +181,13 @@ def _divide(path: Path, column: str, text: str) -> list[str]:
 
 
 def _sortable(path: Path, values: pl.Series) -> pl.Series:
-    """Return values ready for sorting: text as integers if all of it is, empty text and NaN as null."""
+    """Return values ready for sorting: text as integers if all of it is; missing text and NaN as null."""
     if values.dtype.is_nested() or values.dtype == pl.Binary:
         reason = f"of type {values.dtype} cannot be ids; convert it to text or numbers, or declare it a list of these"
         raise DataError(f"{path}: column {values.name!r} {reason}")
     if values.dtype.base_type() not in TEXT_TYPES:
         return values.fill_nan(None) if values.dtype.is_float() else values
     text = values.cast(pl.String)
-    text = text.set(text == "", None)
+    text = text.set(text.is_in(MISSING_TEXTS), None)
     are_integers = pl.select(is_plain_integer(pl.lit(text.drop_nulls())).all()).item()
     return text.cast(pl.Int64) if are_integers else text

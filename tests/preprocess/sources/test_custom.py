@@ -489,6 +489,7 @@ def test_booleans_have_values_too(tmp_path: Path) -> None:
 
 EXTRA = (
     "user,item,time,price,dwell,w\n1,2,3,1.5,7,0.25\n1,2,3,,,1\n1,2,3,-2,-9,1\n1,2,3,x,1,1\n1,2,3,1,1.5,1\n1,2,3,1,1,\n"
+    "1,2,3,\\N,\\N,2\n1,2,3,1,1,\\N\n1,\\N,3,1,1,1\n"
 )
 
 
@@ -504,11 +505,13 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     events = part.events.collect()
     assert events.select("price", "dwell", "w").dtypes == [pl.Float32, pl.Int64, pl.Float32]
     good = events.filter(IS_GOOD).select("price", "dwell", "w").rows()
-    assert good == [(1.5, 7, 0.25), (-1, 0, 1), (-2, -9, 1)]
+    assert good == [(1.5, 7, 0.25), (-1, 0, 1), (-2, -9, 1), (-1, 0, 2)]
     assert [row.reason for row in part.find_bad(9)] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
         "w is missing; declare a value instead, such as w=0",
+        "w is missing; declare a value instead, such as w=0",
+        "item is empty",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
 

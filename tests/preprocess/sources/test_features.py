@@ -161,7 +161,9 @@ def test_an_id_of_a_feature_of_items_outside_its_vocabulary_is_refused(tmp_path:
         open_store(tmp_path / "out")
 
 
-USERS = 'user,age,city,tags\neve,31.5,"Bonn, am Rhein",red|blue|red\nann,,10,\nbob,NaN,9,"[""blue"", 7]"\nkim,2,,x\n'
+USERS = (
+    'user,age,city,tags\neve,31.5,"Bonn, am Rhein",red|blue|red\nann,\\N,10,\\N\nbob,NaN,9,"[""blue"", 7]"\nkim,2,,x\n'
+)
 
 
 def test_context_of_every_type_is_encoded_and_read_by_loaders(tmp_path: Path) -> None:
