@@ -149,7 +149,7 @@ def test_every_rule_for_unknown_values_is_its_definition(
     fails = any(rules[c] == "fail" and any(event[c] not in known[c] for event in kept) for c in (0, 1))
     options: dict[str, Any] = {"vocabulary": folder / "old", "unknown": f"user={rules[0]},item={rules[1]}"}
     if fails or not kept:
-        message = "lacks . of the values" if fails else "no users are left; [0-9]+ events of unknown users or items"
+        message = "lacks [0-9]+ of the values" if fails else "no users are left; [0-9]+ events of unknown users or items"
         with pytest.raises(DataError, match=message):
             number(folder / "out", path, **options)
         return
