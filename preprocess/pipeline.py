@@ -41,9 +41,9 @@ from evenrank.preprocess.build.splits import (
     SplitFacts,
     SplitRule,
     by_second_log,
-    is_log,
     parse_split,
     read_listed_users,
+    second_log,
 )
 from evenrank.preprocess.build.vocabulary import EarlierIds, drop_unknown, number_ids, read_earlier
 from evenrank.preprocess.files.raw_values import TextIdsError
@@ -56,7 +56,7 @@ from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
 from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.interactions import Interactions, number_features
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
 
 
@@ -139,7 +139,8 @@ def preprocess(
         rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
         while True:
             on_stage(f"opening {config.dataset}")
-            source = open_source(config, rules=rules, known=known, show_progress=show_progress)
+            opened = open_source(config, rules=rules, known=known, show_progress=show_progress)
+            source = number_features(opened, config.vocabulary)
             _check_out(config, source)
             try:
                 with wrap_write_errors(config.out):
@@ -202,11 +203,14 @@ def _read_logs(
     log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind]
 ) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
-    if second is None or not is_log(second, log):
+    if second is None or not (files := second_log(second, log)):
         return read_tabular(log, rules, known)
     interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known)
-    last = interactions.parts[-1]
-    parts = [replace(part, expand=partial(_mark_log, in_eval=part is last)) for part in interactions.parts]
+    num_first = len(interactions.parts) - len(files)
+    parts = [
+        replace(part, expand=partial(_mark_log, in_eval=index >= num_first))
+        for index, part in enumerate(interactions.parts)
+    ]
     return replace(interactions, parts=parts, has_eval_log=True)
 
 
@@ -229,13 +233,13 @@ class _Job:
     def run(self) -> Manifest:
         """Write all files, and return the manifest."""
         config, source = self.config, self.source
-        rule, eval_users = parse_split(config.split), np.empty(0, dtype=np.int64)
+        rule, eval_users, num_listed = parse_split(config.split), np.empty(0, dtype=np.int64), 0
         dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
         if source.has_eval_log:
             rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
         elif rule.file is not None:
             column = str(source.options.get("user_column", USER_ID))
-            eval_users = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
+            eval_users, num_listed = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
         (work := self.folder / ".work").mkdir()
         buckets = Buckets(work / "buckets", sum(part.num_events for part in source.parts), dtypes)
         texts = {
@@ -266,15 +270,15 @@ class _Job:
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
             facts = SplitFacts(seed=config.seed, last_ms=last_ms, eval_users=eval_users)
             splits, largest, statistics = self._write_splits(rule, facts, buckets, ids, items)
+            self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], items.requested)
             sources = pending_sources.result()
         time = {"unit": source.time_unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
-            losses = (f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)
             raise DataError(
                 f"--split {config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
-                f"{time['last']}{''.join(losses)}; {rule.remedy}, or pass --allow-empty"
+                f"{time['last']}{self._losses()}; {rule.remedy}, or pass --allow-empty"
             )
         if rule.file is not None and not source.has_eval_log:
             sources += source_files(rule.file.parent, [rule.file])
@@ -359,13 +363,16 @@ class _Job:
                     rows = rows if rows.num_targets.any() else cut_windows(rows, filters)
                     writers[name].append(rows, context.lookup(rows.user_keys))
             splits = {name: writer.close() for name, writer in writers.items()}
-        if not any(split.rows for split in splits.values()):
-            raise DataError("the filters leave no users; relax them")
         self.counts |= {"duplicate events (kept)": num_duplicates, "users left out by filters": num_left_out}
+        if not any(split.rows for split in splits.values()):
+            raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
         self.counts |= context.audit() | items.audit()
         names = (USER_ID, ITEM_ID, ACTION)
         largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
         return splits, largest, statistics.report(self.folder)
+
+    def _losses(self) -> str:
+        return "".join(f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)
 
 
 def _build_bucket(buckets: Buckets, index: int, ids: Mapping[str, Ids], items: FeatureLookup) -> tuple[Sequences, int]:

@@ -155,7 +155,7 @@ def fill_buckets(
                 raise DataError(f"{part.name}: {description}; fix them, or skip them with --on-error skip")
             # The path below the common folder, so that the manifest does not depend on the machine.
             folder = os.path.commonpath([Path(part.name).absolute().parent for part in parts])
-            num_skipped[f"{os.path.relpath(part.name, folder)}: {description}"] = num_bad
+            num_skipped[f"{os.path.relpath(part.name, folder)}: {description}; all skipped"] = num_bad
     if num_events == 0:
         reasons = "; ".join(num_skipped) or ", ".join(part.name for part in parts)
         raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")

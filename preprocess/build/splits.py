@@ -5,7 +5,8 @@ leave-last:2     the last 2 events of each user are predicted from the earlier o
 time:2015-01-06  events from this time on are predicted from the earlier ones; also a year, a month, ISO 8601 in UTC, or
                  a number since 1970 of seconds, milliseconds, ..., by its size
 time:last:7d     events less than 7 days (d; weeks w, hours h) older than the log's last event are predicted
-file:PATH        the users that a file lists are in `eval`; or, if it is a second log, its events are predicted
+file:PATH        the users that a file lists are in `eval`; or, if it is a second log (a file, folder or pattern), the
+                 events of that log are predicted
 none             everything is in `train`
 """
 
@@ -24,6 +25,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
+from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import raw_id
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
@@ -146,16 +148,22 @@ def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequenc
     return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
 
 
-def is_log(path: Path, log: TabularConfig) -> bool:
-    """Return whether the file of `file:PATH` is a second log, which has items, and no list of users."""
+def second_log(path: Path, log: TabularConfig) -> tuple[Path, ...]:
+    """Return the files of the second log that the path of `file:PATH` leads to; none if it is a list of users.
+
+    Only logs have items.
+    """
     with contextlib.suppress(DataError):
-        open_table(path, [log.item_column], separator=log.delimiter, columns=log.columns)
-        return True
-    return False
+        files = find_files([path])
+        open_table(files[0], [log.item_column], separator=log.delimiter, columns=log.columns)
+        return files
+    return ()
 
 
-def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64]:
+def read_listed_users(path: Path, column: str, kind: IdKind) -> tuple[NDArray[np.int64], int]:
     """Return the keys of the users that a file lists, without those of another kind: int64 [users].
+
+    Also return how many users it lists.
 
     Args:
         path: a text file (.txt) with an id per line, or a table.
@@ -168,5 +176,6 @@ def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64
     else:
         table = open_table(path, [column])
     checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
-    users = table.read_distinct(USER_ID, [raw_id(table, column, kind).alias(USER_ID)], checks)
-    return keys_of(users.get_column(USER_ID))
+    ids = [raw_id(table, column, "text").alias(USER_ID), raw_id(table, column, kind).alias("of kind")]
+    users = table.read_distinct(USER_ID, ids, checks)
+    return keys_of(users.get_column("of kind").drop_nulls()), len(users)

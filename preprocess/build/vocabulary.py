@@ -53,11 +53,7 @@ def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierI
     for column, summary in manifest.ids.items():
         values = pl.Series(_VALUE, dtype=_DTYPES[summary.kind])
         if summary.rule == DENSE:
-            path = folder / vocabulary_name(column)
-            try:
-                values = pl.read_parquet(path, columns=[_VALUE], glob=False).get_column(_VALUE).cast(values.dtype)
-            except (OSError, pl.exceptions.PolarsError) as error:
-                raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
+            values = read_values(folder / vocabulary_name(column), values.dtype)
         elif column in unknown:
             raise ConfigError(f"unknown has a rule for {column}, but {folder} has no vocabulary of it; leave it out")
         keys = keys_of(values)
@@ -65,6 +61,15 @@ def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierI
             raise DataError(f"{folder / vocabulary_name(column)} does not match its manifest; preprocess it again")
         earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=unknown.get(column, "append"))
     return earlier
+
+
+def read_values(path: Path, dtype: pl.DataType | None = None) -> pl.Series:
+    """Return the values of a vocabulary in the order of their ids, as this type if it is given."""
+    try:
+        values = pl.read_parquet(path, columns=[_VALUE], glob=False).get_column(_VALUE)
+        return values.cast(values.dtype if dtype is None else dtype)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
 
 
 def drop_unknown(buckets: Buckets, earlier: Mapping[str, EarlierIds]) -> int:
@@ -203,8 +208,8 @@ class _Values:
                 size += len(rows)
         if earlier is not None and earlier.unknown == "fail" and num_unknown:
             raise DataError(
-                f"{num_unknown:,} values of {self._column} in {num_unknown_events:,} events are not in the vocabulary, "
-                f"first {', '.join(map(repr, shown))}; append them, or choose another rule for unknown values"
+                f"the vocabulary of {self._column} lacks {num_unknown:,} of the values, in {num_unknown_events:,} "
+                f"events, first {', '.join(map(repr, shown))}; set unknown to append, oov or drop, or correct the log"
             )
         keys = keys[:size]
         versions, digest = () if earlier is None else earlier.summary.versions, _digest(self._kind, keys)

@@ -1,6 +1,7 @@
 """Paths, patterns and folders -> data files; what their names say: format, compression, values of hive folders."""
 
 import glob
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
@@ -44,8 +45,10 @@ def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
         if len({file_format(file) for file in found}) > 1:
             raise DataError(f"{path} has files of several formats; use a pattern such as *.csv")
         files += found
-    if len({file.resolve() for file in files}) < len(files):
-        raise ConfigError(f"a file in {', '.join(map(str, paths))} is given twice; its events would count twice")
+    for file, count in Counter(file.resolve() for file in files).items():
+        if count > 1:
+            given = ", ".join(map(str, paths))
+            raise ConfigError(f"{file} is in {given} twice, and its events would count twice; give each file once")
     return tuple(files)
 
 
@@ -54,7 +57,9 @@ def _expand(path: Path) -> Iterator[Path]:
         yield path
         return
     for match in path.iterdir() if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True)):
-        is_hidden = match.name.startswith((".", "_")) and "=" not in match.name
+        # `**` finds files in hidden folders too, such as _temporary of a job that was stopped.
+        added = (part for part in match.parts if part not in path.parts)
+        is_hidden = any(part.startswith((".", "_")) and "=" not in part for part in added)
         if not is_hidden and (match.is_dir() or (match.is_file() and match.stat().st_size)):
             yield from _expand(match)
 

@@ -1,15 +1,18 @@
 """Columns of files as ids and integers: which type the ids have, and which values are exact."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
+from evenrank.preprocess.files.locate import partition_values
 from evenrank.preprocess.files.table import FAULT, Table
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
+MISSING_TEXTS = ("", r"\N")  # the latter is null in exports of MySQL and Hive
 # "007", "+7" and "-0" are texts: as integers they would be the same ids as "7" and "0".
 _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
 # Floats represent all integers of so many bits; from 2^bits on they are rounded.
@@ -124,11 +127,30 @@ def is_plain_integer(text: pl.Expr, kind: IdKind = "int64") -> pl.Expr:
 
 
 def is_missing(table: Table, column: str) -> pl.Expr:
-    """Return whether a value is null, empty text or NaN."""
+    """Return whether a value is null, NaN, or a text that stands for null."""
     dtype, value = table.dtypes[column], pl.col(column)
     if dtype.is_float():
         return value.is_null() | value.is_nan()
-    return value.is_null() | (value.cast(pl.String) == "") if dtype.base_type() in TEXT_TYPES else value.is_null()
+    is_text = dtype.base_type() in TEXT_TYPES
+    return value.is_null() | value.cast(pl.String).is_in(MISSING_TEXTS) if is_text else value.is_null()
+
+
+def is_missing_number(table: Table, column: str) -> pl.Expr:
+    """Return whether a number is missing: as `is_missing`, or NaN as text, which pandas and NumPy write."""
+    return is_missing(table, column) | pl.col(column).cast(pl.Float64, strict=False).is_nan().fill_null(False)
+
+
+def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:
+    """Raise a DataError if the rows of JSON lines, which name no columns, never have one of these keys."""
+    if any(table.has_types or table.separator is not None for table in tables):
+        return
+    for column in columns:
+        key = json.dumps(column, ensure_ascii=False)
+        for table in tables:
+            if column in partition_values(table.path) or any(key in text for text in table.texts()):
+                break
+        else:
+            raise DataError(f"{table.path} has no column {column!r} in any row; check its name")
 
 
 def _has_bad_bytes(text: pl.Expr) -> pl.Expr:

@@ -4,7 +4,9 @@ A text file is read in blocks of whole lines, and every line is parsed independe
 no other.
 """
 
+import contextlib
 import csv
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +41,7 @@ _FAULTS = {
     UNQUOTED: "a quoted field does not end at a separator or at the end of the line; Parquet can store any text",
 }
 _ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
+_JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
 _IS_OBJECT = "evenrank is_object"
 _BATCH_ROWS = 1_000_000  # of Parquet
 _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
@@ -52,7 +55,7 @@ def open_table(
 
     Fields of delimited text may be quoted with `"` if the separator is one character; quotes inside a quoted field are
     doubled, and a quoted field ends on the line where it starts. Columns that a file lacks are taken from the names of
-    its folders, such as `day=1`, as text. Values in JSON lines become text.
+    its folders, such as `day=1`, as text; JSON lines have the keys of the first line. Values in JSON lines become text.
 
     Args:
         path: the file.
@@ -75,7 +78,8 @@ def open_table(
         line = read_first_line(path)  # which checks the encoding
         folders = locate.partition_values(path)
         if file_format == locate.JSON:
-            own, constants = _locate_columns(path, [name for name in needed if name not in folders], needed)
+            keys = _keys(line)
+            own, constants = _locate_columns(path, [n for n in needed if n in keys or n not in folders], needed)
             return _text_table(path, partial(_parse_json, names=own), own, constants)
         if separator is None:
             separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
@@ -85,18 +89,31 @@ def open_table(
         if len(fields) != len(columns or fields):
             counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
             raise DataError(f"{path}: the first line has {counts}; correct one of them")
-        own, constants = _locate_columns(path, columns or fields, needed)
+        remedy = "choose one of them"
+        if not columns:
+            remedy += " or, if that is no header, give --columns (of --context, --context-header)"
+        own, constants = _locate_columns(path, columns or fields, needed, remedy)
         parse = partial(_parse_delimited, separator=separator, columns=columns or fields, names=own)
         return _text_table(path, parse, own, constants, has_header=not columns, separator=separator)
 
 
-def _locate_columns(path: Path, present: Sequence[str], needed: Collection[str]) -> tuple[list[str], list[pl.Expr]]:
+def _keys(line: str) -> frozenset[str]:
+    """Return the keys of a line of JSON; none if it is no object."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(line), dict):
+            return frozenset(value)
+    return frozenset()
+
+
+def _locate_columns(
+    path: Path, present: Sequence[str], needed: Collection[str], remedy: str = "choose one of them"
+) -> tuple[list[str], list[pl.Expr]]:
     """Return the needed columns that a file has, and the others, from the names of its folders."""
     folders = locate.partition_values(path)
     own = [name for name in needed if name in present or name not in folders]
     for name in own:
         if name not in present:
-            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}")
+            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}; {remedy}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
     if not own:
@@ -242,7 +259,7 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
         text = pl.lit(pl.Series(block.lines(), dtype=pl.String))
         is_likely = text.str.json_path_match("$").str.starts_with("{")
         rows = _read_each(pl.select(pl.when(is_likely).then(text).otherwise(pl.lit(""))).to_series(), names)
-    fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit("the line is not a JSON object"))
+    fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit(_JSON_FAULT))
     return rows.select(_fault(block, names, fault), *names)
 
 

@@ -29,7 +29,7 @@ _YEAR_MS = 31_536_000_000
 _ISO = (
     "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
     "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
-    "(?:Z|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
+    "(?:Z| UTC|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
 )
 # The second form is also a number, so it is limited to years that occur; .0 is of integers stored as floats.
 _DATE = r"^(?:([0-9]{4})-([0-9]{2})-([0-9]{2})|((?:19|20)[0-9]{2})([0-9]{2})([0-9]{2})(?:\.0)?)$"
@@ -66,9 +66,8 @@ def decide_unit(tables: Sequence[Table], column: str) -> TimestampUnit:
         if len(sample):
             differing = (known if len(known) else checked).unique(list(kinds), keep="first", maintain_order=True)
             shown = ", ".join(repr(value[:80]) for value in differing.get_column("text"))
-            raise DataError(
-                f"{table.path}: column {column!r} has {shown}, not times of one known kind; set --timestamp-unit"
-            )
+            remedy = "set --timestamp-unit" if len(known) else "convert them, for example to ISO 8601"
+            raise DataError(f"{table.path}: column {column!r} has {shown}, not times of one known kind; {remedy}")
     return "s" if untyped else "auto"
 
 

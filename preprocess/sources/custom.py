@@ -17,16 +17,17 @@ from evenrank.preprocess.files.raw_values import (
     as_integer,
     as_number,
     check_integers,
+    check_json_keys,
     id_checks,
     id_kind,
     integer_bits,
-    is_missing,
+    is_missing_number,
     raw_id,
 )
 from evenrank.preprocess.files.table import EventPart, Events, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
-from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map
+from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.features import read_features
 from evenrank.preprocess.sources.interactions import Interactions
@@ -57,6 +58,7 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
             raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
+    check_json_keys(tables, [column.name for column in config.extra_columns if column.fill is not None])
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
@@ -122,6 +124,8 @@ def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[st
         value, of_column = _event_column(table, extra)
         columns.append(value)
         checks |= of_column
+        if config.weight and extra == parse_column(config.weight, is_feature=False):
+            checks[f"{extra.name} is a negative weight"] = value >= 0
     return columns, checks
 
 
@@ -180,7 +184,7 @@ def _flag(table: Table, name: str) -> pl.Expr:
 def _event_column(table: Table, column: Column) -> Checked:
     name, is_float = column.name, column.dtype == "float32"
     value = as_number(table, name).cast(pl.Float32) if is_float else as_integer(table, name)
-    is_absent, checks = is_missing(table, name), {}
+    is_absent, checks = is_missing_number(table, name), {}
     if column.fill is None:
         fill = "=0" if is_float else ":int=0"
         checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_absent

@@ -54,7 +54,7 @@ def test_scripts_preprocess_and_inspect(tmp_path: Path) -> None:
     run = run_program(sys.executable, scripts / "inspect_data.py", tmp_path / "out" / "ml-20m")
     assert run.returncode == 0, run.stderr
     rows = [line.split() for line in run.stdout.splitlines()]
-    for row in ("train 2 3 1", "all 2 3 2", "p50 1 -", "max 2 -", "item_id 3"):
+    for row in ("train 2 3 1", "all, each event once 2 3 2", "p50 1 -", "max 2 -", "item_id 3"):
         assert row.split() in rows
 
 

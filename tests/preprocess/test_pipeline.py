@@ -146,7 +146,8 @@ def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(tmp_path: Path) -> N
     assert manifest.splits["train"].interactions == 8
     assert manifest.options["audit"] == {
         "ratings.csv: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not an integer in -2^63..2^63-1; "
-        "line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; line 10 ('1,2'): expected 4 fields, got 2": 3,
+        "line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; line 10 ('1,2'): expected 4 fields, got 2; "
+        "all skipped": 3,
         "duplicate events (kept)": 1,
     }
 
@@ -297,6 +298,7 @@ def test_a_file_lists_the_users_of_eval_by_their_raw_ids(tmp_path: Path, name: s
     assert [row["length"] for row in _rows(tmp_path / "out" / "eval")] == [2]
     assert [row["length"] for row in _rows(tmp_path / "out" / "train")] == [1]
     assert manifest.options["split"] == "file:users.txt"
+    assert manifest.options["audit"] == {"listed users without events": 1}
     assert [source.path for source in manifest.sources] == ["log.csv", "users.txt"]
 
 

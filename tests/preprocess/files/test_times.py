@@ -39,7 +39,7 @@ def _times(path: Path) -> list[int | None]:
         ("a.csv", ["1420070400000000"], "us"),
         ("a.csv", ["1420070400000000000"], "ns"),
         ("a.csv", ["2015-01-06", "20150106"], "date"),
-        ("a.csv", ["2015-01-06", "2015-01-06 12:30:00", "2015-01-06T12:30Z"], "iso"),
+        ("a.csv", ["2015-01-06", "2015-01-06 12:30:00", "2015-01-06T12:30Z", "2015-01-06 12:30:00 UTC"], "iso"),
         ("a.csv", ["20151306", "18991231"], "s"),  # no dates of the calendar or of this time
         ("a.parquet", [20150106, None], "date"),
         ("a.parquet", [20150106.0, None], "date"),
@@ -70,7 +70,8 @@ def test_numbers_are_told_apart_by_their_size(limit: int, below: str, above: str
 )
 def test_values_of_several_kinds_or_of_none_raise(tmp_path: Path, values: list[str], shown: str) -> None:
     path = _write(tmp_path / "a.csv", values)
-    message = f"{path}: column 'time' has {shown}, not times of one known kind; set --timestamp-unit"
+    remedy = "set --timestamp-unit" if ", " in shown else "convert them, for example to ISO 8601"
+    message = f"{path}: column 'time' has {shown}, not times of one known kind; {remedy}"
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         _decide(path)
 

@@ -205,6 +205,13 @@ def test_a_key_that_json_lines_do_not_have_is_an_error(tmp_path: Path) -> None:
         _read(tmp_path, '{"user": 1, "item": 2, "time": 3}\n', name="log.jsonl", user_column="usr")
 
 
+def test_a_line_that_is_no_json_object_is_a_bad_row_with_a_remedy(tmp_path: Path) -> None:
+    good = '{"user": 7, "item": 30, "time": 100}'
+    interactions = _read(tmp_path, f"[{good}]\n{good}\n", "log.json")
+    assert _bad(interactions) == [(1, "the line is not a JSON object (jq -c '.[]' divides an array into lines)")]
+    assert _rows(interactions) == [(7, 30, 0, 100_000)]
+
+
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
 def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
     texts = ["+7", "-0", "0", "00", "7", "7.0"]
@@ -275,6 +282,7 @@ BAD = ("", "1.5", "-1")
                 "1970-01-02": 86_400_000,
                 "1970-01-01T00:01": 60_000,
                 "1970-01-01 00:00:01.5": 1500,
+                "1970-01-01 00:00:01 UTC": 1000,
                 "2024-02-29T12:00:00.1239Z": LEAP_DAY + 43_200_123,
                 "2024-02-29T12:00:00+02:30": LEAP_DAY + 34_200_000,
                 "2024-02-29T12:00:00-0100": LEAP_DAY + 46_800_000,
@@ -391,7 +399,11 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("log.csv", "time,user,thing\n1,2,3\n", "has no column 'item'; known: time, user, thing"),
+        (
+            "log.csv",
+            "time,user,thing\n1,2,3\n",
+            "has no column 'item'; known: time, user, thing; choose one of them or, if th",
+        ),
         ("log.csv", "user,item,time,item\n1,2,3,4\n", "has 2 columns 'item'; rename all but one"),
         ("log.csv", "", "is empty; create it again"),
         ("log.csv", '"user,item,time\n1,2,3\n', "the first line '\"user,item,time' cannot be parsed"),
@@ -402,7 +414,7 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
             MANY_LINES[:-50],
             "cannot be read: Truncated compressed stream; check that the file is complete",
         ),
-        ("log.parquet", ONE.drop("item"), "has no column"),
+        ("log.parquet", ONE.drop("item"), "has no column 'item'; known: user, time; choose one of them"),
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
     ],
 )
@@ -481,6 +493,7 @@ def test_booleans_have_values_too(tmp_path: Path) -> None:
 
 EXTRA = (
     "user,item,time,price,dwell,w\n1,2,3,1.5,7,0.25\n1,2,3,,,1\n1,2,3,-2,-9,1\n1,2,3,x,1,1\n1,2,3,1,1.5,1\n1,2,3,1,1,\n"
+    "1,2,3,\\N,\\N,2\n1,2,3,1,1,\\N\n1,\\N,3,1,1,1\n"
 )
 
 
@@ -495,11 +508,13 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     (part,) = interactions.parts
     good = read_part(part).good.select("price", "dwell", "w")
     assert good.dtypes == [pl.Float32, pl.Int64, pl.Float32]
-    assert good.rows() == [(1.5, 7, 0.25), (-1, 0, 1), (-2, -9, 1)]
+    assert good.rows() == [(1.5, 7, 0.25), (-1, 0, 1), (-2, -9, 1), (-1, 0, 2)]
     assert [row.reason for row in read_part(part).first_bad] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
         "w is missing; declare a value instead, such as w=0",
+        "w is missing; declare a value instead, such as w=0",
+        "item is empty",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
 
@@ -509,6 +524,39 @@ def test_missing_numbers_in_parquet_are_null_or_nan(tmp_path: Path) -> None:
     (part,) = _read(tmp_path, frame, event_columns=("price:float=0.5",)).parts
     assert read_part(part).good.get_column("price").to_list() == [1, 0.5, 0.5]
     assert [row.line for row in read_part(part).first_bad] == [4, 5]
+
+
+@pytest.mark.parametrize("missing", ["", "NaN", "nan"])
+def test_missing_numbers_in_text_are_empty_or_nan(tmp_path: Path, missing: str) -> None:
+    text = f"user,item,time,price,dwell\nnan,2,3,{missing},{missing}\nb,2,3,1.5,4\n"
+    (part,) = _read(tmp_path, text, event_columns=("price=-1", "dwell:int=-2")).parts
+    assert read_part(part).good.select("user_id", "price", "dwell").rows() == [
+        ("nan", -1, -2),
+        ("b", 1.5, 4),
+    ]
+    (part,) = _read(tmp_path, text, event_columns=("price",)).parts
+    assert [row.reason for row in read_part(part).first_bad] == [
+        "price is missing; declare a value instead, such as price=0"
+    ]
+
+
+def test_a_negative_weight_is_a_fault(tmp_path: Path) -> None:
+    text = "user,item,time,w,price\n1,2,3,0,-1\n1,2,3,-0.5,-1\n"
+    (part,) = _read(tmp_path, text, event_columns=("price",), weight="w").parts
+    assert [(row.line, row.reason) for row in read_part(part).first_bad] == [(3, "w is a negative weight")]
+
+
+def test_a_column_with_a_fill_that_json_lines_never_have_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "day=1"
+    folder.mkdir()
+    late = '{"user": 1, "item": 2, "time": 3}\n' * 5000 + '{"user": 1, "item": 2, "time": 3, "price": 7}\n'
+    (folder / "a.jsonl").write_text(late)
+    (folder / "b.jsonl").write_text('{"user": 1, "item": 2, "time": 3}\n')
+    good = _config(folder, event_columns=("price=0", "day:int=0"))
+    prices = [read_part(part).good["price"].sum() for part in read_tabular(good, AUTO, {}).parts]
+    assert prices == [7, 0]
+    with pytest.raises(DataError, match=r"b\.jsonl has no column 'prize' in any row; check its name$"):
+        read_tabular(_config(folder, event_columns=("prize=0",)), AUTO, {})
 
 
 def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
