@@ -252,11 +252,11 @@ class _Job:
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             pending_sources = background.submit(source.sources)
             has_times = source.time_unit != "row"
-            self.counts, first_ms, last_ms = fill_buckets(
+            self.counts, first_ms, ends = fill_buckets(
                 buckets, source.parts, texts, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage
             )
             if not config.allow_empty:
-                check_era(last_ms, source.time_unit)
+                check_era(ends, source.time_unit)
             self.counts["events of unknown users or items (dropped)"] = drop_unknown(buckets, self.earlier)
             self.counts["events left out by the k-core"] = k_core(buckets, config.filters)
             self.on_stage("numbering users and items")
@@ -268,12 +268,12 @@ class _Job:
             with ThreadPoolExecutor(2) as both:
                 ids = dict(zip(source.id_kinds, both.map(number, *zip(*raw_ids, strict=True)), strict=True))
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
-            facts = SplitFacts(seed=config.seed, last_ms=last_ms, eval_users=eval_users)
+            facts = SplitFacts(seed=config.seed, last_ms=max(ends.values()), eval_users=eval_users)
             splits, largest, statistics = self._write_splits(rule, facts, buckets, ids, items)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], items.requested)
             sources = pending_sources.result()
-        time = {"unit": source.time_unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
+        time = {"unit": source.time_unit, "first": utc_text(first_ms), "last": utc_text(max(ends.values()))}
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(

@@ -123,14 +123,14 @@ def fill_buckets(
     has_times: bool,
     on_error: OnError,
     on_stage: Callable[[str], None],
-) -> tuple[dict[str, int], int, int]:
+) -> tuple[dict[str, int], int, dict[str, int]]:
     """Read all events into buckets; return the number of skipped rows by a description of the first ones per part.
 
-    Also return the times of the first and the last event. Ids become keys; `texts` registers those of the columns that
-    are text.
+    Also return the time of the first event, and that of the last event of each part by its name. Ids become keys;
+    `texts` registers those of the columns that are text.
     """
     num_skipped: dict[str, int] = {}
-    num_events, first_ms, last_ms = 0, 1 << 62, 0
+    num_events, first_ms, last_ms = 0, 1 << 62, dict[str, int]()
     for part in parts:
         num_bad, first_bad = 0, list[BadRow]()
         for batch in part.read():
@@ -146,7 +146,9 @@ def fill_buckets(
                 buckets.append(events)
                 num_events += len(events[USER_ID])
                 times = events[TIMESTAMP_MS]
-                first_ms, last_ms = int(times.min(initial=first_ms)), int(times.max(initial=last_ms))
+                if len(times):
+                    first_ms = min(first_ms, int(times.min()))
+                    last_ms[part.name] = max(last_ms.get(part.name, 0), int(times.max()))
                 on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad:
             first_rows = "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in first_bad)

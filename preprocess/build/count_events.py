@@ -58,9 +58,9 @@ class EventCounter:
         newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
         self._newest_train = max(self._newest_train, int(newest.max(initial=-_LARGEST)))
         if EVAL in divided:
-            users = divided[EVAL].user_ids
+            users = divided[EVAL].user_keys
             self._eval_users += len(users)
-            self._cold_users += int(np.isin(users, train.user_ids, invert=True).sum())
+            self._cold_users += int(np.isin(users, train.user_keys, invert=True).sum())
 
     def report(self, folder: Path) -> Statistics:
         """Return the statistics, once all splits are written to a folder."""

@@ -111,11 +111,16 @@ def _date_ms(text: pl.Expr) -> pl.Expr:
     return _iso_ms(pl.when(text.str.contains(_DATE)).then(text.str.replace(_DATE, "${1}${4}-${2}${5}-${3}${6}")))
 
 
-def check_era(last_ms: int, unit: TimestampUnit) -> None:
-    """Raise a DataError if the last event of a log is in 1970, where times are if they are read in a smaller unit."""
+def check_era(ends: Mapping[str, int], unit: TimestampUnit) -> None:
+    """Raise a DataError if a file ends in 1970, where its times are if they are read in a smaller unit.
+
+    `ends` are the times of the last events by file.
+    """
+    name, last_ms = min(ends.items(), key=lambda item: item[1])
     if last_ms >= _YEAR_MS or unit == "row":
         return
     times = {other: last_ms * PER_SECOND.get(unit, 0) // count for other, count in PER_SECOND.items()}
     plausible = [f"{utc_text(ms)} with --timestamp-unit {other}" for other, ms in times.items() if ms >= 10 * _YEAR_MS]
     remedy = f"it is at {plausible[-1]}" if plausible else "check the column of times"
-    raise DataError(f"the last event is at {utc_text(last_ms)}, read as {UNITS[unit]}; {remedy}, or pass --allow-empty")
+    read = f"the last event of {name} is at {utc_text(last_ms)}, read as {UNITS[unit]}"
+    raise DataError(f"{read}; {remedy}, or pass --allow-empty")

@@ -124,13 +124,13 @@ def test_times_of_this_time_are_read_in_any_unit(folder: Path, name: str, moment
 )
 def test_a_log_that_ends_in_1970_raises_and_a_plausible_unit_is_named(last_ms: int, unit: Any, remedy: str) -> None:
     with pytest.raises(
-        DataError, match=rf"^the last event is at 1970-.*, read as .*; {remedy}, or pass --allow-empty$"
+        DataError, match=rf"^the last event of b.csv is at 1970-.*, read as .*; {remedy}, or pass --allow-empty$"
     ):
-        check_era(last_ms, unit)
+        check_era({"a.csv": 1 << 41, "b.csv": last_ms}, unit)
     new_year_1971 = int((datetime(1971, 1, 1) - datetime(1970, 1, 1)) / timedelta(milliseconds=1))
-    check_era(new_year_1971, unit)
+    check_era({"a.csv": new_year_1971}, unit)
     with pytest.raises(DataError, match="1970-12-31T23:59:59Z"):
-        check_era(new_year_1971 - 1, unit)
+        check_era({"a.csv": new_year_1971 - 1}, unit)
 
 
 def test_times_are_shown_to_the_second_in_utc() -> None:
