@@ -25,6 +25,7 @@ from .pipelines import PipelineStep as PipelineStep
 from .pipelines import make_pipeline as make_pipeline
 from .pipelines import register_pipeline as register_pipeline
 from .pipelines import run_pipeline as run_pipeline
+from .step_timer import StepTimer as StepTimer
 from .throughput import DevicePeaks as DevicePeaks
 from .throughput import Throughput as Throughput
 from .throughput import ThroughputMeter as ThroughputMeter
@@ -52,6 +53,7 @@ __all__ = [
     "PipelineStep",
     "RankingMetrics",
     "StallWatch",
+    "StepTimer",
     "Throughput",
     "ThroughputMeter",
     "Work",

@@ -1,7 +1,6 @@
 """Read and summarize the log that `JsonLines` writes. Needs no torch: logs are read on machines without GPUs too."""
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.metrics import LogRecord, parse_record
+from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord, parse_line
 
 
 class BalanceLog(NamedTuple):
-    """The records of a log, and the number of lines that are none, such as the last one of a job that was killed."""
+    """A log: the run, its records, and the number of lines that are none, such as the last one of a killed job."""
 
+    run: RunRecord | None
     records: list[LogRecord]
     skipped: int
 
@@ -28,35 +28,28 @@ def read_json_lines(path: Path) -> BalanceLog:
         lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; {remedy}") from error
-    records, first_error = [], ""
+    parsed: list[LogRecord | RunRecord] = []
+    first_error = ""
     for number, line in enumerate(lines, 1):
         try:
-            records.append(parse_record(line))
+            parsed.append(parse_line(line))
         except ValueError as error:
             first_error = first_error or f"line {number} is not a record of balancing metrics: {error}"
-    if lines and not records:
+    if lines and not parsed:
         raise DataError(f"{path} has no record; {first_error}; {remedy}")
-    return BalanceLog(records, len(lines) - len(records))
+    runs = [record for record in parsed if isinstance(record, RunRecord)]
+    if len(runs) > 1:
+        raise DataError(
+            f"{path} has records of {len(runs)} runs, {runs[0].id} and {runs[1].id}; give one file for each run"
+        )
+    records = [record for record in parsed if isinstance(record, LogRecord)]
+    return BalanceLog(runs[0] if runs else None, records, len(lines) - len(parsed))
 
 
 def describe_log(records: Sequence[LogRecord]) -> str:
-    """Return the numbers of steps and ranks; several numbers of ranks if the job was resumed on another number."""
-    steps = int(cumulative_steps(records)[-1])
-    counts = [count for count, _ in groupby(len(record.before) for record in records)]
-    ranks = ", then ".join(f"{count:,}" for count in counts)
-    return f"{steps:,} step{'s' * (steps != 1)} on {ranks} rank{'s' * (counts[-1] != 1)}"
-
-
-def cumulative_steps(records: Sequence[LogRecord]) -> NDArray[np.float64]:
-    """Return how many steps of the job had been logged at each record: float64 [records], ascending.
-
-    Each writer counts from 1, so where a job was resumed its steps are added to those before.
-    """
-    seen = column(records, "seen")
-    resumed = np.flatnonzero(np.diff(seen) <= 0) + 1
-    offsets = np.zeros_like(seen)
-    offsets[resumed] = seen[resumed - 1]
-    return seen + np.cumsum(offsets)
+    """Return the numbers of steps and ranks."""
+    steps, ranks = records[-1].seen, len(records[-1].before)
+    return f"{steps:,} step{'s' * (steps != 1)} on {ranks:,} rank{'s' * (ranks != 1)}"
 
 
 def column(records: Sequence[LogRecord], field: str) -> NDArray[np.float64]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from evenrank.cli.reports import render_template, svg
 from evenrank.cli.reports.balance_log import column, cumulative_steps, describe_log, typical_record
-from evenrank.dataloader.balance.metrics import LogRecord, MetricsSummary, combine
+from evenrank.dataloader.balance.metrics.log_record import LogRecord
+from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, combine
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")

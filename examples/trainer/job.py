@@ -13,7 +13,7 @@ import typer
 from torch import nn
 
 from evenrank.dataloader import Loader
-from evenrank.dataloader.balance.writers import JsonLines
+from evenrank.dataloader.balance.metrics.writers import JsonLines
 from evenrank.dataloader.config import Order
 from evenrank.training import make_pipeline
 from trainer.checkpoints import Checkpoints

@@ -9,8 +9,8 @@ import pytest
 
 from evenrank.cli.reports.balance_log import column, cumulative_steps, read_json_lines, typical_record
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, combine, log_key, summarize
-from evenrank.dataloader.balance.writers import JsonLines
+from evenrank.dataloader.balance.metrics.step_metrics import LogRecord, StepMetrics, combine, log_key, summarize
+from evenrank.dataloader.balance.metrics.writers import JsonLines
 from tests.dataloader.balance.test_writers import STEPS, step, write
 
 

@@ -7,8 +7,8 @@ import pytest
 from evenrank.cli.reports import balance_page
 from evenrank.cli.reports.balance_log import read_json_lines
 from evenrank.cli.reports.balance_page import headline, render_page
-from evenrank.dataloader.balance.metrics import StepMetrics, combine
-from evenrank.dataloader.balance.writers import JsonLines
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, combine
+from evenrank.dataloader.balance.metrics.writers import JsonLines
 from tests.cli.programs import EVENRANK, run_program
 from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of, text_of
 from tests.dataloader.balance.test_writers import STEPS, step, write

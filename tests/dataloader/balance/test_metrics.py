@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, combine, measure_step, summarize
+from evenrank.dataloader.balance.metrics.step_metrics import (
+    MetricsSummary,
+    StepMetrics,
+    combine,
+    measure_step,
+    summarize,
+)
 from evenrank.dataloader.balance.partition.strategies import Assignment
 from tests.dataloader.balance.test_writers import step
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.balance.metrics import StepMetrics, parse_record, shown_fields
-from evenrank.dataloader.balance.writers import JsonLines, StepLogger, TensorBoard, log_line
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, parse_record, shown_fields
+from evenrank.dataloader.balance.metrics.writers import JsonLines, StepLogger, TensorBoard, log_line
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankPool
@@ -142,7 +142,7 @@ def _unprivileged() -> Iterator[None]:
 
 def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
     code = (
-        "import os; from evenrank.dataloader.balance.writers import JsonLines\n"
+        "import os; from evenrank.dataloader.balance.metrics.writers import JsonLines\n"
         "from tests.dataloader.balance.test_writers import STEPS\n"
         "log = JsonLines('log.jsonl')\n"
         "[log(metrics) for metrics in STEPS]\n"
@@ -220,7 +220,7 @@ def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, mo
 def test_importing_needs_no_optional_packages_and_leaves_logging_as_it_is() -> None:
     code = (
         "import logging, sys; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard', 'torch'])); "
-        "from evenrank.dataloader.balance.writers import StepLogger; StepLogger(every=1); "
+        "from evenrank.dataloader.balance.metrics.writers import StepLogger; StepLogger(every=1); "
         "log = logging.getLogger('evenrank'); assert (log.level, log.handlers, log.root.handlers) == (0, [], [])"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
