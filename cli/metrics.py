@@ -32,8 +32,8 @@ def metrics_command(
 ) -> None:
     """Show what balancing did in a training job: what the cost promised beside what was measured.
 
-    Of one log, also writes a self-contained HTML page with plots, whose path is the last line of output; that needs
-    matplotlib. Of several logs, shows where the runs differ. A job, which may still be running, writes its log on rank 0:
+    Of one log, also writes a self-contained HTML page with plots, whose path is the last line of output. Of several
+    logs, shows where the runs differ. A job, which may still be running, writes its log on rank 0:
 
     \b
         with JsonLines("out/balance.jsonl") as log:

@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from evenrank.cli.reports import render_template, svg
-from evenrank.cli.reports.balance_log import column, cumulative_steps, describe_log, typical_record
+from evenrank.cli.reports.balance_log import column, describe_log, typical_record
 from evenrank.dataloader.balance.metrics.log_record import LogRecord
 from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, combine
 
@@ -36,7 +36,7 @@ def render_page(records: Sequence[LogRecord], *, name: str) -> str:
         typical=typical,
         has_many_ranks=len(typical.before) > MAX_BARS,
         moved_rows=moved_rows(summary),
-        ratio_svg=ratio_svg(records),
+        idle_svg=idle_svg(records),
         loads_svg=loads_svg(typical),
         moved_svg=moved_svg(records) if summary.moved_bytes else None,
         background_svg=times_svg(records, _BACKGROUND),
@@ -45,16 +45,20 @@ def render_page(records: Sequence[LogRecord], *, name: str) -> str:
 
 
 def headline(records: Sequence[LogRecord], summary: MetricsSummary) -> str:
-    """Return the effect of balancing in one sentence."""
-    if summary.moved_samples == 0:
-        return (
-            f"No sample moved to another rank in {describe_log(records)}: the load of the heaviest rank was "
-            f"{summary.ratio_before:.3f} times the lower bound."
-        )
-    return (
-        f"Balancing reduced the load of the heaviest rank from {summary.ratio_before:.3f} to {summary.ratio_after:.3f} "
-        f"times the lower bound in {describe_log(records)}; the cost model expects steps to be {summary.speedup:.2f} "
+    """Return the effect of balancing in one or two sentences: what the cost promises, and what was measured."""
+    promised = (
+        f"By the cost, ranks were idle for {_percent(summary.idle_before)} of their time before balancing and for "
+        f"{_percent(summary.idle_after)} after it in {describe_log(records)}, so that steps are {summary.speedup:.2f} "
         "times as fast."
+    )
+    if not summary.measured_steps:
+        return promised
+    measured = f" Measured, they were idle for {_percent(summary.measured_idle_after)}"
+    if not summary.compared_steps:
+        return f"{promised}{measured} with balancing."
+    return (
+        f"{promised}{measured}, and for {_percent(summary.measured_idle_before)} of the steps left unbalanced for "
+        f"comparison; balanced steps were {summary.measured_speedup:.2f} times as fast."
     )
 
 
@@ -71,15 +75,30 @@ def tiles(summary: MetricsSummary) -> list[tuple[str, str, str]]:
     background, exposed = (
         f"{1e3 * sum(getattr(summary, field) for field in fields):,.2f} ms" for fields in (_BACKGROUND, _EXPOSED)
     )
-    ratio = "heaviest rank / lower bound"
-    moved_bytes = format_bytes(summary.moved_bytes)
+    rank_time = "of rank time, by the cost"
+    all_tiles = [
+        ("Idle before balancing", _percent(summary.idle_before), rank_time),
+        ("Idle after balancing", _percent(summary.idle_after), rank_time),
+        ("Speed-up", f"{summary.speedup:.2f}x", "by the cost"),
+        ("Steps set by one sample", _percent(summary.one_sample), f"{summary.longest:,.0f} tokens on average"),
+    ]
+    if summary.measured_steps:
+        before = _percent(summary.measured_idle_before) if summary.compared_steps else "-"
+        speedup = f"{summary.measured_speedup:.2f}x" if summary.compared_steps else "-"
+        all_tiles += [
+            ("Idle before, measured", before, f"{summary.compared_steps:,} unbalanced steps"),
+            (
+                "Idle after, measured",
+                _percent(summary.measured_idle_after),
+                f"{summary.measured_steps:,} balanced steps",
+            ),
+            ("Speed-up, measured", speedup, "unbalanced / balanced step"),
+            ("Time of a step", f"{1e3 * summary.step_seconds:,.1f} ms", "measured, balanced"),
+        ]
     return [
-        ("Load before balancing", f"{summary.ratio_before:.3f}", ratio),
-        ("Load after balancing", f"{summary.ratio_after:.3f}", ratio),
-        ("Worst step after balancing", f"{summary.worst_after:.3f}", ratio),
-        ("Expected speed-up", f"{summary.speedup:.2f}x", "by the cost model"),
+        *all_tiles,
         ("Tokens moved", _percent(summary.moved_tokens), "trained on another rank"),
-        ("Bytes moved", moved_bytes, "per step, all ranks together"),
+        ("Bytes moved", format_bytes(summary.moved_bytes), "per step, all ranks together"),
         ("In the background", background, "per step, gather and plan"),
         ("Exposed", exposed, "per step, on the training thread"),
     ]
@@ -116,13 +135,16 @@ def downsample(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve
 
 
 @svg.plot()
-def ratio_svg(axes: Axes, records: Sequence[LogRecord]) -> None:
-    """Draw the load of the heaviest rank over the lower bound, before and after balancing, over the steps."""
-    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
-    _draw(axes, records, "ratio_before", colour=svg.GREY, label=_BEFORE)
-    _draw(axes, records, "ratio_after", colour=svg.BLUE, label=_AFTER)
-    axes.set_ylabel("heaviest rank / lower bound")
-    svg.legend_above(axes)
+def idle_svg(axes: Axes, records: Sequence[LogRecord]) -> None:
+    """Draw the share of rank time that is idle over the steps: before and after, by the cost and as measured."""
+    styles = zip((svg.GREY, svg.BLUE), ("idle_before", "idle_after"), ("compared_steps", "measured_steps"), strict=True)
+    for colour, name, counted_by in styles:
+        balanced = [record for record in records if record.steps]
+        _draw(axes, balanced, name, colour=colour, scale=100, label=f"{name.removeprefix('idle_')} balancing")
+        if measured := [record for record in records if getattr(record, counted_by)]:
+            _draw(axes, measured, f"measured_{name}", colour=colour, scale=100, label="measured", style=":")
+    axes.set(ylim=(0, None), ylabel="idle rank time (%)")
+    svg.legend_above(axes, columns=2)
 
 
 @svg.plot()
@@ -181,14 +203,21 @@ def _byte_unit(num_bytes: float) -> tuple[str, float]:
 
 
 def _draw(
-    axes: Axes, records: Sequence[LogRecord], field: str, *, colour: str, scale: float = 1.0, label: str | None = None
+    axes: Axes,
+    records: Sequence[LogRecord],
+    field: str,
+    *,
+    colour: str,
+    scale: float = 1.0,
+    label: str | None = None,
+    style: str = "-",
 ) -> None:
-    """Draw a field over the steps: the mean of each point's records, and a band from their minimum to their maximum."""
-    curve = downsample(cumulative_steps(records), column(records, field) * scale)
+    """Draw a number over the steps: the mean of each point's records, and a band from their minimum to their maximum."""
+    curve = downsample(column(records, "seen"), column(records, field) * scale)
     marker = "o" if len(curve.steps) == 1 else None  # a line through one point is invisible
     if records_per_point(len(records)) > 1:
         axes.fill_between(curve.steps, curve.minimum, curve.maximum, color=colour, alpha=0.22, linewidth=0)
-    axes.plot(curve.steps, curve.mean, color=colour, linewidth=1.5, marker=marker, label=label)
+    axes.plot(curve.steps, curve.mean, color=colour, linewidth=1.5, linestyle=style, marker=marker, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(svg.compact))
     axes.set_xlabel("steps")

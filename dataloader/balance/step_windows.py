@@ -78,6 +78,10 @@ class WindowedOrder:
             positions[of_window] += first
         return positions
 
+    def rows_without_windows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows that these positions have in the underlying order."""
+        return self._order.rows(positions, seed=seed, epoch=epoch)
+
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at these positions."""
         return self._order.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)

@@ -108,14 +108,11 @@ def _parse_run(run: Any) -> RunRecord:
 
 def _value(entry: dict[str, Any], key: str, kind: Any) -> Any:
     """Return the value of a field of the type `kind`: int, float, bool or an array."""
-    value = entry.get(key)
     if key not in entry:
         raise ValueError(f"{key!r} is missing")
-    if (
-        (kind is bool and type(value) is bool)
-        or (kind is int and _is_count(value))
-        or (value is None and key in _OPTIONAL)
-    ):
+    value: Any = entry[key]
+    is_known = type(value) is bool if kind is bool else _is_count(value) if kind is int else value is None
+    if is_known and (value is not None or key in _OPTIONAL):
         return value
     if kind is float and _is_number(value):
         return float(value)

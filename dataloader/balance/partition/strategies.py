@@ -107,7 +107,8 @@ class Assignment:
         if self.padded:
             largest = np.zeros(len(is_real), dtype=values.dtype)
             np.maximum.at(largest, rank_of, real)
-            return largest * is_real.shape[1]
+            padded: NDArray[Any] = largest * is_real.shape[1]
+            return padded
         if values.dtype.kind == "f":
             return np.bincount(rank_of, weights=real, minlength=len(is_real))
         return sums_by_rank(real, rank_of, len(is_real))
