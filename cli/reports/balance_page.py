@@ -212,7 +212,7 @@ def _draw(
     label: str | None = None,
     style: str = "-",
 ) -> None:
-    """Draw a number over the steps: the mean of each point's records, and a band from their minimum to their maximum."""
+    """Draw a number over the steps: the mean of each point, and a band from its minimum to its maximum."""
     curve = downsample(column(records, "seen"), column(records, field) * scale)
     marker = "o" if len(curve.steps) == 1 else None  # a line through one point is invisible
     if records_per_point(len(records)) > 1:
