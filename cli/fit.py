@@ -13,7 +13,7 @@ from evenrank.core.errors import DataError
 _MAX_TOKENS = 131_072  # of a sample
 
 if TYPE_CHECKING:
-    from evenrank.cli.reports.balance_log import BalanceLog
+    from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
 
 
 def fit_command(
@@ -32,8 +32,8 @@ def fit_command(
         evenrank fit out/balance.jsonl --out out/cost.json
         evenrank simulate out/balance.jsonl --cost out/cost.json
     """
-    from evenrank.cli.reports.balance_log import read_json_lines
     from evenrank.dataloader.balance import MeasuredCost
+    from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
 
     with console.stages() as on_stage:
         on_stage(f"reading {log}")

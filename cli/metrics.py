@@ -13,7 +13,7 @@ from evenrank.core.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.cli.reports.balance_log import BalanceLog
+    from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary
 
 
@@ -48,7 +48,7 @@ def metrics_command(
     if len(logs) > 1 and html is not None:
         raise ConfigError(f"--html {html} is a page of one log, got {len(logs)} logs; leave it out")
     with console.stages() as on_stage:
-        from evenrank.cli.reports.balance_log import describe_log, read_json_lines
+        from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
         from evenrank.dataloader.balance.metrics.step_metrics import combine
 
         found = []
@@ -59,7 +59,7 @@ def metrics_command(
                 raise DataError(f"{path} has no record yet; the job writes one after every `every` steps")
     for path, log in zip(logs, found, strict=True):
         run = f", run {log.run.id} of {log.run.started}" if log.run else ""
-        console.print_result(f"{path}: {describe_log(log.records)}{run}")
+        console.print_result(f"{path}: {log.describe()}{run}")
         if log.skipped:
             console.print_result(f"skipped {log.skipped:,} line{'s' * (log.skipped != 1)} that could not be read")
     summaries = [combine(log.records) for log in found]
@@ -79,7 +79,7 @@ def metrics_command(
         from evenrank.cli.reports.balance_page import render_page
 
         page = page_path(path, html)
-        write_page(page, render_page(log.records, name=path.name))
+        write_page(page, render_page(log, name=path.name))
     console.print_result(f"report: {page}")
 
 

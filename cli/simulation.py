@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.cli.reports.balance_log import read_json_lines
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import Cost, PaddedCost, TokenCost, cost_shift, count_tokens, scaled_costs
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, unbalanced
 from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import DISTRIBUTIONS, Distribution, parse_distribution
@@ -136,7 +136,7 @@ def simulated_steps(
             start = time.perf_counter()
             assignment = partition(costs[order], world_size, tokens=tokens[order], **options)
             plan_seconds = seconds + time.perf_counter() - start
-            before = assignment.loads_before(loaded)
+            before = unbalanced(assignment.rank_of >= 0, padded=assignment.padded).loads(loaded)
             yield SimulatedStep(lengths[order], costs[order], tokens[order], assignment, before, plan_seconds)
 
 

@@ -27,6 +27,7 @@ from evenrank.dataloader.balance.ranks.process_group import Group, members_of, w
 from evenrank.training.attention_timing import Clock
 
 _STORE_TIMEOUT = timedelta(seconds=60)
+_MAX_UNTRAINED = 1000  # steps: more than any pipeline has in flight
 
 
 class StepTimer:
@@ -44,7 +45,8 @@ class StepTimer:
     Times are of CUDA events, which are read when the device has passed them, or of the host's clock: nothing waits for
     the device. Collectives of the forward and backward pass, such as those of sharded embeddings, count as computing.
     Ranks exchange times through the store of their group every few steps, without a collective. The first step is not
-    measured, nor the first one after `restart`.
+    measured, nor the first one after `restart`. Each batch is a step: of one that is handed out last in an iteration
+    and not trained, nothing is written.
 
     Args:
         writers: called on rank 0 with the metrics of each step, in their order, up to two intervals late: an `on_step`
@@ -67,16 +69,18 @@ class StepTimer:
     ) -> None:
         if every < 1:
             raise ConfigError(f"every must be at least 1, got {every}")
-        self._writers = writers
         self._clock = Clock(device)
         self._every = every
         self._members = members_of(group, _STORE_TIMEOUT, "step-timer")
+        self._writers = writers if self._members.rank == 0 else ()
         self._store = HashStore() if self._members.store is None else self._members.substore("times")
         self._last_release: Any = None
         self._arrival: Any = None
         self._marks: deque[tuple[Any, Any, Any]] = deque()  # release before, arrival and release of each step
         self._planned: deque[StepMetrics] = deque()
-        self._published = self._merged = 0  # blocks of `every` steps
+        self._untrained = 0  # of these
+        self._closed = False
+        self._published = self._merged = 0  # blocks of `every` steps; a rank's last block, which may be empty, has fewer
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take the options of the run; see `metrics.writers.BeginsRun`."""
@@ -85,9 +89,22 @@ class StepTimer:
                 writer.begin(options)
 
     def __call__(self, metrics: StepMetrics) -> None:
-        """Take the metrics of the next step, before it is trained."""
-        if self._writers:
-            self._planned.append(metrics)
+        """Take the metrics of the next step, before it is trained.
+
+        A ConfigError if many steps are taken and none is measured.
+        """
+        if not self._writers:
+            return
+        if metrics.step == 0:  # the last iteration may have been left before its last batch was trained
+            for _ in range(self._untrained):
+                self._planned.pop()
+            self._untrained = 0
+        self._planned.append(metrics)
+        self._untrained += 1
+        if self._untrained > _MAX_UNTRAINED:
+            raise ConfigError(
+                f"{self._untrained} steps were taken and not measured; call watch(loss) or waiting() in each step"
+            )
 
     def watch(self, loss: Tensor) -> None:
         """Measure the step whose gradients `loss.backward()` computes; the wait is that after its last gradient.
@@ -112,12 +129,15 @@ class StepTimer:
         self._last_release = None
 
     def close(self) -> None:
-        """Write the steps that are left. Waits for the device and, on rank 0, for the times of all ranks."""
-        self._clock.wait()
-        self._publish(final=True)
-        self._merge(final=True)
-        self._marks.clear()
-        self._planned.clear()
+        """Write the steps that are left. Waits for the device and, on rank 0, for the times of all ranks.
+
+        Steps that other ranks have not trained are left out. Closing twice does nothing.
+        """
+        if not self._closed:
+            self._closed = True
+            self._clock.wait()
+            self._publish(final=True)
+            self._merge(final=True)
 
     def __enter__(self) -> Self:
         return self
@@ -134,20 +154,22 @@ class StepTimer:
 
     def _release(self) -> None:
         release = self._clock.mark()
+        self._untrained = max(self._untrained - 1, 0)
         self._marks.append((self._last_release, self._arrival, release))
         self._last_release = release
-        if len(self._marks) >= self._every and self._clock.has_passed(self._marks[self._every - 1][-1]):
+        if len(self._marks) >= self._every:
             self._publish()
             self._merge()
 
     def _publish(self, *, final: bool = False) -> None:
         """Publish the times of blocks of steps, milliseconds [steps, 2]; NaN where a step was not measured."""
-        while len(self._marks) >= self._every or (final and self._marks):
+        while final or (len(self._marks) >= self._every and self._clock.has_passed(self._marks[self._every - 1][-1])):
             marks = [self._marks.popleft() for _ in range(min(self._every, len(self._marks)))]
             times = np.array([self._times(*of_step) for of_step in marks])
             key, value = f"{self._published}/{self._members.rank}", times.tobytes().hex()
             within(_STORE_TIMEOUT, partial(self._store.set, key, value))
             self._published += 1
+            final = final and len(marks) == self._every
 
     def _times(self, before: Any, arrival: Any, release: Any) -> tuple[float, float]:
         computing = math.nan if before is None else self._clock.milliseconds(before, arrival)
@@ -155,18 +177,19 @@ class StepTimer:
 
     def _merge(self, *, final: bool = False) -> None:
         """Pass on the steps of the blocks that all ranks have published; in the end, wait for them."""
-        while self._merged < self._published and self._writers and self._members.rank == 0:
+        while self._merged < self._published and self._members.rank == 0:
             keys = [f"{self._merged}/{rank}" for rank in range(self._members.world_size)]
             if not final and not within(_STORE_TIMEOUT, partial(self._store.check, keys)):
                 return
             blocks = [within(_STORE_TIMEOUT, partial(self._store.get, key)) for key in keys]
             for key in keys:
                 within(_STORE_TIMEOUT, partial(self._store.delete_key, key))
-            times = np.array([np.frombuffer(bytes.fromhex(block.decode())).reshape(-1, 2) for block in blocks]) / 1e3
-            for compute, wait in times.transpose(1, 2, 0):  # of [ranks, steps, 2]
+            times = [np.frombuffer(bytes.fromhex(block.decode())).reshape(-1, 2) / 1e3 for block in blocks]
+            steps = min(map(len, times))
+            for compute, wait in np.array([of_rank[:steps] for of_rank in times]).transpose(1, 2, 0):
                 if self._planned:
                     self._write(self._planned.popleft(), compute, wait)
-            self._merged += 1
+            self._merged = self._merged + 1 if steps == self._every else self._published
 
     def _write(self, metrics: StepMetrics, compute: NDArray[np.float64], wait: NDArray[np.float64]) -> None:
         if not np.isnan(compute).any():

@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from evenrank.cli.reports import render_template, svg
-from evenrank.cli.reports.balance_log import column, describe_log, typical_record
+from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
 from evenrank.dataloader.balance.metrics.log_record import LogRecord
 from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, combine
 
@@ -23,13 +23,14 @@ _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 _BEFORE, _AFTER = "before balancing", "after balancing"
 
 
-def render_page(records: Sequence[LogRecord], *, name: str) -> str:
+def render_page(log: BalanceLog, *, name: str) -> str:
     """Return the page of a log of at least one record as HTML."""
+    records = log.records
     summary, typical = combine(records), typical_record(records)
     return render_template(
         "balance.html.j2",
         name=name,
-        headline=headline(records, summary),
+        headline=headline(log, summary),
         tiles=tiles(summary),
         records=records,
         records_per_point=records_per_point(len(records)),
@@ -44,11 +45,11 @@ def render_page(records: Sequence[LogRecord], *, name: str) -> str:
     )
 
 
-def headline(records: Sequence[LogRecord], summary: MetricsSummary) -> str:
+def headline(log: BalanceLog, summary: MetricsSummary) -> str:
     """Return the effect of balancing in one or two sentences: what the cost promises, and what was measured."""
     promised = (
         f"By the cost, ranks were idle for {_percent(summary.idle_before)} of their time before balancing and for "
-        f"{_percent(summary.idle_after)} after it in {describe_log(records)}, so that steps are {summary.speedup:.2f} "
+        f"{_percent(summary.idle_after)} after it in {log.describe()}, so that steps are {summary.speedup:.2f} "
         "times as fast."
     )
     if not summary.measured_steps:
@@ -134,15 +135,25 @@ def downsample(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve
     )
 
 
+def column(records: Sequence[LogRecord], field: str) -> NDArray[np.float64]:
+    """Return the values of a field: float64 [records]."""
+    return np.array([getattr(record, field) for record in records], dtype=np.float64)
+
+
+def typical_record(records: Sequence[LogRecord]) -> LogRecord:
+    """Return the record with the median imbalance before balancing."""
+    imbalance = [int(record.before.max()) / max(record.lower_bound, 1) for record in records]
+    return records[int(np.argsort(imbalance, kind="stable")[(len(records) - 1) // 2])]
+
+
 @svg.plot()
 def idle_svg(axes: Axes, records: Sequence[LogRecord]) -> None:
     """Draw the share of rank time that is idle over the steps: before and after, by the cost and as measured."""
     styles = zip((svg.GREY, svg.BLUE), ("idle_before", "idle_after"), ("compared_steps", "measured_steps"), strict=True)
     for colour, name, counted_by in styles:
-        balanced = [record for record in records if record.steps]
-        _draw(axes, balanced, name, colour=colour, scale=100, label=f"{name.removeprefix('idle_')} balancing")
-        if measured := [record for record in records if getattr(record, counted_by)]:
-            _draw(axes, measured, f"measured_{name}", colour=colour, scale=100, label="measured", style=":")
+        _draw(axes, records, name, colour=colour, scale=100, label=f"{name.removeprefix('idle_')} balancing")
+        measured = {"counted_by": counted_by, "label": "measured", "style": ":"}
+        _draw(axes, records, f"measured_{name}", colour=colour, scale=100, **measured)
     axes.set(ylim=(0, None), ylabel="idle rank time (%)")
     svg.legend_above(axes, columns=2)
 
@@ -209,10 +220,14 @@ def _draw(
     *,
     colour: str,
     scale: float = 1.0,
+    counted_by: str = "steps",
     label: str | None = None,
     style: str = "-",
 ) -> None:
-    """Draw a number over the steps: the mean of each point, and a band from its minimum to its maximum."""
+    """Draw a number over the steps that have it: the mean of each point, and a band from its minimum to its maximum."""
+    records = [record for record in records if getattr(record, counted_by)]
+    if not records:
+        return
     curve = downsample(column(records, "seen"), column(records, field) * scale)
     marker = "o" if len(curve.steps) == 1 else None  # a line through one point is invisible
     if records_per_point(len(records)) > 1:

@@ -18,7 +18,7 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.plan import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import PADDING, Assignment, partition, real_rows
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced
 from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
@@ -101,14 +101,12 @@ class LocalPlanner:
 
     def loads_before(self, samples: Iterable[SampleLengths], num_loaded: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return the loads of the ranks in consecutive steps without balancing, int64 [W] each; see `plan`."""
-        costs, loads, first = self._known(samples, with_lengths=False).costs, [], 0
+        costs, loads = self._known(samples, with_lengths=False).costs, []
         for loaded in num_loaded:
             is_real = real_rows(self._schema.batch_size, self._world_size, loaded)
-            home = np.where(is_real, np.arange(self._world_size, dtype=np.int32)[:, np.newaxis], np.int32(PADDING))
-            padded = self._config.partition_options["padded"]
-            end = first + int(loaded.sum())
-            loads.append(Assignment(rank_of=home, padded=padded).loads(_in_rows(costs[first:end], is_real)))
-            first = end
+            of_step, costs = np.split(costs, [int(loaded.sum())])
+            home = unbalanced(is_real, padded=self._config.partition_options["padded"])
+            loads.append(home.loads(_in_rows(of_step, is_real)))
         return loads
 
     def assign_to_steps(

@@ -57,13 +57,13 @@ class WindowedOrder:
 
     def __init__(self, order: SampleOrder, windows: Windows, assign_window: "AssignWindow") -> None:
         self.windows = windows
-        self._order = order
+        self.underlying = order
         self._assign_window = assign_window
 
     @property
     def num_samples(self) -> int:
         """Positions of an epoch."""
-        return self._order.num_samples
+        return self.underlying.num_samples
 
     def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the positions in the underlying order of the samples at these places: int64 of the same shape."""
@@ -73,22 +73,18 @@ class WindowedOrder:
             first, end = self.windows.bounds(int(places[left[0]]))
             in_window = (first <= places[left]) & (places[left] < end)
             of_window, left = left[in_window], left[~in_window]
-            indices = self._assign_window(self._order, first, end, seed=seed, epoch=epoch)
+            indices = self._assign_window(self.underlying, first, end, seed=seed, epoch=epoch)
             positions[of_window] = indices[places[of_window] - first]
             positions[of_window] += first
         return positions
 
-    def rows_without_windows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows that these positions have in the underlying order."""
-        return self._order.rows(positions, seed=seed, epoch=epoch)
-
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at these positions."""
-        return self._order.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
+        return self.underlying.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return everything that the order depends on, besides seed, epoch and costs."""
-        return (*self._order.fingerprint(), "windows", self.windows)
+        return (*self.underlying.fingerprint(), "windows", self.windows)
 
 
 class AssignWindow(Protocol):

@@ -175,8 +175,8 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
         sampled = super().sample(iteration, steps, is_measured=is_measured)
         if is_measured:
             assert isinstance(iteration.order, WindowedOrder)
-            positions, epoch = iteration.schedule.positions_of_all(steps), iteration.point.epoch
-            rows = iteration.order.rows_without_windows(positions, seed=iteration.seed, epoch=epoch)
+            loaded = replace(iteration, order=iteration.order.underlying)
+            rows = loaded.rows(iteration.schedule.positions_of_all(steps))
             num_loaded = np.stack([iteration.schedule.num_loaded(step) for step in steps])
             loads = self._planner.loads_before(self._lengths(rows), num_loaded)
             for index, (of_step, before) in enumerate(zip(sampled, loads, strict=True)):

@@ -3,12 +3,10 @@
     {"run": {"id": "5f0c...", "started": "2026-11-24T09:30:00Z", "ranks": 8, "versions": {...}, "options": {...}}}
     {"epoch": 0, "step": 99, "seen": 100, "steps": 100, "idle_after": 0.1, ..., "before": [9, 2], "after": [6, 5], ...}
 
-Readers ignore unknown fields, and skip lines that are not records, such as the incomplete last line of a job that was
-killed. W is the number of ranks, B the rows of each.
+W is the number of ranks, B the rows of each.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -19,9 +17,6 @@ from numpy.typing import NDArray
 from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics, shown_numbers, summarize
 
 _FIRST = ("epoch", "step", "seen")
-_LARGEST = 1 << 63  # loads are int64, and no other number is larger; sums of these do not overflow float64
-_FLOATS = ("rank_squares", "compute_seconds", "wait_seconds")  # the arrays that are not int64
-_OPTIONAL = ("compute_seconds", "wait_seconds")
 RUN: Final = "run"
 
 
@@ -78,53 +73,3 @@ class RunRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the record as an object of JSON."""
         return {RUN: dataclasses.asdict(self)}
-
-
-def parse_line(line: bytes) -> LogRecord | RunRecord:
-    """Parse a line of a log; a ValueError says why it is not a record."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:  # json would call every line "line 1"
-        raise ValueError("it is not JSON") from error
-    if not isinstance(entry, dict):
-        raise ValueError("it is not an object")
-    if RUN in entry:
-        return _parse_run(entry[RUN])
-    values = {field.name: _value(entry, field.name, field.type) for field in dataclasses.fields(LogRecord)}
-    if values["steps"] + values["compared_steps"] < 1:
-        raise ValueError("'steps' is below 1")
-    of_ranks = [name for name in ("after", "rank_tokens", *_FLOATS) if values[name] is not None]
-    if differing := [name for name in of_ranks if len(values[name]) != len(values["before"])]:
-        raise ValueError(f"'before' and {differing[0]!r} differ in length")
-    return LogRecord(**values)
-
-
-def _parse_run(run: Any) -> RunRecord:
-    kinds = {"id": str, "started": str, "ranks": int, "versions": dict, "options": dict}
-    if not isinstance(run, dict) or any(not isinstance(run.get(name), kind) for name, kind in kinds.items()):
-        raise ValueError(f"{RUN!r} is {json.dumps(run)[:40]}")
-    return RunRecord(**{name: run[name] for name in kinds})
-
-
-def _value(entry: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return the value of a field of the type `kind`: int, float, bool or an array."""
-    if key not in entry:
-        raise ValueError(f"{key!r} is missing")
-    value: Any = entry[key]
-    is_known = type(value) is bool if kind is bool else _is_count(value) if kind is int else value is None
-    if is_known and (value is not None or key in _OPTIONAL):
-        return value
-    if kind is float and _is_number(value):
-        return float(value)
-    is_array = kind not in (bool, int, float) and isinstance(value, list) and len(value) > 0
-    if is_array and all(map(_is_number if key in _FLOATS else _is_count, value)):
-        return np.array(value, dtype=np.float64 if key in _FLOATS else np.int64)
-    raise ValueError(f"{key!r} is {json.dumps(value)[:40]}")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= _LARGEST  # type: ignore[operator]

@@ -7,6 +7,7 @@ TensorBoard and all tables derive from the declaration of `MetricsSummary`.
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -14,9 +15,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.partition.strategies import Assignment, lower_bound
+from evenrank.dataloader.balance.partition.strategies import Assignment, lower_bound, unbalanced
 
-_EVEN: Final = 0.001  # a bound this close to the mean load is that of many samples, rounded up to whole ones
+_EVEN: Final = 0.001  # a lower bound this close to the mean load leaves nobody waiting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +78,8 @@ class StepMetrics:
     @property
     def lasts_one_sample(self) -> bool:
         """Whether one sample sets the time of the step: it costs more than an equal share, so other ranks wait."""
-        return self.lower_bound * len(self.after) > (1 + _EVEN) * int(self.after.sum())
+        mean = int(self.after.sum()) / len(self.after)
+        return self.lower_bound > max(math.ceil(mean), (1 + _EVEN) * mean)
 
 
 def measure_step(
@@ -91,7 +93,7 @@ def measure_step(
     """Compare a step before and after balancing, given int64 [W, B] with 0 for padding, and further fields by name."""
     moved = assignment.moved
     return StepMetrics(
-        before=assignment.loads_before(costs),
+        before=unbalanced(assignment.rank_of >= 0, padded=assignment.padded).loads(costs),
         after=assignment.loads(costs),
         lower_bound=lower_bound(costs, len(costs), padded=assignment.padded),
         rank_tokens=assignment.loads(tokens),

@@ -60,10 +60,6 @@ def _make_visible() -> None:
         _log.addHandler(handler)
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 def _short(load: int) -> str:
     """Return 99999 as 99,999 and 123456 as 1.2e5."""
     if load < 100_000:

@@ -14,16 +14,17 @@ import json
 import os
 import platform
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from io import FileIO
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.optional_imports import naming_extras
 from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
 
@@ -122,13 +123,15 @@ class JsonLines(Writer):
             raise DataError(f"{self.path} cannot be written: {_reason(error)}; choose another file") from error
 
     def _create(self) -> FileIO:
-        first = self.path
-        for number in count(2):
+        first, number = self.path, 1
+        while True:
             try:
                 return FileIO(self.path, "x")  # unbuffered, so that nothing is lost when the process is killed
             except FileExistsError:
+                if self.path.is_dir():
+                    raise
+                number += 1
                 self.path = first.with_stem(f"{first.stem}-{number}")
-        raise AssertionError
 
     def close(self) -> None:
         """Close the file; steps since the last record are dropped."""
@@ -185,13 +188,14 @@ class TensorBoard(_Scalars):
         window: see `Writer`.
 
     Raises:
-        ConfigError: `every` or `window` is below 1, or the package `tensorboard` is missing.
+        ConfigError: `every` or `window` is below 1.
+        MissingPackageError: the package `tensorboard` is not installed.
         DataError: the folder cannot be written.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
         super().__init__(every, window)
-        with _optional("tensorboard"):
+        with naming_extras():
             from torch.utils.tensorboard import SummaryWriter
         self._log_dir = log_dir
         try:
@@ -240,6 +244,8 @@ class WandB(_Scalars):
 class MLflow(_Scalars):
     """Logs to a run of MLflow, with the options of the balance as its parameters `balance.NAME`.
 
+    MLflow does not let parameters change, so a job that continues with other options needs a run of its own.
+
     Args:
         run_id: of the run, such as `mlflow.active_run().info.run_id`; it stays open.
         tracking_uri: of the server or folder; None: that of MLflow.
@@ -247,33 +253,26 @@ class MLflow(_Scalars):
         window: see `Writer`.
 
     Raises:
-        ConfigError: the package `mlflow` is missing.
+        ConfigError: `every` or `window` is below 1.
+        MissingPackageError: the package `mlflow` is not installed.
     """
 
     def __init__(self, run_id: str, *, tracking_uri: str | None = None, every: int = 10, window: int = 100) -> None:
         super().__init__(every, window)
-        with _optional("mlflow"):
-            from mlflow.tracking import MlflowClient
-        self._client, self._run_id = MlflowClient(tracking_uri=tracking_uri), run_id
+        with naming_extras():
+            from mlflow import MlflowClient, entities
+        self._client, self._entities, self._run_id = MlflowClient(tracking_uri=tracking_uri), entities, run_id
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take the options of the run; see `BeginsRun`."""
-        for name, value in options.items():
-            self._client.log_param(self._run_id, f"balance.{name}", json.dumps(value, default=str)[:_MAX_PARAM])
+        texts = {name: json.dumps(value, default=str)[:_MAX_PARAM] for name, value in options.items()}
+        params = [self._entities.Param(f"balance.{name}", text) for name, text in texts.items()]
+        self._client.log_batch(self._run_id, params=params)
 
     def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            self._client.log_metric(self._run_id, name, value, step=step)
-
-
-@contextlib.contextmanager
-def _optional(package: str) -> Any:
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"the package {package} is missing or too old ({error}); pip install 'evenrank[{package}]'"
-        ) from error
+        now = round(1e3 * time.time())
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in numbers.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
 
 def _reason(error: OSError) -> str:

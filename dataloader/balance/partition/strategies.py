@@ -1,7 +1,6 @@
 """`partition`: costs -> who trains what, by a registered strategy; users register theirs in the same way."""
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,11 +112,6 @@ class Assignment:
             return np.bincount(rank_of, weights=real, minlength=len(is_real))
         return sums_by_rank(real, rank_of, len(is_real))
 
-    def loads_before(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the loads if every row stayed on its rank: int64 [W]."""
-        home = np.arange(len(self.rank_of), dtype=np.int32)[:, np.newaxis]
-        return dataclasses.replace(self, rank_of=np.where(self.rank_of >= 0, home, PADDING)).loads(costs)
-
     @property
     def moved(self) -> NDArray[np.bool_]:
         """Which samples are trained on another rank than the one that loaded them: bool [W, B]."""
@@ -175,15 +169,14 @@ def partition(
     batch_size = costs.size // world_size
     is_real = real_rows(batch_size, world_size, num_real)
     slot_costs = _by_slot("costs", costs, is_real)
-    home = np.repeat(np.arange(world_size, dtype=np.int32), batch_size)
     if padded:
-        return Assignment(rank_of=np.where(is_real, home.reshape(is_real.shape), np.int32(PADDING)), padded=True)
+        return unbalanced(is_real, padded=True)
     order = argsort_descending(slot_costs)
     bound = int(heaviest_load_bound(slot_costs, order, world_size))
     problem = PartitionProblem(
         costs=slot_costs,
         tokens=None if tokens is None else _by_slot("tokens", tokens, is_real),
-        home=home,
+        home=np.repeat(np.arange(world_size, dtype=np.int32), batch_size),
         order=order,
         world_size=world_size,
         target=bound + int(bound * tolerance),
@@ -193,6 +186,12 @@ def partition(
     if max_tokens_per_rank is not None:
         rank_of = _within_token_limit(problem, rank_of, max_tokens_per_rank, strategy != "none", on_overflow)
     return Assignment(rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)))
+
+
+def unbalanced(is_real: NDArray[np.bool_], *, padded: bool = False) -> Assignment:
+    """Return the assignment in which every row stays on its rank, given which rows are samples: [W, B]."""
+    home = np.arange(len(is_real), dtype=np.int32)[:, np.newaxis]
+    return Assignment(rank_of=np.where(is_real, home, np.int32(PADDING)), padded=padded)
 
 
 def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overflow: str) -> None:
