@@ -3,17 +3,16 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from evenrank.cli import console
 from evenrank.cli.options import file_option
 from evenrank.core.errors import DataError
 
-_MAX_TOKENS = 131_072  # of a sample
-
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
+
+_MAX_TOKENS = 131_072  # of a sample
 
 
 def fit_command(
@@ -32,6 +31,8 @@ def fit_command(
         evenrank fit out/balance.jsonl --out out/cost.json
         evenrank simulate out/balance.jsonl --cost out/cost.json
     """
+    import numpy as np
+
     from evenrank.dataloader.balance import MeasuredCost
     from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
 
@@ -57,6 +58,8 @@ def fit_command(
 
 def _timed_ranks(path: Path, log: "BalanceLog") -> tuple[Any, Any, Any]:
     """Return tokens, squared tokens and seconds of each rank in each timed step: float64 [n] each."""
+    import numpy as np
+
     timed = [record for record in log.records if record.compute_seconds is not None]
     if not timed:
         raise DataError(f"{path} has no measured times; train with a StepTimer(JsonLines(...), ...) as on_step")

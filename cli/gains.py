@@ -24,10 +24,11 @@ All of it is what the cost says; training measures it (training.StepTimer).
 """
 
 
-def describe_settings(batch_size: int, max_history_length: int, cost: str, layers: CostShape | None) -> str:
+def describe_settings(batch_size: int, max_history_length: int | None, cost: str, layers: CostShape | None) -> str:
     """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
+    lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
     of_layers = f" of {layers.layers} layers of width {layers.hidden} with {layers.heads} heads" if layers else ""
-    return f"{batch_size} samples per rank, histories of at most {max_history_length:,} events; cost: {cost}{of_layers}"
+    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{of_layers}"
 
 
 class Gain(NamedTuple):
@@ -39,6 +40,7 @@ class Gain(NamedTuple):
     window: int = 1
     has_exchange: bool = True
     unit: float = 1.0  # in which loads are, as a multiple of that of the cost
+    fixed: float = 0.0  # part of all loads that balancing cannot change, in units of the cost
 
     @property
     def summary(self) -> "MetricsSummary":

@@ -8,7 +8,8 @@ import typer
 
 from evenrank.cli import console
 from evenrank.cli.options import file_option, page_path, write_page
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError, MissingPackageError
+from evenrank.core.optional_imports import naming_extras
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,13 +75,19 @@ def metrics_command(
     console.print_result(
         metrics_table({"all steps": summaries[0], f"last {last.steps:,}" if last.steps > 1 else "last": last})
     )
-    with console.stages() as on_stage:
-        on_stage("drawing")
-        from evenrank.cli.reports.balance_page import render_page
+    page = page_path(path, html)
+    try:
+        with console.stages() as on_stage, naming_extras():
+            on_stage("drawing")
+            from evenrank.cli.reports.balance_page import render_page
 
-        page = page_path(path, html)
-        write_page(page, render_page(log, name=path.name))
-    console.print_result(f"report: {page}")
+            write_page(page, render_page(log, name=path.name))
+    except MissingPackageError as error:
+        if html is not None:
+            raise
+        console.print_result(f"no report: {error}")
+    else:
+        console.print_result(f"report: {page}")
 
 
 def metrics_table(summaries: "dict[str, MetricsSummary]") -> "Table":

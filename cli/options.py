@@ -208,7 +208,7 @@ def _imported_cost(text: str) -> "Cost":
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ConfigError(f"--cost {text} cannot be imported ({first_line(error)}); check the names") from error
     finally:
         sys.path.remove("")

@@ -45,6 +45,7 @@ _CONDITIONS = (
         ("strategy",),
         lambda v: not set(_TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(v["strategy"])),
     ),
+    Condition(("max_history_length",), "lengths of histories", ("source",), lambda v: not _is_log(v["source"])),
     Condition(("step_ms",), "--fixed-ms", ("fixed_ms",), lambda v: v["fixed_ms"] is not None),
     Condition(("fixed_ms",), "--step-ms", ("step_ms",), lambda v: v["step_ms"] is not None),
 )
@@ -132,13 +133,17 @@ def simulate_command(
     chosen: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
     fixed_share = 0.0 if step_ms is None or fixed_ms is None else fixed_ms / step_ms
     drawn = _Draws(lengths, batch_size=batch_size, steps=steps, seed=seed, fixed_share=fixed_share)
-    balances = [BalanceConfig(cost=model, strategy=name, window=window, **chosen) for name in strategies]
+    balances = [  # where every sample stays, it also stays in its step
+        BalanceConfig(cost=model, strategy=name, window=1 if name == "none" else window, **chosen)
+        for name in strategies
+    ]
     for balance in balances:
         balance.check(exchanges=False)
     with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
         gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
     shape = CostShape(hidden, heads, layers)
-    settings = describe_settings(batch_size, max_history_length, cost, shape if HAS_LAYERS.holds(ctx.params) else None)
+    cut = None if lengths.of_tokens else max_history_length
+    settings = describe_settings(batch_size, cut, cost, shape if HAS_LAYERS.holds(ctx.params) else None)
     console.print_result(f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1))
     console.print_result(gains_table(gains))
     console.print_result(EXPLANATION)
@@ -147,9 +152,11 @@ def simulate_command(
             f"With {', '.join(repeated)} ranks a step has more samples than there are lengths, so they were drawn with "
             "replacement."
         )
-    best = min(gains[-len(balances) :], key=lambda gain: gain.summary.idle_after)
-    if best.summary.idle_after > _IDLE and best.summary.one_sample > _IDLE:
-        _print_remedies(best, drawn, balances[gains[-len(balances) :].index(best)])
+    of_most_ranks = zip(gains[-len(balances) :], balances, strict=True)
+    balanced = [(gain, balance) for gain, balance in of_most_ranks if balance.strategy != "none"]
+    for gain, balance in sorted(balanced, key=lambda pair: pair[0].summary.idle_after)[:1]:
+        if gain.summary.idle_after > _IDLE and gain.summary.one_sample > _IDLE:
+            _print_remedies(gain, drawn, balance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +170,7 @@ class _Draws:
     seed: int
     fixed_share: float  # of the time of a step before balancing
 
-    def gain(self, world_size: int, balance: "BalanceConfig", **progress: Any) -> "Gain":
+    def gain(self, world_size: int, balance: "BalanceConfig", *, fixed: float | None = None, **progress: Any) -> "Gain":
         from evenrank.cli.gains import Gain
         from evenrank.cli.simulation import simulate, with_fixed_load
         from evenrank.dataloader.balance import summarize
@@ -171,36 +178,41 @@ class _Draws:
 
         sizes: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.steps, "seed": self.seed}
         steps = simulate(self.source, balance, world_size, **sizes, **progress)
-        fixed = round(summarize(steps).heaviest_before * self.fixed_share / (1 - self.fixed_share))
-        return Gain(
-            world_size,
-            balance.strategy,
-            [with_fixed_load(step, fixed) for step in steps],
-            balance.window,
-            unit=2.0 ** cost_shift(balance.cost, world_size * self.batch_size),
-        )
+        unit = 2.0 ** cost_shift(balance.cost, world_size * self.batch_size)
+        if fixed is None:
+            fixed = unit * summarize(steps).heaviest_before * self.fixed_share / (1 - self.fixed_share)
+        steps = [with_fixed_load(step, round(fixed / unit)) for step in steps]
+        return Gain(world_size, balance.strategy, steps, balance.window, unit=unit, fixed=fixed)
 
 
 def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> None:
     """Show how much ranks would be idle with other settings, each simulated alike."""
-    cut, window, batch_size = max(drawn.source.max_length or 0, 2) // 2, 8 * balance.window, 2 * drawn.batch_size
-    shorter = dataclasses.replace(drawn, source=dataclasses.replace(drawn.source, max_length=cut))
+    source, cut = drawn.source, max(drawn.source.max_length // 2, 1)
+    shorter = f"samples of at most {cut} tokens" if source.of_tokens else f"--max-history-length {cut}"
+    window, batch_size = 8 * balance.window, 2 * drawn.batch_size
     others = {
         f"--window {window}": (drawn, dataclasses.replace(balance, window=window)),
         f"--batch-size {batch_size}": (dataclasses.replace(drawn, batch_size=batch_size), balance),
-        f"--max-history-length {cut}": (shorter, balance),
+        shorter: (dataclasses.replace(drawn, source=dataclasses.replace(source, max_length=cut)), balance),
+    }
+    others = {
+        text: (other, config)
+        for text, (other, config) in others.items()
+        if gain.ranks * other.batch_size * config.window <= _MAX_SAMPLES
     }
     summary = gain.summary
     console.print_result(
         f"With {gain.ranks:,} ranks, one sample sets the time of {summary.one_sample:.0%} of the steps; the most "
         f"expensive one of a step has {summary.longest:,.0f} tokens on average. What would help ({gain.label}):"
     )
+    changed = {"as above": gain}
     with console.steps("comparing", len(others) * drawn.steps) as on_step:
-        changed = {text: other.gain(gain.ranks, config, on_step=on_step) for text, (other, config) in others.items()}
+        for text, (other, config) in others.items():
+            changed[text] = other.gain(gain.ranks, config, fixed=gain.fixed, on_step=on_step)
     table = console.new_table("instead", "idle after", "time per sample", left=["instead"], narrow=True)
-    for text, other in {"as above": gain, **changed}.items():
-        relative = _time_per_sample(other) / _time_per_sample(gain)
-        table.add_row(text, f"{other.summary.idle_after:.1%}", f"{relative:.2f}x")
+    for text, one in changed.items():
+        relative = _time_per_sample(one) / _time_per_sample(gain)
+        table.add_row(text, f"{one.summary.idle_after:.1%}", f"{relative:.2f}x")
     console.print_result(table)
 
 
@@ -229,3 +241,7 @@ def _is_distribution(text: str) -> bool:
     from evenrank.cli.simulation import is_distribution
 
     return is_distribution(text)
+
+
+def _is_log(source: str) -> bool:
+    return source.endswith(".jsonl")

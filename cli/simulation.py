@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core import files
+from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import Cost, PaddedCost, TokenCost, cost_shift, count_tokens, scaled_costs
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
@@ -34,7 +35,7 @@ class LengthSource:
 
     lengths: NDArray[np.int64] | None = None
     distribution: Distribution | None = None
-    max_length: int | None = None
+    max_length: int = (1 << 31) - 1
     of_tokens: bool = False
     """The lengths are the tokens that a cost has counted, not events."""
 
@@ -45,7 +46,7 @@ class LengthSource:
         else:
             assert self.distribution is not None
             drawn = self.distribution.sample(rng, num_samples)
-        return drawn if self.max_length is None else np.minimum(drawn, self.max_length)
+        return np.minimum(drawn, self.max_length)
 
     def repeats_rows(self, num_samples: int) -> bool:
         """Return whether a step of `num_samples` samples needs more rows than are known."""
@@ -58,40 +59,45 @@ def is_distribution(text: str) -> bool:
 
 
 def open_source(text: str, split: str, max_length: int) -> LengthSource:
-    """Open a source of lengths: a dataset, a distribution, a .npy or .parquet file of lengths, or the log of a run."""
-    path, of_tokens = Path(text), False
+    """Open a source of lengths: a dataset, a distribution, a .npy or .parquet file of lengths, or the log of a run.
+
+    All but those of a log, which are the tokens that the run trained on, are cut to `max_length`.
+    """
+    path = Path(text)
     if is_distribution(text):
         return LengthSource(distribution=parse_distribution(text), max_length=max_length)
+    is_log = path.suffix == ".jsonl"
     if path.is_dir():
         lengths = open_store(path, split).lengths
     elif path.suffix in (".npy", ".parquet"):
         lengths = _read_lengths(path)
-    elif path.suffix == ".jsonl":
-        records = read_json_lines(path).records
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *(record.loaded_tokens for record in records)])
-        lengths, of_tokens = lengths[lengths > 0], True
+    elif is_log:
+        tokens = [record.loaded_tokens for record in read_json_lines(path).records]
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *tokens])
+        lengths = lengths[lengths > 0]
     else:
         raise ConfigError(
             f"{text!r} is no source of lengths; pass a folder written by `evenrank preprocess`, a .npy or .parquet "
             f"file of lengths, the .jsonl log of a run, or one of the distributions {', '.join(DISTRIBUTIONS)}"
         )
     if len(lengths) == 0:
-        raise ConfigError(f"{text} has no lengths" + f" in the split {split!r}; choose another" * path.is_dir())
-    return LengthSource(lengths=lengths, max_length=max_length, of_tokens=of_tokens)
+        raise ConfigError(f"{text} has no lengths" + f" in the split {split!r}" * path.is_dir() + "; choose another")
+    return LengthSource(lengths=lengths, max_length=int(lengths.max()) if is_log else max_length, of_tokens=is_log)
 
 
 def _read_lengths(path: Path) -> NDArray[np.int64]:
     """Read an array of integers [n], or the only column of a table."""
-    try:
-        if path.suffix == ".npy":
-            lengths = np.load(path)
-        else:
-            import pyarrow.parquet as pq
+    with files.open_regular(path) as file:
+        try:
+            if path.suffix == ".npy":
+                lengths = np.asarray(np.load(file))
+            else:
+                import pyarrow.parquet as pq
 
-            table = pq.read_table(path)
-            lengths = table.column(0).to_numpy() if table.num_columns == 1 else np.empty((0, table.num_columns))
-    except (OSError, ValueError) as error:  # PyArrow's errors are of these
-        raise DataError(f"{path} cannot be read ({error}); write the lengths again") from error
+                table = pq.read_table(file)
+                lengths = table.column(0).to_numpy() if table.num_columns == 1 else np.empty((0, table.num_columns))
+        except (OSError, EOFError, ValueError) as error:  # PyArrow's errors are of these
+            raise DataError(f"{path} cannot be read ({first_line(error)}); write the lengths again") from error
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (len(lengths) and int(lengths.min()) < 0):
         found = f"{lengths.dtype} of shape {list(lengths.shape)}"
         raise DataError(f"{path} must have one column of integers, the lengths, none negative; it has {found}")

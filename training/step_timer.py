@@ -80,7 +80,9 @@ class StepTimer:
         self._planned: deque[StepMetrics] = deque()
         self._untrained = 0  # of these
         self._closed = False
-        self._published = self._merged = 0  # blocks of `every` steps; a rank's last block, which may be empty, has fewer
+        self._published = self._merged = (
+            0  # blocks of `every` steps; a rank's last block, which may be empty, has fewer
+        )
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take the options of the run; see `metrics.writers.BeginsRun`."""
