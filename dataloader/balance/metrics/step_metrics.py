@@ -220,7 +220,7 @@ SHOWN: Final = (
     Shown("idle_after", "idle after balancing, by the cost", Unit.SHARE),
     Shown("measured_idle_after", "idle after balancing, measured", Unit.SHARE, "measured_steps"),
     Shown("speedup", "speed-up, by the cost", Unit.SPEEDUP),
-    Shown("measured_speedup", "speed-up, measured", Unit.SPEEDUP, "compared_steps"),
+    Shown("measured_speedup", "speed-up, measured", Unit.SPEEDUP, "measured_speedup"),
     Shown("step_seconds", "time of a step", Unit.SECONDS, "measured_steps"),
     Shown("compared_step_seconds", "time of an unbalanced step", Unit.SECONDS, "compared_steps"),
     Shown("one_sample", "steps whose time one sample sets", Unit.SHARE),

@@ -1,5 +1,6 @@
 """Metrics as lines of the log for people: `BalanceConfig(log_every=...)`."""
 
+import dataclasses
 import logging
 
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, summarize
@@ -15,7 +16,7 @@ def log_line(metrics: StepMetrics, *, with_loads: bool = False) -> str:
     Idle is the share of rank time that waits for the heaviest rank, by the cost, and the lower bound is that of the
     heaviest load. With loads, those of all ranks follow, in units of the cost.
     """
-    summary = summarize([metrics])
+    summary = summarize([dataclasses.replace(metrics, is_balanced=True)])
     line = (
         f"epoch {metrics.epoch} step {metrics.step}: idle {summary.idle_before:.1%} -> {summary.idle_after:.1%}, "
         f"speed-up {summary.speedup:.2f}x, {metrics.ratio_before:.3f} -> {metrics.ratio_after:.3f} x lower bound, "
