@@ -48,6 +48,7 @@ def metrics_command(
     """
     if len(logs) > 1 and html is not None:
         raise ConfigError(f"--html {html} is a page of one log, got {len(logs)} logs; leave it out")
+    page = page_path(logs[0], html)
     with console.stages() as on_stage:
         from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
         from evenrank.dataloader.balance.metrics.step_metrics import combine
@@ -75,7 +76,6 @@ def metrics_command(
     console.print_result(
         metrics_table({"all steps": summaries[0], f"last {last.steps:,}" if last.steps > 1 else "last": last})
     )
-    page = page_path(path, html)
     try:
         with console.stages() as on_stage, naming_extras():
             on_stage("drawing")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,14 +39,16 @@ _TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 _IDLE = 0.01  # share of idle time from which on the table is followed by what would help
 _CONDITIONS = (
     HAS_LAYERS,
-    Condition(("split",), "datasets", ("source",), lambda v: not _is_distribution(v["source"])),
+    Condition(("split",), "datasets", ("source",), lambda v: Path(v["source"]).is_dir()),
     Condition(
         ("tolerance",),
         f"--strategy {' and '.join(_TOLERANT_STRATEGIES)}",
         ("strategy",),
         lambda v: not set(_TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(v["strategy"])),
     ),
-    Condition(("max_history_length",), "lengths of histories", ("source",), lambda v: not _is_log(v["source"])),
+    Condition(
+        ("max_history_length",), "lengths of histories", ("source",), lambda v: not v["source"].endswith(".jsonl")
+    ),
     Condition(("step_ms",), "--fixed-ms", ("fixed_ms",), lambda v: v["fixed_ms"] is not None),
     Condition(("fixed_ms",), "--step-ms", ("step_ms",), lambda v: v["step_ms"] is not None),
 )
@@ -235,13 +238,3 @@ def _parse_strategies(text: str) -> list[str]:
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(STRATEGIES)}")
     return names
-
-
-def _is_distribution(text: str) -> bool:
-    from evenrank.cli.simulation import is_distribution
-
-    return is_distribution(text)
-
-
-def _is_log(source: str) -> bool:
-    return source.endswith(".jsonl")

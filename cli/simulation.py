@@ -53,18 +53,13 @@ class LengthSource:
         return self.lengths is not None and num_samples > len(self.lengths)
 
 
-def is_distribution(text: str) -> bool:
-    """Return whether a source is the name of a distribution, maybe with parameters, and no path."""
-    return text.partition(":")[0] in DISTRIBUTIONS and not Path(text).exists()
-
-
 def open_source(text: str, split: str, max_length: int) -> LengthSource:
     """Open a source of lengths: a dataset, a distribution, a .npy or .parquet file of lengths, or the log of a run.
 
     All but those of a log, which are the tokens that the run trained on, are cut to `max_length`.
     """
     path = Path(text)
-    if is_distribution(text):
+    if text.partition(":")[0] in DISTRIBUTIONS and not path.exists():
         return LengthSource(distribution=parse_distribution(text), max_length=max_length)
     is_log = path.suffix == ".jsonl"
     if path.is_dir():

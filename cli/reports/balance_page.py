@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from evenrank.cli.reports import render_template, svg
 from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
 from evenrank.dataloader.balance.metrics.log_record import LogRecord
-from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, combine
+from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, MetricsSummary, Unit, combine, shown_numbers
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")
@@ -47,18 +47,18 @@ def render_page(log: BalanceLog, *, name: str) -> str:
 
 def headline(log: BalanceLog, summary: MetricsSummary) -> str:
     """Return the effect of balancing in one or two sentences: what the cost promises, and what was measured."""
+    share = Unit.SHARE.show
     promised = (
-        f"By the cost, ranks were idle for {_percent(summary.idle_before)} of their time before balancing and for "
-        f"{_percent(summary.idle_after)} after it in {log.describe()}, so that steps are {summary.speedup:.2f} "
-        "times as fast."
+        f"By the cost, ranks were idle for {share(summary.idle_before)} of their time before balancing and for "
+        f"{share(summary.idle_after)} after it in {log.describe()}, so that steps are {summary.speedup:.2f} times as fast."
     )
     if not summary.measured_steps:
         return promised
-    measured = f" Measured, they were idle for {_percent(summary.measured_idle_after)}"
+    measured = f" Measured, they were idle for {share(summary.measured_idle_after)}"
     if not summary.compared_steps:
         return f"{promised}{measured} with balancing."
     return (
-        f"{promised}{measured}, and for {_percent(summary.measured_idle_before)} of the steps left unbalanced for "
+        f"{promised}{measured}, and for {share(summary.measured_idle_before)} of the steps left unbalanced for "
         f"comparison; balanced steps were {summary.measured_speedup:.2f} times as fast."
     )
 
@@ -66,9 +66,15 @@ def headline(log: BalanceLog, summary: MetricsSummary) -> str:
 def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:
     """Return the rows of a table: a quantity, its amount per step, the amount that moves, and the share that moves."""
     counts = (("samples", summary.samples, summary.moved_samples), ("tokens", summary.tokens, summary.moved_tokens))
-    rows = [(quantity, f"{total:,.0f}", f"{total * share:,.0f}", _percent(share)) for quantity, total, share in counts]
+    rows = [
+        (quantity, f"{total:,.0f}", f"{total * share:,.0f}", Unit.SHARE.show(share))
+        for quantity, total, share in counts
+    ]
     total_bytes, moved_bytes = map(format_bytes, (summary.sample_bytes, summary.moved_bytes))
-    return [*rows, ("bytes", total_bytes, moved_bytes, _percent(summary.moved_bytes / (summary.sample_bytes or 1)))]
+    return [
+        *rows,
+        ("bytes", total_bytes, moved_bytes, Unit.SHARE.show(summary.moved_bytes / (summary.sample_bytes or 1))),
+    ]
 
 
 def tiles(summary: MetricsSummary) -> list[tuple[str, str, str]]:
@@ -76,37 +82,27 @@ def tiles(summary: MetricsSummary) -> list[tuple[str, str, str]]:
     background, exposed = (
         f"{1e3 * sum(getattr(summary, field) for field in fields):,.2f} ms" for fields in (_BACKGROUND, _EXPOSED)
     )
+    known = shown_numbers(summary)
+    text = {shown.name: shown.unit.show(known[shown.name]) if shown.name in known else "-" for shown in SHOWN}
     rank_time = "of rank time, by the cost"
-    all_tiles = [
-        ("Idle before balancing", _percent(summary.idle_before), rank_time),
-        ("Idle after balancing", _percent(summary.idle_after), rank_time),
-        ("Speed-up", f"{summary.speedup:.2f}x", "by the cost"),
-        ("Steps set by one sample", _percent(summary.one_sample), f"{summary.longest:,.0f} tokens on average"),
+    compared, measured = f"{summary.compared_steps:,} unbalanced steps", f"{summary.measured_steps:,} balanced steps"
+    measured_tiles = [
+        ("Idle before, measured", text["measured_idle_before"], compared),
+        ("Idle after, measured", text["measured_idle_after"], measured),
+        ("Speed-up, measured", text["measured_speedup"], "unbalanced / balanced step"),
+        ("Time of a step", text["step_seconds"], "measured, balanced"),
     ]
-    if summary.measured_steps:
-        before = _percent(summary.measured_idle_before) if summary.compared_steps else "-"
-        speedup = f"{summary.measured_speedup:.2f}x" if summary.compared_steps else "-"
-        all_tiles += [
-            ("Idle before, measured", before, f"{summary.compared_steps:,} unbalanced steps"),
-            (
-                "Idle after, measured",
-                _percent(summary.measured_idle_after),
-                f"{summary.measured_steps:,} balanced steps",
-            ),
-            ("Speed-up, measured", speedup, "unbalanced / balanced step"),
-            ("Time of a step", f"{1e3 * summary.step_seconds:,.1f} ms", "measured, balanced"),
-        ]
     return [
-        *all_tiles,
-        ("Tokens moved", _percent(summary.moved_tokens), "trained on another rank"),
+        ("Idle before balancing", text["idle_before"], rank_time),
+        ("Idle after balancing", text["idle_after"], rank_time),
+        ("Speed-up", text["speedup"], "by the cost"),
+        ("Steps set by one sample", text["one_sample"], f"{summary.longest:,.0f} tokens on average"),
+        *(measured_tiles if summary.measured_steps or summary.compared_steps else []),
+        ("Tokens moved", text["moved_tokens"], "trained on another rank"),
         ("Bytes moved", format_bytes(summary.moved_bytes), "per step, all ranks together"),
         ("In the background", background, "per step, gather and plan"),
         ("Exposed", exposed, "per step, on the training thread"),
     ]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
 
 
 class Curve(NamedTuple):

@@ -18,6 +18,8 @@ def step(
     values |= {"sample_bytes": 320, "moved_bytes": 80, "gather_seconds": 0.25, "plan_seconds": 0.5 * number}
     values |= {"exchange_seconds": 0.125, "before": np.array(before), "after": np.array(after), "longest": 16}
     values |= {"rank_tokens": np.array([24, 16]), "rank_squares": np.array([320.0, 160.0])}
+    if len(before) != 2:
+        values |= {"rank_tokens": np.ones(len(before), dtype=np.int64), "rank_squares": np.ones(len(before))}
     return StepMetrics(epoch=epoch, step=number, **{**values, "loaded_tokens": np.array([16, 4]), **others})
 
 
