@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics
 
 EXPLANATION = """\
-idle        share of rank time, of all steps together, spent waiting for the heaviest
-            rank of each step
+idle        share of rank time, of all steps together, spent waiting for the
+            heaviest rank of each step
 speed-up    total time of the steps before balancing / after; of a step: the median
             of single steps, and half the range from their 5th to 95th percentile
 one         steps whose time one sample sets, so that balancing them more is no help

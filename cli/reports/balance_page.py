@@ -47,10 +47,10 @@ def render_page(log: BalanceLog, *, name: str) -> str:
 
 def headline(log: BalanceLog, summary: MetricsSummary) -> str:
     """Return the effect of balancing in one or two sentences: what the cost promises, and what was measured."""
-    share = Unit.SHARE.show
+    share, speedup = Unit.SHARE.show, Unit.SPEEDUP.show
     promised = (
         f"By the cost, ranks were idle for {share(summary.idle_before)} of their time before balancing and for "
-        f"{share(summary.idle_after)} after it in {log.describe()}, so that steps are {summary.speedup:.2f} times as fast."
+        f"{share(summary.idle_after)} after it in {log.describe()}, a speed-up of {speedup(summary.speedup)}."
     )
     if not summary.measured_steps:
         return promised
@@ -59,7 +59,7 @@ def headline(log: BalanceLog, summary: MetricsSummary) -> str:
         return f"{promised}{measured} with balancing."
     return (
         f"{promised}{measured}, and for {share(summary.measured_idle_before)} of the steps left unbalanced for "
-        f"comparison; balanced steps were {summary.measured_speedup:.2f} times as fast."
+        f"comparison, a speed-up of {speedup(summary.measured_speedup)}."
     )
 
 

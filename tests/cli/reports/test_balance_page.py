@@ -56,18 +56,18 @@ STAYS = step(0, before=(7,), after=(7,), moved_samples=0, moved_tokens=0, moved_
         (
             STEPS,
             "By the cost, ranks were idle for 44.7% of their time before balancing and for 8.7% after it in 5 steps "
-            "on 2 ranks, so that steps are 1.65 times as fast.",
+            "on 2 ranks, a speed-up of 1.65x.",
         ),
         (
             TIMED_STEPS,
             "By the cost, ranks were idle for 33.3% of their time before balancing and for 0.0% after it in 4 steps "
-            "on 2 ranks, so that steps are 1.50 times as fast. Measured, they were idle for 6.2%, and for 31.2% of "
-            "the steps left unbalanced for comparison; balanced steps were 2.00 times as fast.",
+            "on 2 ranks, a speed-up of 1.50x. Measured, they were idle for 6.2%, and for 31.2% of "
+            "the steps left unbalanced for comparison, a speed-up of 2.00x.",
         ),
         (
             TIMED_STEPS[:2],
             "By the cost, ranks were idle for 33.3% of their time before balancing and for 0.0% after it in 2 steps "
-            "on 2 ranks, so that steps are 1.50 times as fast. Measured, they were idle for 6.2% with balancing.",
+            "on 2 ranks, a speed-up of 1.50x. Measured, they were idle for 6.2% with balancing.",
         ),
     ],
 )
