@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 EXPLANATION = """\
 idle        share of rank time, of all steps together, spent waiting for the
             heaviest rank of each step
-speed-up    total time of the steps before balancing / after; of a step: the median
-            of single steps, and half the range from their 5th to 95th percentile
-one         steps whose time one sample sets, so that balancing them more is no help
+speed-up    total time of the steps before balancing / after; of a step: the
+            median of single steps, and half of their 5-95 % range
+one         steps whose time one sample sets: more balancing is no help
 moved       share of tokens trained on another rank than the one that loaded them
 plan        median time to plan a step, on one thread of this machine
 All of it is what the cost says; training measures it (training.StepTimer).

@@ -80,9 +80,9 @@ class StepTimer:
         self._planned: deque[StepMetrics] = deque()
         self._untrained = 0  # of these
         self._closed = False
-        self._published = self._merged = (
-            0  # blocks of `every` steps; a rank's last block, which may be empty, has fewer
-        )
+        # Blocks of `every` steps; a rank's last block, which may be empty, has fewer.
+        self._published = 0
+        self._merged: float = 0  # infinity after a last block
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take the options of the run; see `metrics.writers.BeginsRun`."""
@@ -191,7 +191,7 @@ class StepTimer:
             for compute, wait in np.array([of_rank[:steps] for of_rank in times]).transpose(1, 2, 0):
                 if self._planned:
                     self._write(self._planned.popleft(), compute, wait)
-            self._merged = self._merged + 1 if steps == self._every else self._published
+            self._merged = self._merged + 1 if steps == self._every else math.inf
 
     def _write(self, metrics: StepMetrics, compute: NDArray[np.float64], wait: NDArray[np.float64]) -> None:
         if not np.isnan(compute).any():
