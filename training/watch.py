@@ -100,7 +100,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         RankLostError: the store of the group does not respond.
     """
 
-    def __init__(self, seconds: float, *, group: Group | None = None, file: TextIO | None = None) -> None:
+    def __init__(self, seconds: float = 300.0, *, group: Group | None = None, file: TextIO | None = None) -> None:
         if not 0 < seconds < math.inf:
             raise ConfigError(f"seconds must be positive and finite, got {seconds}")
         self._alarm = Alarm(seconds)
@@ -216,12 +216,12 @@ class MemoryUsage:
         """Memory that the caching allocator keeps for later."""
         return self.reserved - self.allocated
 
-    def reason_to_release(self) -> str | None:
-        """Return the reason to release the cache; None if there is no reason, or no cache."""
-        if self.unallocated > self.total / 2:
-            return "more than half of the device is reserved but unallocated"
-        if self.free < 2 * GIB and self.unallocated > 0:
-            return "less than 2 GiB is free"
+    def reason_to_release(self, *, min_free_gib: float, max_unallocated: float) -> str | None:
+        """Return the reason to release the cache, by the limits of a `MemoryWatch`; None: no reason, or no cache."""
+        if self.unallocated > max_unallocated * self.total:
+            return f"more than {max_unallocated:.0%} of the device is reserved but unallocated"
+        if self.free < min_free_gib * GIB and self.unallocated > 0:
+            return f"less than {min_free_gib:g} GiB is free"
         return None
 
     def line(self) -> str:
@@ -234,12 +234,25 @@ class MemoryWatch:
     """Reports the memory of a GPU, and releases the caching allocator's cache before others run out of memory.
 
     Reserved but unallocated memory is not available to NCCL, and may be in pieces too small for the next step.
+
+    Args:
+        device: a GPU.
+        min_free_gib: release the cache if less than this is free on the device, in GiB; 0: never for this reason.
+        max_unallocated: release it if more than this share of the device is reserved but unallocated; 1: never.
+
+    Raises:
+        ConfigError: the device is no GPU, or a limit is out of range.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, min_free_gib: float = 2.0, max_unallocated: float = 0.5) -> None:
         self._device = torch.device(device)
         if self._device.type != "cuda":
             raise ConfigError(f"device is {device}; memory is watched on cuda")
+        if not min_free_gib >= 0:
+            raise ConfigError(f"min_free_gib must be at least 0, got {min_free_gib}")
+        if not 0 <= max_unallocated <= 1:
+            raise ConfigError(f"max_unallocated must be a share of the device, from 0 to 1, got {max_unallocated}")
+        self._limits = {"min_free_gib": min_free_gib, "max_unallocated": max_unallocated}
 
     def usage(self) -> MemoryUsage:
         """Return the current usage, without waiting for the device."""
@@ -250,7 +263,7 @@ class MemoryWatch:
     def check(self) -> MemoryUsage:
         """Return the usage, after releasing the cache if necessary, which waits for the device and logs a warning."""
         before = self.usage()
-        if (reason := before.reason_to_release()) is None:
+        if (reason := before.reason_to_release(**self._limits)) is None:
             return before
         torch.cuda.empty_cache()
         after = self.usage()

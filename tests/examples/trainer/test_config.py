@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from evenrank.core.errors import ConfigError
-from trainer.config import TrainConfig, command_of, read_config, types_of_settings
+from trainer.command import command_of, read_config
+from trainer.config import TrainConfig, types_of_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,6 +34,12 @@ def toml(tmp_path: Path) -> Path:
         ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
         ("tensor_parallel = 4", "tensor_parallel = 4 cannot divide heads = 2; choose a divisor"),
+        ("max_unallocated = 1.5", "max_unallocated must be at most 1, got 1.5"),
+        ("compare_every = 1", "compare_every must be at least 2, got 1"),
+        *[
+            (f'profile = "{text}"', f"profile must be START:STOP, steps from 0 on, such as 100:110, got {text!r}")
+            for text in ("7", "7:7", "8:7", "-1:7", "a:b", "1:2:3", "", "1:" + "9" * 30)
+        ],
         ("k = 7", "settings.toml applies to --task retrieval or --model semantic-ids, not to --task ranking; leave it"),
     ],
 )
@@ -59,6 +66,11 @@ RETRIEVAL = {"task": "retrieval"}
         ({}, "code_levels", "--code-levels applies to a job without --codes, not to --model hstu"),
         (CODES, "codebook_size", "--codebook-size applies to a job without --codes, not to --codes x.pt"),
         ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
+        (
+            {"balance": "none"},
+            "compare_every",
+            "--compare-every applies to --balance other than none, not to --balance n",
+        ),
         ({}, "window", "--window applies to --balance no-exchange, not to --balance all-to-all"),
         (SEMANTIC_IDS, "routing", "--routing applies to --embeddings sharded, not to --model semantic-ids"),
         (SEMANTIC_IDS, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --model semantic-ids"),
@@ -86,10 +98,18 @@ COMMON = {
     *("data", "out", "model", "user_id", "max_history_length", "balance", "strategy", "tolerance", "cost", "window"),
     *("max_tokens_per_rank", "batch_size", "num_workers", "hidden", "heads", "layers", "dropout", "pipeline"),
     *("precision", "epochs", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "seed", "eval_every"),
-    *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds"),
+    *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds", "compare_every"),
+    *("log_loads", "profile", "min_free_gib", "max_unallocated"),
 }
 CHOSEN = {"ranking": ("task", "ranking"), "retrieval": ("task", "retrieval"), "semantic-ids": ("model", "semantic-ids")}
-VALUES = {"codes": "x.npy", "data": "data", "cost": "cost.json", "balance": "no-exchange", "embeddings": "sharded"}
+VALUES = {
+    "codes": "x.npy",
+    "profile": "5:7",
+    "data": "data",
+    "cost": "cost.json",
+    "balance": "no-exchange",
+    "embeddings": "sharded",
+}
 
 
 @pytest.mark.parametrize("model", UNUSED)
@@ -125,6 +145,11 @@ def test_a_missing_file_or_codes_of_another_model_are_an_error_before_anything_i
         TrainConfig(codes="missing.pt")
 
 
+def test_steps_can_only_be_compared_with_balanced_ones() -> None:
+    with pytest.raises(ConfigError, match="--compare-every applies to --balance other than none, not to --balance non"):
+        TrainConfig(balance="none", compare_every=5)
+
+
 def test_every_setting_applies_to_some_job_and_has_a_help() -> None:
     sharded = {"embeddings": "sharded", "balance": "no-exchange"}
     usable = set()
@@ -143,11 +168,19 @@ def test_every_setting_is_an_option_with_its_type_which_overrides_the_file_and_t
     seen: list[TrainConfig] = []
     app = typer.Typer()
     app.command()(command_of(seen.append))
-    given = "--heads 8 --max-steps 3 --dropout 0.25 --tensorboard --attention padded --precision fp32"
+    given = "--profile 5:7 --heads 8 --max-steps 3 --dropout 0.25 --tensorboard --attention padded --precision fp32"
     result = CliRunner().invoke(app, ["--config", str(toml), *given.split()])
     assert result.exit_code == 0, result.output
-    options = {"heads": 8, "max_steps": 3, "dropout": 0.25, "tensorboard": True, "attention": "padded"}
+    options = {
+        "profile": "5:7",
+        "heads": 8,
+        "max_steps": 3,
+        "dropout": 0.25,
+        "tensorboard": True,
+        "attention": "padded",
+    }
     assert seen == [TrainConfig(hidden=32, learning_rate=1, precision="fp32", **options)]  # type: ignore[arg-type]
+    assert seen[0].profile_window == (5, 7)
     parameters = inspect.signature(command_of(seen.append)).parameters
     types = {name: get_args(parameter.annotation)[0] for name, parameter in parameters.items() if name != "config"}
     assert types == {name: kind | None for name, kind in types_of_settings().items()}
