@@ -117,14 +117,10 @@ class ThroughputMeter:
             sums = [torch.empty_like(self._sums) for _ in range(self._group.size())]
             dist.all_gather(sums, self._sums, group=self._group)
         counts = torch.stack(sums).tolist()  # waits for the device
-        works = [Work(tokens=tokens, pairs=pairs, predictions=predictions) for tokens, pairs, predictions in counts]
         seconds = max(self._clock() - self._started, 1e-9)
-        flops = [int(self._flops.of(work).total) for work in works]
-        per_second, tokens, peak = (
-            sum(flops) / len(works) / seconds,
-            sum(work.tokens for work in works),
-            self._peak_flops,
-        )
+        flops = [int(self._flops.of(Work(tokens=t, pairs=p, predictions=n)).total) for t, p, n in counts]
+        tokens, peak = sum(of_rank[0] for of_rank in counts), self._peak_flops
+        per_second = sum(flops) / len(flops) / seconds
         steps = self._in_interval
         self.restart()
         return Throughput(

@@ -234,24 +234,17 @@ class MemoryWatch:
     """Reports the memory of a GPU, and releases the caching allocator's cache before others run out of memory.
 
     Reserved but unallocated memory is not available to NCCL, and may be in pieces too small for the next step.
-
-    Args:
-        device: a GPU.
-        min_free_gib: release the cache if less than this is free on the device, in GiB; 0: never for this reason.
-        max_unallocated: release it if more than this share of the device is reserved but unallocated; 1: never.
-
-    Raises:
-        ConfigError: the device is no GPU, or a limit is out of range.
+    It is released if less than `min_free_gib` GiB is free on the device, or more than the share `max_unallocated` of it
+    is reserved but unallocated; with 0 and 1, never. A ConfigError: no GPU, or a limit out of range.
     """
 
     def __init__(self, device: torch.device | str, *, min_free_gib: float = 2.0, max_unallocated: float = 0.5) -> None:
         self._device = torch.device(device)
         if self._device.type != "cuda":
             raise ConfigError(f"device is {device}; memory is watched on cuda")
-        if not min_free_gib >= 0:
-            raise ConfigError(f"min_free_gib must be at least 0, got {min_free_gib}")
-        if not 0 <= max_unallocated <= 1:
-            raise ConfigError(f"max_unallocated must be a share of the device, from 0 to 1, got {max_unallocated}")
+        if not (min_free_gib >= 0 and 0 <= max_unallocated <= 1):
+            limits = f"{min_free_gib} and {max_unallocated}"
+            raise ConfigError(f"min_free_gib must be at least 0, and max_unallocated a share from 0 to 1, got {limits}")
         self._limits = {"min_free_gib": min_free_gib, "max_unallocated": max_unallocated}
 
     def usage(self) -> MemoryUsage:

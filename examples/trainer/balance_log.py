@@ -2,18 +2,20 @@
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from evenrank.dataloader.balance import BalanceConfig, StepMetrics
-from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, shown_numbers, summarize
+from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, combine, shown_numbers, summarize
 from evenrank.dataloader.balance.metrics.writers import JsonLines
 from evenrank.training import StepTimer
 from trainer.config import TrainConfig
 from trainer.world import World
 
-_COMPARED_STEPS = 10  # unbalanced steps, of those that came last, whose mean is compared with that of the balanced ones
+_STEPS = 100  # balanced steps that a line of the job's log summarizes, or as many as its interval has
+_COMPARED_STEPS = 10  # unbalanced steps, the same
 
 
 class BalanceLog:
@@ -32,12 +34,15 @@ class BalanceLog:
         every = config.log_every
         self._config = config
         self._is_first = world.rank == 0
-        self._recent: deque[StepMetrics] = deque(maxlen=max(every, _COMPARED_STEPS * (config.compare_every or 0)))
+        self._balanced: deque[MetricsSummary] = deque(maxlen=max(every, _STEPS))
+        self._unbalanced: deque[MetricsSummary] = deque(maxlen=_COMPARED_STEPS)
         self._lines: JsonLines | None = None
         if self._is_first:
             options = {"job": dataclasses.asdict(config)}
             self._lines = JsonLines(Path(config.out) / "balance.jsonl", every=every, window=every, options=options)
-        writers = [] if self._lines is None else [self._lines, self._recent.append]
+        writers: list[Callable[[StepMetrics], None]] = []
+        if self._lines is not None:
+            writers = [self._lines, self._note]
         self.timer = StepTimer(*writers, device=world.device, every=every, group=world.data)
 
     def observe(self, balance: BalanceConfig) -> BalanceConfig:
@@ -52,11 +57,15 @@ class BalanceLog:
         )
 
     def measured(self) -> MetricsSummary:
-        """Summarize the last steps whose times are known on rank 0: those of some 10 unbalanced ones, if there are any.
+        """Summarize the last 100 balanced and 10 unbalanced steps whose times are known on rank 0.
 
         Times are known up to two intervals of the log late.
         """
-        return summarize(tuple(self._recent))
+        return combine((*self._balanced, *self._unbalanced))
+
+    def _note(self, metrics: StepMetrics) -> None:
+        if metrics.compute_seconds is not None:
+            (self._balanced if metrics.is_balanced else self._unbalanced).append(summarize([metrics]))
 
     def __enter__(self) -> Self:
         return self

@@ -160,8 +160,8 @@ class Monitors:
             return
         if not self._profile.has_begun:
             self._log.say(f"no profile: this run ended after {self._num_steps} steps, before those of --profile")
-        if (trace := self._profile.finish()) is not None:
-            self._log.say(f"profile: {trace}")
+        if (profiled := self._profile.finish()) is not None:
+            self._log.say(f"profile: {profiled}")
 
 
 def _peak_flops(config: TrainConfig, device: torch.device) -> float | None:

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -13,7 +11,6 @@ from torch import nn
 
 from evenrank.core.errors import ConfigError
 from evenrank.training import CacheUse, EmbeddingCaches
-from evenrank.training.embedding_caches import _parts
 from tests.ranks import RankPool
 from tests.training.sharded_model import Model, distribute, join
 
@@ -49,32 +46,36 @@ def test_each_cache_counts_since_the_last_reading() -> None:
     caches = EmbeddingCaches(nn.Sequential(_Lookups(nn.Sequential(first)), nn.Linear(2, 2), second))
     first.look_up(requested=100, unique=20, misses=5)
     assert caches.read() == [
-        CacheUse(tables="items,users", hits=25, misses=35),  # all of before, too
         CacheUse(tables="a table", hits=0, misses=0),
+        CacheUse(tables="items,users", hits=25, misses=35),  # all of before, too
     ]
     first.look_up(requested=9, unique=9, misses=0)
     second.look_up(requested=50, unique=8, misses=7)
-    assert [(use.hits, use.misses) for use in caches.read()] == [(9, 0), (1, 7)]
+    assert [(use.hits, use.misses) for use in caches.read()] == [(1, 7), (9, 0)]
     assert [(use.hits, use.misses) for use in caches.read()] == [(0, 0), (0, 0)]
 
 
 def test_a_cache_that_does_not_count_is_an_error_and_tables_without_one_are_left_out() -> None:
-    with pytest.raises(ConfigError, match="the cache of items does not count hits; pass gather_uvm_cache_stats=True"):
+    with pytest.raises(ConfigError, match="a cache does not count; pass gather_uvm_cache_stats=True"):
         EmbeddingCaches(_Lookups(_Cached(["items"], counts=False)))
     without = _Cached(["items"], counts=False)
     without.lxu_cache_weights = torch.zeros(0)
     assert EmbeddingCaches(without).read() == []
 
 
-def _tables_of_torchrec(rank: int, world_size: int) -> tuple[list[Any], int]:
+def _look_for_caches(rank: int, world_size: int) -> list[CacheUse]:
     device, group = join(rank, "cpu")
     model, _ = distribute(Model(), device, group)
-    found = [part for part in _parts(model) if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
-    return [part.table_names for part in found], len(EmbeddingCaches(model).read())
+    assert EmbeddingCaches(model).read() == []
+    with pytest.MonkeyPatch.context() as patch:  # as if its table had a cache
+        patch.setattr(SplitTableBatchedEmbeddingBagsCodegen, "lxu_cache_weights", torch.zeros(1), raising=False)
+        return EmbeddingCaches(model).read()
 
 
 def test_the_tables_of_sharded_models_are_found(ranks: RankPool) -> None:
-    assert ranks.run(2, _tables_of_torchrec) == [([["item_id_table"]], 0)] * 2
+    failures = ranks.try_run(2, _look_for_caches)
+    assert [failure.type_name for failure in failures] == ["ConfigError"] * 2
+    assert all("in TorchRec by fused_params" in failure.message for failure in failures)
 
 
 @pytest.mark.gpu

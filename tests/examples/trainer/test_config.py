@@ -66,11 +66,6 @@ RETRIEVAL = {"task": "retrieval"}
         ({}, "code_levels", "--code-levels applies to a job without --codes, not to --model hstu"),
         (CODES, "codebook_size", "--codebook-size applies to a job without --codes, not to --codes x.pt"),
         ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
-        (
-            {"balance": "none"},
-            "compare_every",
-            "--compare-every applies to --balance other than none, not to --balance n",
-        ),
         ({}, "window", "--window applies to --balance no-exchange, not to --balance all-to-all"),
         (SEMANTIC_IDS, "routing", "--routing applies to --embeddings sharded, not to --model semantic-ids"),
         (SEMANTIC_IDS, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --model semantic-ids"),
