@@ -1,6 +1,8 @@
 from .attention_timing import AttentionTracker as AttentionTracker
 from .attention_timing import LayerTiming as LayerTiming
 from .attention_timing import gather_timings as gather_timings
+from .embedding_caches import CacheUse as CacheUse
+from .embedding_caches import EmbeddingCaches as EmbeddingCaches
 from .finite import FiniteCheck as FiniteCheck
 from .flops import Flops as Flops
 from .flops import ModelFlops as ModelFlops
@@ -40,7 +42,9 @@ __all__ = [
     "PIPELINES",
     "AttentionTracker",
     "BinaryAUC",
+    "CacheUse",
     "DevicePeaks",
+    "EmbeddingCaches",
     "FiniteCheck",
     "Flops",
     "LayerTiming",

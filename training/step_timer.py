@@ -155,7 +155,7 @@ class StepTimer:
 
     def _merge(self, *, final: bool = False) -> None:
         """Pass on the steps of the blocks that all ranks have published; in the end, wait for them."""
-        while self._merged < self._published and self._writers and self._members.rank == 0:
+        while self._merged < self._published and self._members.rank == 0:
             keys = [f"{self._merged}/{rank}" for rank in range(self._members.world_size)]
             if not final and not within(_STORE_TIMEOUT, partial(self._store.check, keys)):
                 return
