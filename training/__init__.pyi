@@ -1,6 +1,8 @@
 from .attention_timing import AttentionTracker as AttentionTracker
 from .attention_timing import LayerTiming as LayerTiming
 from .attention_timing import gather_timings as gather_timings
+from .error_metrics import ClassificationMetrics as ClassificationMetrics
+from .error_metrics import RegressionMetrics as RegressionMetrics
 from .finite import FiniteCheck as FiniteCheck
 from .flops import Flops as Flops
 from .flops import ModelFlops as ModelFlops
@@ -39,6 +41,7 @@ __all__ = [
     "PIPELINES",
     "AttentionTracker",
     "BinaryAUC",
+    "ClassificationMetrics",
     "DevicePeaks",
     "FiniteCheck",
     "Flops",
@@ -51,6 +54,7 @@ __all__ = [
     "PipelineForward",
     "PipelineStep",
     "RankingMetrics",
+    "RegressionMetrics",
     "StallWatch",
     "Throughput",
     "ThroughputMeter",
