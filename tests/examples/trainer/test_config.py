@@ -29,6 +29,7 @@ def toml(tmp_path: Path) -> Path:
         ("hidden = true", "hidden must be of type int, got True"),
         ("learning_rate = nan", "learning_rate must be at least 0, got nan"),
         ("batch_size = 0", "batch_size must be at least 1, got 0"),
+        ("eval_steps = 0", "eval_steps must be at least 1, got 0"),
         ("heads = 3", "hidden must be a multiple of heads, got hidden=64 and heads=3"),
         ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
@@ -86,7 +87,7 @@ COMMON = {
     *("data", "out", "model", "user_id", "max_history_length", "balance", "strategy", "tolerance", "cost", "window"),
     *("max_tokens_per_rank", "batch_size", "num_workers", "hidden", "heads", "layers", "dropout", "pipeline"),
     *("precision", "epochs", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "seed", "eval_every"),
-    *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds"),
+    *("eval_steps", "checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds"),
 }
 CHOSEN = {"ranking": ("task", "ranking"), "retrieval": ("task", "retrieval"), "semantic-ids": ("model", "semantic-ids")}
 VALUES = {"codes": "x.npy", "data": "data", "cost": "cost.json", "balance": "no-exchange", "embeddings": "sharded"}
