@@ -90,6 +90,15 @@ def test_tasks_have_metrics_each_that_are_nan_with_a_nan_score_or_without_sample
     assert all(math.isnan(value) for value in metric.compute().values())
 
 
+def test_a_loss_has_the_same_bits_at_any_place_of_a_call() -> None:
+    torch.manual_seed(0)
+    for logit in torch.randn(300, 1, 1, dtype=torch.float64) * 5:
+        once, often = ClassificationMetrics(), ClassificationMetrics()
+        once.update(logit, torch.zeros(1, 1))
+        often.update(logit.expand(69, 1), torch.zeros(69, 1))  # most of them in vectors of the CPU
+        assert often.compute()["log_loss"] == once.compute()["log_loss"]  # the mean of equal numbers is that number
+
+
 def test_predicting_the_base_rate_has_a_normalized_entropy_of_1() -> None:
     targets = torch.arange(20)[:, None] % 4 == 0
     metric = ClassificationMetrics()

@@ -102,11 +102,13 @@ def test_tasks_of_many_groups_have_equal_bits_on_three_ranks(ranks: RankPool, is
 def test_groups_of_one_class_are_left_out_and_ties_count_half() -> None:
     metric = BinaryAUC()
     scores = torch.tensor([[0.1], [0.9], [0.5], [0.5], [0.7], [0.3], [0.2]])
-    groups = torch.tensor([4, 4, 5, 5, 5, 6, 6], dtype=torch.int32)
+    groups = torch.tensor([4, 4, 5, 5, 5, 6, 6])
     metric.update(scores, torch.tensor([[0], [1], [0], [1], [0], [1], [1]]), groups=groups)
     groups.zero_()  # groups may be overwritten after an update
     assert metric.compute_grouped() == [(2 * 1 + 3 * 0.25) / 5]
-    metric.update(torch.tensor([[0.0]]), torch.tensor([[0]]), torch.tensor([5.0]), groups=torch.tensor([6]))
+    metric.update(
+        torch.tensor([[0.0]]), torch.tensor([[0]]), torch.tensor([5.0]), groups=torch.tensor([6], dtype=torch.int32)
+    )
     assert metric.compute_grouped() == [(2 * 1 + 3 * 0.25 + 7 * 1) / 12]
     metric.reset()
     assert metric.compute_grouped() == pytest.approx([math.nan], nan_ok=True)
