@@ -68,8 +68,9 @@ class TrainConfig:
     model: str = setting("hstu", "The model.", choices=MODELS, kept=True)
     task: str = setting(
         "ranking",
-        "What an HSTU model learns: `ranking` predicts actions and is measured by AUC; `retrieval` predicts the next "
-        "item and is measured by Recall@K and NDCG@K, as semantic-id models are.",
+        "What an HSTU model learns: `ranking` predicts actions and is measured by AUC, GAUC of users, accuracy and "
+        "normalized entropy; `retrieval` predicts the next item and is measured by Recall@K and NDCG@K, as semantic-id "
+        "models are.",
         choices=TASKS,
         kept=True,
         applies_to=HSTU,
@@ -202,6 +203,7 @@ class TrainConfig:
     seed: int = setting(0, "Of weights, order, dropout and random codes.", at_least=0)
 
     eval_every: int | None = setting(None, "Steps between evaluations. Default: after each epoch.", at_least=1)
+    eval_steps: int | None = setting(None, "Steps of an evaluation, the first of the split. Default: all.", at_least=1)
     k: int = setting(10, "K of Recall@K and NDCG@K.", at_least=1, applies_to=RETRIEVAL | SEMANTIC_IDS)
     checkpoint_every: int | None = setting(None, "Steps between checkpoints. Default: after each epoch.", at_least=1)
     keep: int = setting(2, "Checkpoints that are kept; older ones are deleted.", at_least=1)

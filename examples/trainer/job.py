@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import typer
 from torch import nn
 
 from evenrank.dataloader import Loader
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.config import Order
+from evenrank.datasets import open_store
+from evenrank.datasets.schema import USER_ID
 from evenrank.training import make_pipeline
 from trainer.balance_log import BalanceLog
 from trainer.checkpoints import Checkpoints
@@ -58,6 +62,8 @@ def train(config: TrainConfig, world: World) -> signal.Signals | None:
 
 
 def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | None:
+    # A rank that evaluates longer would wait for the others, which train already.
+    gather_checked({"eval_every": config.eval_every, "eval_steps": config.eval_steps}, None, dist.group.WORLD)
     world = divide(world, config.tensor_parallel)
     data = find_data(config)
     torch.manual_seed(config.seed)  # for equal weights on all ranks
@@ -74,6 +80,7 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
             config, world, task, parallel.model, log, balance_log, eval_every=_eval_every(config, batches)
         ) as monitors,
     ):
+        user_ids = on_all_ranks(lambda: torch.tensor(open_store(data, "eval").rows[USER_ID], device=world.device))
         pipeline = make_pipeline(
             config.pipeline, parallel.model, parallel.optimizer, world.device, loss=monitors.mean_loss
         )
@@ -84,7 +91,13 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
             pipeline=pipeline,
             loader=loader,
             batches=batches,
-            evaluation=task.evaluation(model=parallel.model, pipeline=pipeline, batches=eval_batches),
+            evaluation=task.evaluation(
+                model=parallel.model,
+                pipeline=pipeline,
+                batches=eval_batches,
+                user_ids=user_ids,
+                max_steps=config.eval_steps,
+            ),
             checkpoints=Checkpoints(
                 out / "checkpoints",
                 keep=config.keep,

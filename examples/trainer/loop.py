@@ -17,10 +17,10 @@ from evenrank.training.pipelines import Pipeline
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
 from trainer.data import Batches
+from trainer.evaluation import Evaluation
 from trainer.logs import JobLog
 from trainer.monitors import Monitors
 from trainer.parallel import Parallel
-from trainer.tasks import Evaluation
 from trainer.world import World
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

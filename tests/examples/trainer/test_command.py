@@ -27,6 +27,7 @@ def toml(tmp_path: Path) -> Path:
         ("hidden = true", "hidden must be of type int, got True"),
         ("learning_rate = nan", "learning_rate must be at least 0, got nan"),
         ("batch_size = 0", "batch_size must be at least 1, got 0"),
+        ("eval_steps = 0", "eval_steps must be at least 1, got 0"),
         ("heads = 3", "hidden must be a multiple of heads, got hidden=64 and heads=3"),
         ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),

@@ -59,6 +59,7 @@ COMMON = {
     *("precision", "epochs", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "seed", "eval_every"),
     *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds", "compare_every"),
     *("log_loads", "profile", "min_free_gib", "max_unallocated"),
+    "eval_steps",
 }
 CHOSEN = {"ranking": ("task", "ranking"), "retrieval": ("task", "retrieval"), "semantic-ids": ("model", "semantic-ids")}
 VALUES = {

@@ -51,7 +51,8 @@ def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_
     steps = [line["step"] for line in log_lines(tmp_path / "out", "train")]
     assert steps == list(range(1, len(steps) + 1))  # each once, over both runs
     (evaluation,) = log_lines(tmp_path / "out", "eval")
-    assert last == f"step {steps[-1]} | auc {evaluation['auc']:.4f}"
+    names = ("auc", "gauc", "accuracy", "normalized_entropy")
+    assert last == " | ".join([f"step {steps[-1]}", *(f"{name} {evaluation[name]:.4f}" for name in names)])
     assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
     assert sorted(path.name for path in (tmp_path / "out").glob("balance*")) == ["balance-2.jsonl", "balance.jsonl"]
 
