@@ -101,7 +101,8 @@ class _Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
     def forward(self, batch: Any) -> torch.Tensor:
-        return self.weight * batch.loss_tokens
+        loss: torch.Tensor = self.weight * batch.loss_tokens
+        return loss
 
 
 def _train_with_own_collectives(rank: int, world_size: int, path: Path) -> list[StepMetrics]:

@@ -20,6 +20,7 @@ from evenrank.datasets.distributions import Uniform
 from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
 from tests.checkpoints import resuming
 from tests.checkpoints.resuming import ids_of
+from tests.cli.programs import EVENRANK, run_program
 from tests.conftest import make_small_dataset
 from tests.pages import ROOT, blocks, torchrun
 from tests.ranks import RankPool
@@ -27,6 +28,7 @@ from tests.ranks import RankPool
 OWN_LOADER = ROOT / "docs" / "how-to" / "own-loader.md"
 CHECKPOINTS = ROOT / "docs" / "how-to" / "checkpoints.md"
 TRAINING = ROOT / "docs" / "how-to" / "training.md"
+LIMITS = ROOT / "docs" / "explanation" / "limits.md"
 NO_EXCHANGE = ROOT / "docs" / "explanation" / "no-exchange.md"
 
 # What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
@@ -230,6 +232,12 @@ def test_the_loop_prints_the_mean_loss_of_each_task_over_all_batches(ranks: Rank
             num_tokens += batch.loss_tokens
     for printed in ranks.run(4, _train):
         assert printed == [[pytest.approx(num_items / num_tokens), pytest.approx(2 * num_items / num_tokens)]]
+
+
+def test_the_page_on_limits_shows_what_simulate_prints(tmp_path: Path) -> None:
+    run = run_program(EVENRANK, *blocks(LIMITS, "bash")[0].split()[1:], cwd=tmp_path)
+    shown = blocks(LIMITS, "text")[0]
+    assert " ".join(shown.split()) in " ".join(run.stdout.split())
 
 
 README_PRELUDE = """
