@@ -75,7 +75,7 @@ def splits_table(manifest: "Manifest", num_events: int) -> "Table":
         table.add_row(name, *(f"{count:,}" for count in of_split))
     table.add_section()
     rows, _, files = map(sum, zip(*counts.values(), strict=True))
-    table.add_row("all", f"{rows:,}", f"{num_events:,}", f"{files:,}")
+    table.add_row("all, each event once", f"{rows:,}", f"{num_events:,}", f"{files:,}")
     return table
 
 

@@ -46,6 +46,12 @@ class Condition(NamedTuple):
     holds: Callable[[Mapping[str, Any]], bool]  # from the values of all parameters by name
 
 
+def needing(option: str, *dependent: str, metavar: str = "") -> Condition:
+    """Return the condition of options that have no effect without another one."""
+    shown = f"--{option.replace('_', '-')}{metavar}"
+    return Condition(dependent, shown, (option,), lambda values: values[option] is not None)
+
+
 def check_conditions(context: typer.Context, *conditions: Condition) -> None:
     """Raise a ConfigError if an option was given twice, or has no effect, even with the value that is its default."""
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from evenrank.cli.options import (
     config_option,
     given_options,
     names_option,
+    needing,
     shown_option,
 )
 from evenrank.core.errors import ConfigError
@@ -23,7 +24,6 @@ from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTH
 
 if TYPE_CHECKING:
     from evenrank.datasets.schema import IdSummary
-    from evenrank.preprocess.build.buckets import OnError
 
 _ALL = "all"
 _DESCRIPTION = tuple(field.name for field in fields(TabularConfig))  # the options that describe a custom log
@@ -58,15 +58,13 @@ _CONDITIONS = (
     ),
     Condition(("vocabulary", "unknown"), "one dataset", ("dataset",), lambda v: v["dataset"] != _ALL),
     Condition(("ids",), "datasets without --vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is None),
-    Condition(("unknown",), "--vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is not None),
-    Condition(("by_date",), "--requests SECONDS", ("requests",), lambda v: v["requests"] is not None),
-    Condition(("stride",), "--window", ("window",), lambda v: v["window"] is not None),
     Condition(("timestamp_column",), "times in a column", ("timestamp_unit",), lambda v: v["timestamp_unit"] != "row"),
     Condition(("action_map",), "one --action-columns", ("action_columns",), lambda v: len(v["action_columns"]) == 1),
-    Condition(("context_columns", "context_header"), "--context", ("context",), lambda v: v["context"] is not None),
-    Condition(
-        ("item_columns", "item_features_as"), "--item-features", ("item_features",), lambda v: v["item_features"]
-    ),
+    needing("vocabulary", "unknown"),
+    needing("requests", "by_date", metavar=" SECONDS"),
+    needing("window", "stride"),
+    needing("context", "context_columns", "context_header"),
+    needing("item_features", "item_columns", "item_features_as"),
 )
 
 _dataset, _splits, _ids, _logs, _features, _synthetic = (
@@ -225,42 +223,25 @@ def preprocess_command(
 
     custom = None
     if dataset == CUSTOM:
-        description: dict[str, Any] = {name: ctx.params[name] for name in _DESCRIPTION}
-        description |= {"events": tuple(events or ()), "context": context, "item_features": item_features}
+        description = _same_options(TabularConfig, ctx) | {"events": tuple(events or ())}
         if delimiter is not None:
             description["delimiter"] = delimiter.replace("\\t", "\t")  # as it is usually typed
         if timestamp_unit == "row":
             description["timestamp_column"] = ""
         custom = TabularConfig(**description)
+    filters = _same_options(Filters, ctx) | {"min_user_events": k_core, "min_item_events": k_core}
+    options = _same_options(PreprocessConfig, ctx) | {
+        "split": split if eval_fraction is None else f"user:{eval_fraction}",
+        "filters": Filters(**filters),
+        "requests": None if requests is None else RequestRule(seconds=requests, by_date=by_date),
+        "synthetic": SyntheticConfig(
+            num_users=users, lengths=parse_distribution(lengths), items=Zipf(exponent=1.05, high=items)
+        ),
+        "custom": custom,
+    }
     for name in CATALOG if dataset == _ALL else (dataset,):
         folder = Path("out", name) if out is None else out / name if dataset == _ALL else out
-        config = PreprocessConfig(
-            dataset=name,
-            out=folder,
-            overwrite=overwrite,
-            raw_dir=raw_dir,
-            split=split if eval_fraction is None else f"user:{eval_fraction}",
-            allow_empty=allow_empty,
-            seed=seed,
-            filters=Filters(
-                min_user_events=k_core,
-                min_item_events=k_core,
-                min_length=min_length,
-                max_length=max_length,
-                window=window,
-                stride=stride,
-            ),
-            ids=ids,
-            vocabulary=vocabulary,
-            unknown=unknown,
-            on_error=cast("OnError", on_error),
-            requests=None if requests is None else RequestRule(seconds=requests, by_date=by_date),
-            synthetic=SyntheticConfig(
-                num_users=users, lengths=parse_distribution(lengths), items=Zipf(exponent=1.05, high=items)
-            ),
-            expand=expand,
-            custom=custom,
-        )
+        config = PreprocessConfig(**options | {"dataset": name, "out": folder})
         with console.stages() as on_stage:
             manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
         time = manifest.options["time"]
@@ -277,6 +258,11 @@ def preprocess_command(
         console.print_result(f"next: evenrank inspect {shlex.quote(str(folder))}")
 
 
+def _same_options(record: Any, context: typer.Context) -> dict[str, Any]:
+    """Return the values of the options that are called like fields of a record."""
+    return {field.name: context.params[field.name] for field in fields(record) if field.name in context.params}
+
+
 def check_options(context: typer.Context) -> None:
     """Raise a ConfigError if an option was given twice, has no effect, or is missing."""
     check_conditions(context, *_CONDITIONS)
@@ -288,13 +274,12 @@ def check_options(context: typer.Context) -> None:
 
 
 def _describe_ids(summary: "IdSummary") -> str:
-    counted = "" if summary.distinct is None else f"{summary.distinct:,} distinct"
-    found = ", ".join(filter(None, [counted, "" if summary.largest is None else f"largest {summary.largest:,}"]))
+    counted = {"{:,} distinct": summary.distinct, "largest {:,}": summary.largest}
+    found = ", ".join(text.format(count) for text, count in counted.items() if count is not None)
     if summary.rule == "dense":
-        size = summary.versions[-1].size
-        unknown = f", {summary.unknown_values:,} of them not in the earlier vocabulary"
-        added = unknown if summary.unknown_values else ""
-        return f"dense ({found}{added}), numbered 1 to {size:,} by first appearance"
+        if summary.unknown_values:
+            found += f", {summary.unknown_values:,} of them not in the earlier vocabulary"
+        return f"dense ({found}), numbered 1 to {summary.versions[-1].size:,} by first appearance"
     if summary.rule == "keep":
         return f"kept ({found})"
     return f"{summary.rule} ({found}), {summary.collisions:,} values share their id with another"

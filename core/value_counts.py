@@ -32,12 +32,9 @@ class ValueCounts:
         if values.min(initial=0) < 0 or values.max(initial=0) >= len(self._table):
             is_other: NDArray[np.bool_] = (values < 0) | (values >= len(self._table))
             others, counts = np.unique(values.compress(is_other), return_counts=True)
-            places, is_known = np.searchsorted(self._others, others), np.isin(others, self._others)
-            self._other_counts[places[is_known]] += counts[is_known]
-            self._others, self._other_counts = (
-                np.insert(old, places[~is_known], new[~is_known])
-                for old, new in ((self._others, others), (self._other_counts, counts))
-            )
+            self._others, places = np.unique(np.concatenate((self._others, others)), return_inverse=True)
+            old_counts, self._other_counts = self._other_counts, np.zeros(len(self._others), dtype=np.int64)
+            np.add.at(self._other_counts, places, np.concatenate((old_counts, counts)))
             values = values.compress(~is_other)
         self._used = max(self._used, int(values.max(initial=-1)) + 1)
         _count_into(self._table, values)

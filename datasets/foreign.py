@@ -152,8 +152,8 @@ def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, 
         sizes = {name: max(size, int(values[name].max(initial=-1)) + 1) for name, size in sizes.items()}
     lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
     splits = {split: replace(unread, interactions=int(lengths.sum()), lengths=schema.summarize_lengths(lengths))}
-    content_hash = schema.content_hash(splits, contextual, manifest.extra_events, sizes, manifest.ids)
-    return replace(manifest, splits=splits, vocabulary_sizes=sizes, content_hash=content_hash)
+    manifest = replace(manifest, splits=splits, vocabulary_sizes=sizes)
+    return replace(manifest, content_hash=schema.content_hash(manifest))
 
 
 def _dtype(type_: pa.DataType) -> str:
@@ -161,4 +161,4 @@ def _dtype(type_: pa.DataType) -> str:
 
 
 def _is_list(type_: pa.DataType) -> bool:
-    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))

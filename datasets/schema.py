@@ -253,23 +253,17 @@ def summarize_lengths(lengths: "NDArray[np.int64]") -> dict[str, float]:
     return {**dict(zip(names, values, strict=True)), "mean": round(float(lengths.mean()), 3)}
 
 
-def content_hash(
-    splits: Mapping[str, Split],
-    contextual: Mapping[str, str],
-    extra_events: Mapping[str, str],
-    vocabulary_sizes: Mapping[str, int],
-    ids: Mapping[str, IdSummary],
-    item_features: DataFile | None = None,
-) -> str:
+def content_hash(manifest: Manifest) -> str:
     """Return the SHA-256, in hexadecimal, of the data that a loader sees, without raw files and options."""
+    table = manifest.item_features
     visible = {
         "schema_version": SCHEMA_VERSION,
-        "splits": {name: [asdict(file) for file in split.files] for name, split in splits.items()},
-        "contextual": list(contextual.items()),  # in their order
-        "extra_events": dict(extra_events),
-        "vocabulary_sizes": dict(vocabulary_sizes),
-        "ids": {name: summary.version for name, summary in ids.items()},
-        **({} if item_features is None else {"item_features": asdict(item_features)}),
+        "splits": {name: [asdict(file) for file in split.files] for name, split in manifest.splits.items()},
+        "contextual": list(manifest.contextual.items()),  # in their order
+        "extra_events": dict(manifest.extra_events),
+        "vocabulary_sizes": dict(manifest.vocabulary_sizes),
+        "ids": {name: summary.version for name, summary in manifest.ids.items()},
+        **({} if table is None else {"item_features": asdict(table)}),
     }
     return hashlib.sha256(json.dumps(visible, sort_keys=True).encode()).hexdigest()
 
@@ -305,9 +299,7 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise DataError(f"{path} has a missing or malformed field ({reason}); {REMEDY}") from error
     # Unpacked columns are found by this hash, also in caches that several datasets share.
-    parts = ("splits", "contextual", "extra_events", "vocabulary_sizes", "ids", "item_features")
-    actual = content_hash(**{name: getattr(manifest, name) for name in parts})
-    if manifest.content_hash != actual:
+    if manifest.content_hash != (actual := content_hash(manifest)):
         raise DataError(
             f"{path} has content hash {manifest.content_hash[:12]}, but that of its files and columns is "
             f"{actual[:12]}; {REMEDY}"

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from types import MappingProxyType
+from typing import get_args
 
 import numpy as np
-import polars as pl
 import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ from evenrank.datasets.schema import (
     Split,
     content_hash,
 )
-from evenrank.preprocess.build.buckets import Buckets, OnError, TextIdsError, fill_buckets
+from evenrank.preprocess.build.buckets import Buckets, Columns, OnError, fill_buckets
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, parse_ids, parse_unknown
@@ -41,11 +41,12 @@ from evenrank.preprocess.build.splits import (
     SplitFacts,
     SplitRule,
     by_second_log,
-    is_log,
     parse_split,
     read_listed_users,
+    second_log,
 )
-from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
+from evenrank.preprocess.build.vocabulary import EarlierIds, drop_unknown, number_ids, read_earlier
+from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
@@ -55,7 +56,7 @@ from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
 from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.interactions import Interactions, number_features
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
 
 
@@ -138,13 +139,17 @@ def preprocess(
         rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
         while True:
             on_stage(f"opening {config.dataset}")
-            interactions = open_source(config, rules=rules, known=known, show_progress=show_progress)
-            _check_out(config, interactions)
+            opened = open_source(config, rules=rules, known=known, show_progress=show_progress)
+            source = number_features(opened, config.vocabulary)
+            _check_out(config, source)
             try:
                 with wrap_write_errors(config.out):
-                    return _write_dataset(folder, config, interactions, rules, earlier, on_stage)
+                    job = _Job(
+                        folder=folder, config=config, source=source, rules=rules, earlier=earlier, on_stage=on_stage
+                    )
+                    return job.run()
             except TextIdsError as error:  # columns that began with integers
-                known |= dict.fromkeys(error.columns, "text")
+                known |= dict.fromkeys(error.args, "text")
 
     return replace_folder(config.out, write, overwrite=config.overwrite)
 
@@ -169,7 +174,7 @@ def open_source(
     config: PreprocessConfig,
     *,
     rules: Mapping[str, str],
-    known: Mapping[str, IdKind] | None = None,
+    known: Mapping[str, IdKind] = MappingProxyType({}),
     show_progress: bool = False,
 ) -> Interactions:
     """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
@@ -188,211 +193,190 @@ def open_source(
     if config.dataset in CATALOG:
         public = CATALOG[config.dataset]
         log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
-        known = None
+        known = {USER_ID: "int64", ITEM_ID: "int64"}
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
     return _read_logs(log, parse_split(config.split).file, rules, known)
 
 
 def _read_logs(
-    log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind] | None
+    log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind]
 ) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
-    if second is None or not is_log(second, log):
+    if second is None or not (files := second_log(second, log)):
         return read_tabular(log, rules, known)
     interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known)
-    marks = [0] * (len(interactions.parts) - 1) + [1]
-    parts = (
-        replace(part, events=part.events.with_columns(pl.lit(mark, pl.Int32).alias(IN_EVAL)))
-        for part, mark in zip(interactions.parts, marks, strict=True)
-    )
-    return replace(interactions, parts=tuple(parts), has_eval_log=True)
+    num_first = len(interactions.parts) - len(files)
+    parts = [
+        replace(part, expand=partial(_mark_log, in_eval=index >= num_first))
+        for index, part in enumerate(interactions.parts)
+    ]
+    return replace(interactions, parts=parts, has_eval_log=True)
 
 
-def _write_dataset(
-    folder: Path,
-    config: PreprocessConfig,
-    interactions: Interactions,
-    rules: Mapping[str, str],
-    earlier: Mapping[str, EarlierIds],
-    on_stage: Callable[[str], None],
-) -> Manifest:
-    """Write all files of a dataset to an empty folder."""
-    rule, eval_users = parse_split(config.split), np.empty(0, dtype=np.int64)
-    dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
-    if interactions.has_eval_log:
-        rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
-    elif rule.file is not None:
-        column = str(interactions.options.get("user_column", USER_ID))
-        eval_users = read_listed_users(rule.file, column, interactions.id_kinds[USER_ID])
-    num_events = sum(part.num_events for part in interactions.parts)
-    (work := folder / ".work").mkdir()
-    buckets = Buckets(work / "buckets", num_events, dtypes)
-    texts = {
-        name: TextValues(work / f"texts of {name}", buckets.num_bits)
-        for name, kind in interactions.id_kinds.items()
-        if kind == "text"
-    }
-    # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
-    with ThreadPoolExecutor(1) as background, contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, work, ignore_errors=True)
-        pending_sources = background.submit(interactions.sources)
-        counts, first_ms, last_ms = fill_buckets(
-            buckets,
-            interactions.parts,
-            texts,
-            has_times=interactions.time_unit != "row",
-            on_error=config.on_error,
-            on_stage=on_stage,
-        )
-        if not config.allow_empty:
-            check_era(last_ms, interactions.time_unit)
-        facts = SplitFacts(seed=config.seed, last_ms=last_ms, eval_users=eval_users)
-        time = {"unit": interactions.time_unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
-        if (masks := mask_unknown(buckets, earlier)) is not None:
-            counts["events of unknown users or items (dropped)"] = _count_masked(masks)
-        num_unknown = _count_masked(masks)
-        masks = k_core(buckets, config.filters, masks)
-        if masks is not None and config.filters.has_k_core:
-            counts["events left out by the k-core"] = _count_masked(masks) - num_unknown
-        on_stage("numbering users and items")
-        number = partial(number_ids, buckets=buckets, masks=masks, folder=folder, work=work)
-        with ThreadPoolExecutor(2) as both:
-            pending_ids = {
-                name: both.submit(number, name, rules[name], kind, texts=texts.get(name), earlier=earlier.get(name))
-                for name, kind in interactions.id_kinds.items()
-            }
-            ids = {name: pending.result() for name, pending in pending_ids.items()}
-        items = look_up_items(interactions.item_features, ids[ITEM_ID], as_table=interactions.has_item_table)
-        splits, largest, statistics = _write_splits(
-            folder, config, rule, facts, interactions, buckets, masks, ids, items, counts, on_stage
-        )
-        item_table = write_item_features(folder, interactions, ids[ITEM_ID], items.requested)
+def _mark_log(events: Columns, in_eval: bool) -> list[Columns]:
+    return [events | {IN_EVAL: np.full(len(events[USER_ID]), in_eval, dtype=np.int32)}]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Job:
+    """Writes all files of a dataset to an empty folder."""
+
+    folder: Path
+    config: PreprocessConfig
+    source: Interactions
+    rules: Mapping[str, str]  # of the ids
+    earlier: Mapping[str, EarlierIds]
+    on_stage: Callable[[str], None]
+    counts: dict[str, int] = field(default_factory=dict)  # of events and users, by what became of them
+
+    def run(self) -> Manifest:
+        """Write all files, and return the manifest."""
+        config, source = self.config, self.source
+        rule, eval_users, num_listed = parse_split(config.split), np.empty(0, dtype=np.int64), 0
+        dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
+        if source.has_eval_log:
+            rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
+        elif rule.file is not None:
+            column = str(source.options.get("user_column", USER_ID))
+            eval_users, num_listed = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
+        (work := self.folder / ".work").mkdir()
+        buckets = Buckets(work / "buckets", sum(part.num_events for part in source.parts), dtypes)
+        texts = {
+            name: TextValues(work / f"texts of {name}", buckets.num_bits)
+            for name, kind in source.id_kinds.items()
+            if kind == "text"
+        }
+        # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
+        with ThreadPoolExecutor(1) as background, contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
+            pending_sources = background.submit(source.sources)
+            has_times = source.time_unit != "row"
+            self.counts, first_ms, ends = fill_buckets(
+                buckets, source.parts, texts, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage
+            )
+            if not config.allow_empty:
+                check_era(ends, source.time_unit)
+            self.counts["events of unknown users or items (dropped)"] = drop_unknown(buckets, self.earlier)
+            self.counts["events left out by the k-core"] = k_core(buckets, config.filters)
+            self.on_stage("numbering users and items")
+            number = partial(number_ids, buckets=buckets, folder=self.folder, work=work)
+            raw_ids = [
+                (name, self.rules[name], kind, texts.get(name), self.earlier.get(name))
+                for name, kind in source.id_kinds.items()
+            ]
+            with ThreadPoolExecutor(2) as both:
+                ids = dict(zip(source.id_kinds, both.map(number, *zip(*raw_ids, strict=True)), strict=True))
+            items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
+            facts = SplitFacts(seed=config.seed, last_ms=max(ends.values()), eval_users=eval_users)
+            splits, largest, statistics = self._write_splits(rule, facts, buckets, ids, items)
+            self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
+            item_table = write_item_features(self.folder, source, ids[ITEM_ID], items.requested)
+            sources = pending_sources.result()
+        time = {"unit": source.time_unit, "first": utc_text(first_ms), "last": utc_text(max(ends.values()))}
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(
                 f"--split {config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
-                f"{time['last']}{_losses(counts)}; {rule.remedy}, or pass --allow-empty"
+                f"{time['last']}{self._losses()}; {rule.remedy}, or pass --allow-empty"
             )
-        sources = pending_sources.result()
-        if rule.file is not None and not interactions.has_eval_log:
+        if rule.file is not None and not source.has_eval_log:
             sources += source_files(rule.file.parent, [rule.file])
-    labels = {name: (None, *map(str, values)) for name, values in interactions.context.values.items()}
-    content: dict[str, Any] = {
-        "splits": splits,
-        "contextual": interactions.context.dtypes,
-        "extra_events": {**interactions.extra_events, **items.dtypes},
-        "vocabulary_sizes": {
-            **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
-            ACTION: interactions.num_actions or largest[ACTION] + 1,
-            **{name: len(values) for name, values in labels.items()},
-            **{name: len(values) + 1 for name, values in interactions.item_features.values.items()},
-        },
-        "item_features": item_table,
-        "ids": {
-            name: replace(of_column.summary, largest=largest[name]) if of_column.size is None else of_column.summary
-            for name, of_column in ids.items()
-        },
-    }
-    default = asdict(Filters())
-    options = {
-        **interactions.options,
-        "split": config.split if rule.file is None else f"file:{rule.file.name}",
-        "seed": config.seed,
-        "on_error": config.on_error,
-        "unknown": config.unknown,
-        "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
-        "requests": None if config.requests is None else asdict(config.requests),
-        "time": time,
-        "audit": {description: count for description, count in counts.items() if count},
-        "statistics": asdict(statistics),
-    }
-    manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
-        dataset=config.dataset,
-        sources=sources,
-        options=options,
-        context_labels=labels,
-        content_hash=content_hash(**content),
-        **content,
-    )
-    manifest.write(folder)
-    return manifest
+        default = asdict(Filters())
+        labels = {**source.context.values, **source.item_features.values}
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            dataset=config.dataset,
+            sources=sources,
+            options={
+                **source.options,
+                "split": config.split if rule.file is None else f"file:{rule.file.name}",
+                "seed": config.seed,
+                "on_error": config.on_error,
+                "unknown": config.unknown,
+                "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
+                "requests": None if config.requests is None else asdict(config.requests),
+                "time": time,
+                "audit": {description: count for description, count in self.counts.items() if count},
+                "statistics": asdict(statistics),
+            },
+            splits=splits,
+            contextual=source.context.dtypes,
+            extra_events={**source.extra_events, **items.dtypes},
+            vocabulary_sizes={
+                **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
+                ACTION: source.num_actions or largest[ACTION] + 1,
+                **{name: len(values) + 1 for name, values in labels.items()},
+            },
+            context_labels={name: (None, *map(str, values)) for name, values in source.context.values.items()},
+            ids={
+                name: replace(of_column.summary, largest=largest[name]) if of_column.size is None else of_column.summary
+                for name, of_column in ids.items()
+            },
+            content_hash="",
+            item_features=item_table,
+        )
+        manifest = replace(manifest, content_hash=content_hash(manifest))
+        manifest.write(self.folder)
+        return manifest
 
+    def _write_splits(
+        self, rule: SplitRule, facts: SplitFacts, buckets: Buckets, ids: Mapping[str, Ids], items: FeatureLookup
+    ) -> tuple[dict[str, Split], dict[str, int], Statistics]:
+        """Write all splits, and the requests if there is a rule for them.
 
-def _write_splits(
-    folder: Path,
-    config: PreprocessConfig,
-    rule: SplitRule,
-    facts: SplitFacts,
-    interactions: Interactions,
-    buckets: Buckets,
-    masks: Masks | None,
-    ids: Mapping[str, Ids],
-    items: FeatureLookup,
-    counts: dict[str, int],
-    on_stage: Callable[[str], None],
-) -> tuple[dict[str, Split], dict[str, int], Statistics]:
-    """Write all splits, and the requests if there is a rule for them; add the effects of filters to `counts`.
-
-    Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
-    """
-    context = FeatureLookup(interactions.context, of="users")
-    statistics = EventCounter(config.split, rule.by, ids[ITEM_ID].size, config.filters.overlap)
-    writers: dict[str, SplitWriter] = {}
-    counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
-    with contextlib.ExitStack() as stack:
-        if config.requests is not None:
-            requests = stack.enter_context(pq.ParquetWriter(folder / REQUESTS_NAME, REQUEST_SCHEMA, compression="zstd"))
-        # The next bucket is built while the current one is written.
-        background = stack.enter_context(ThreadPoolExecutor(1))
-        build = partial(_build_bucket, buckets, masks=masks, ids=ids, items=items)
-        next_bucket = background.submit(build, 0)
-        for index in range(len(buckets)):
-            on_stage(f"building sequences, part {index + 1} of {len(buckets)}")
-            all_users, num_duplicates = next_bucket.result()
-            if index + 1 < len(buckets):
-                next_bucket = background.submit(build, index + 1)
-            sequences = keep_lengths(all_users, config.filters)
-            counts["duplicate events (kept)"] += num_duplicates
-            counts["users left out by filters"] += len(all_users) - len(sequences)
+        Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
+        """
+        config, filters = self.config, self.config.filters
+        context = FeatureLookup(self.source.context, of="users")
+        event_types = {**self.source.extra_events, **items.dtypes}
+        statistics = EventCounter(config.split, rule.by, ids[ITEM_ID].size, filters.overlap)
+        writers: dict[str, SplitWriter] = {}
+        num_duplicates = num_left_out = 0
+        with contextlib.ExitStack() as stack:
             if config.requests is not None:
-                requests.write_table(request_table(sequences, config.requests))
-            divided = rule.divide(sequences, facts)
-            statistics.follow(sequences, divided)
-            for name, rows in divided.items():
-                if name not in writers:
-                    counted = [WINDOW] * (config.filters.window is not None)
-                    counted += [NUM_TARGETS] * (name == EVAL and rule.has_targets)
-                    columns = {**dict.fromkeys(counted, "int32"), **context.dtypes}
-                    writers[name] = SplitWriter(folder, name, columns, {**interactions.extra_events, **items.dtypes})
-                    stack.callback(writers[name].abandon)
-                # Windows would separate targets from the events before them, so rows with targets are not cut.
-                rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)
-                writers[name].append(rows, context.lookup(rows.user_keys))
-        splits = {name: writer.close() for name, writer in writers.items()}
-    if not any(split.rows for split in splits.values()):
-        raise DataError("the filters leave no users; relax them")
-    counts |= context.audit() | items.audit()
-    names = (USER_ID, ITEM_ID, ACTION)
-    largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
-    return splits, largest, statistics.report(folder)
+                path = self.folder / REQUESTS_NAME
+                requests = stack.enter_context(pq.ParquetWriter(path, REQUEST_SCHEMA, compression="zstd"))
+            # The next bucket is built while the current one is written.
+            background = stack.enter_context(ThreadPoolExecutor(1))
+            next_bucket = background.submit(_build_bucket, buckets, 0, ids, items)
+            for index in range(len(buckets)):
+                self.on_stage(f"building sequences, part {index + 1} of {len(buckets)}")
+                all_users, duplicates = next_bucket.result()
+                if index + 1 < len(buckets):
+                    next_bucket = background.submit(_build_bucket, buckets, index + 1, ids, items)
+                sequences = keep_lengths(all_users, filters)
+                num_duplicates += duplicates
+                num_left_out += len(all_users) - len(sequences)
+                if config.requests is not None:
+                    requests.write_table(request_table(sequences, config.requests))
+                divided = rule.divide(sequences, facts)
+                statistics.follow(sequences, divided)
+                for name, rows in divided.items():
+                    if name not in writers:
+                        counted = [WINDOW] * (filters.window is not None)
+                        counted += [NUM_TARGETS] * (name == EVAL and rule.has_targets)
+                        columns = {**dict.fromkeys(counted, "int32"), **context.dtypes}
+                        writers[name] = SplitWriter(self.folder, name, columns, event_types)
+                        stack.callback(writers[name].abandon)
+                    # Windows would separate targets from the events before them, so rows with targets are not cut.
+                    rows = rows if rows.num_targets.any() else cut_windows(rows, filters)
+                    writers[name].append(rows, context.lookup(rows.user_keys))
+            splits = {name: writer.close() for name, writer in writers.items()}
+        self.counts |= {"duplicate events (kept)": num_duplicates, "users left out by filters": num_left_out}
+        if not any(split.rows for split in splits.values()):
+            raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
+        self.counts |= context.audit() | items.audit()
+        names = (USER_ID, ITEM_ID, ACTION)
+        largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
+        return splits, largest, statistics.report(self.folder)
+
+    def _losses(self) -> str:
+        return "".join(f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)
 
 
-def _losses(counts: Mapping[str, int]) -> str:
-    return "".join(f"; {count:,} {what}" for what, count in counts.items() if count and "(kept)" not in what)
-
-
-def _count_masked(masks: Masks | None) -> int:
-    return sum(int(np.count_nonzero(~mask)) for mask in masks or ())
-
-
-def _build_bucket(
-    buckets: Buckets, index: int, *, masks: Masks | None, ids: Mapping[str, Ids], items: FeatureLookup
-) -> tuple[Sequences, int]:
+def _build_bucket(buckets: Buckets, index: int, ids: Mapping[str, Ids], items: FeatureLookup) -> tuple[Sequences, int]:
     columns = buckets.read(index)
-    if masks is not None:
-        columns = {name: values[masks[index]] for name, values in columns.items()}
     sequences, num_duplicates = build_sequences(columns, ids[USER_ID].encode)
     features = {column.name: column.to_numpy() for column in items.lookup(columns[ITEM_ID]).iter_columns()}
     events = {**sequences.events, ITEM_ID: ids[ITEM_ID].encode(columns[ITEM_ID]), **features}

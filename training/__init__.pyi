@@ -1,6 +1,10 @@
 from .attention_timing import AttentionTracker as AttentionTracker
 from .attention_timing import LayerTiming as LayerTiming
 from .attention_timing import gather_timings as gather_timings
+from .embedding_caches import CacheUse as CacheUse
+from .embedding_caches import EmbeddingCaches as EmbeddingCaches
+from .error_metrics import ClassificationMetrics as ClassificationMetrics
+from .error_metrics import RegressionMetrics as RegressionMetrics
 from .finite import FiniteCheck as FiniteCheck
 from .flops import Flops as Flops
 from .flops import ModelFlops as ModelFlops
@@ -40,7 +44,10 @@ __all__ = [
     "PIPELINES",
     "AttentionTracker",
     "BinaryAUC",
+    "CacheUse",
+    "ClassificationMetrics",
     "DevicePeaks",
+    "EmbeddingCaches",
     "FiniteCheck",
     "Flops",
     "LayerTiming",
@@ -52,6 +59,7 @@ __all__ = [
     "PipelineForward",
     "PipelineStep",
     "RankingMetrics",
+    "RegressionMetrics",
     "StallWatch",
     "StepTimer",
     "Throughput",

@@ -1,7 +1,7 @@
 """The meaning of ids in a state: a dataset that it is loaded with must extend the vocabularies of its own."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from evenrank.core.errors import DataError, StateError
 from evenrank.datasets.schema import IdSummary, Manifest
@@ -16,20 +16,15 @@ def shared_ids(manifests: Mapping[str, Manifest]) -> Mapping[str, IdSummary]:
         DataError: there is none, so that equal ids mean different values.
     """
     for candidate in manifests.values():
-        if all(_first_foreign(candidate.ids, versions_of(other.ids)) is None for other in manifests.values()):
+        if not any(_foreign(candidate.ids, _versions(other.ids)) for other in manifests.values()):
             return candidate.ids
     names = ", ".join(manifests)
     raise DataError(f"{names} number their ids differently; preprocess one with --vocabulary of the other")
 
 
-def versions_of(ids: Mapping[str, IdSummary]) -> dict[str, str]:
-    """Return the version of each column's ids."""
-    return {name: summary.version for name, summary in ids.items()}
-
-
 def vocabulary_entry(ids: Mapping[str, IdSummary]) -> str:
     """Return the entry of a state."""
-    return json.dumps(versions_of(ids), sort_keys=True)
+    return json.dumps(_versions(ids), sort_keys=True)
 
 
 def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -> None:
@@ -38,7 +33,7 @@ def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -
         versions = {str(name): str(version) for name, version in json.loads(entry).items()}
     except (ValueError, AttributeError, RecursionError):
         raise StateError(f"corrupt {source}: field 'vocabulary' cannot be decoded; use another checkpoint") from None
-    if (name := _first_foreign(ids, versions)) is not None:
+    for name in _foreign(ids, versions):
         now = ids[name].version if name in ids else "none"
         raise StateError(
             f"{source} has {name} with {_shown(versions[name])}, which this dataset, with {_shown(now)}, does not "
@@ -46,9 +41,12 @@ def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -
         )
 
 
-def _first_foreign(ids: Mapping[str, IdSummary], versions: Mapping[str, str]) -> str | None:
-    foreign: Sequence[str] = [n for n, version in versions.items() if n not in ids or not ids[n].extends(version)]
-    return foreign[0] if foreign else None
+def _versions(ids: Mapping[str, IdSummary]) -> dict[str, str]:
+    return {name: summary.version for name, summary in ids.items()}
+
+
+def _foreign(ids: Mapping[str, IdSummary], versions: Mapping[str, str]) -> list[str]:
+    return [name for name, version in versions.items() if name not in ids or not ids[name].extends(version)]
 
 
 def _shown(version: str) -> str:

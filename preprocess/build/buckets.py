@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
-from evenrank.preprocess.files.table import IS_GOOD, EventPart, wrap_read_errors
+from evenrank.preprocess.files.table import MAX_SHOWN, BadRow, EventPart
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
@@ -26,8 +25,6 @@ OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 # Target size of a bucket; building the sequences of one takes about 0.3 GB, or twice as much if most times are equal.
 EVENTS_PER_BUCKET = 4_000_000
 BYTES_IN_MEMORY = 400 << 20  # limit of the events kept in memory, over all buckets
-_BATCH_EVENTS = 1_000_000
-_MAX_SHOWN = 3  # bad rows in an error message
 _MAX_BITS = 16  # an index is a uint16
 _INT32 = np.iinfo(np.int32)
 
@@ -51,6 +48,7 @@ class Buckets:
         self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, the parts in memory
         self._num_bytes = 0  # of all parts in memory
         self._num_spilled = [0] * len(self)  # per bucket, the number of parts in its file
+        self._masks: dict[int, NDArray[np.bool_]] = {}  # by bucket, which events are left
 
     def __len__(self) -> int:
         return 1 << self.num_bits
@@ -68,13 +66,21 @@ class Buckets:
             self._spill()
 
     def read(self, index: int, names: Collection[str] = ()) -> Columns:
-        """Return the named columns of a bucket, or all."""
+        """Return the named columns of the events that are left in a bucket, or all columns."""
         parts = [*self._read_spilled(index), *self._parts[index]]
-        return {
+        columns = {
             name: np.concatenate([np.empty(0, dtype=dtype), *(part[name] for part in parts)], dtype=dtype)
             for name, dtype in self._dtypes.items()
             if not names or name in names
         }
+        mask = self._masks.get(index)
+        return columns if mask is None else {name: values[mask] for name, values in columns.items()}
+
+    def keep(self, index: int, mask: NDArray[np.bool_]) -> int:
+        """Leave out the events of a bucket that a mask of those left does not have, and return their number."""
+        left = self._masks.setdefault(index, np.ones(len(mask), dtype=bool))
+        left[left] = mask
+        return len(mask) - int(np.count_nonzero(mask))
 
     def close(self) -> None:
         """Discard all events."""
@@ -109,14 +115,6 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
     return values
 
 
-class TextIdsError(Exception):
-    """Columns of ids that were taken for integers have other texts."""
-
-    def __init__(self, columns: frozenset[str]) -> None:
-        super().__init__(", ".join(sorted(columns)))
-        self.columns = columns
-
-
 def fill_buckets(
     buckets: Buckets,
     parts: Sequence[EventPart],
@@ -125,52 +123,42 @@ def fill_buckets(
     has_times: bool,
     on_error: OnError,
     on_stage: Callable[[str], None],
-) -> tuple[dict[str, int], int, int]:
+) -> tuple[dict[str, int], int, dict[str, int]]:
     """Read all events into buckets; return the number of skipped rows by a description of the first ones per part.
 
-    Also return the times of the first and the last event. Ids become keys; `texts` registers those of the columns that
-    are text. Raises TextIdsError.
+    Also return the time of the first event, and that of the last event of each part by its name. Ids become keys;
+    `texts` registers those of the columns that are text.
     """
     num_skipped: dict[str, int] = {}
-    num_events, first_ms, last_ms = 0, 1 << 62, 0
+    num_events, first_ms, last_ms = 0, 1 << 62, dict[str, int]()
     for part in parts:
-        num_bad = 0
-        for batch in _batches(part):
-            good = batch if batch.get_column(IS_GOOD).all() else batch.filter(IS_GOOD)
-            num_bad += len(batch) - len(good)
-            columns = {column.name: column for column in good.drop(IS_GOOD).iter_columns()}
-            keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
+        num_bad, first_bad = 0, list[BadRow]()
+        for batch in part.read():
+            num_bad += batch.num_bad
+            first_bad = [*first_bad, *batch.first_bad][:MAX_SHOWN]
+            columns = {column.name: column for column in batch.good.iter_columns()}
+            ids = {name: columns.pop(name) for name in (USER_ID, ITEM_ID)}
+            keys = {name: texts[name].add(raw) if name in texts else keys_of(raw) for name, raw in ids.items()}
             values = {name: column.to_numpy() for name, column in columns.items()}
             if not has_times:  # rows count as seconds
-                values[TIMESTAMP_MS] = np.arange(num_events, num_events + len(good)) * 1000
+                values[TIMESTAMP_MS] = np.arange(num_events, num_events + len(batch.good)) * 1000
             for events in part.expand(keys | values):
                 buckets.append(events)
                 num_events += len(events[USER_ID])
                 times = events[TIMESTAMP_MS]
-                first_ms, last_ms = int(times.min(initial=first_ms)), int(times.max(initial=last_ms))
+                if len(times):
+                    first_ms = min(first_ms, int(times.min()))
+                    last_ms[part.name] = max(last_ms.get(part.name, 0), int(times.max()))
                 on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad:
-            if text_columns := part.find_texts():
-                raise TextIdsError(text_columns)
-            first_rows = "; ".join(
-                f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in part.find_bad(_MAX_SHOWN)
-            )
+            first_rows = "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in first_bad)
             description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {first_rows}"
             if on_error == "fail":
                 raise DataError(f"{part.name}: {description}; fix them, or skip them with --on-error skip")
             # The path below the common folder, so that the manifest does not depend on the machine.
             folder = os.path.commonpath([Path(part.name).absolute().parent for part in parts])
-            num_skipped[f"{os.path.relpath(part.name, folder)}: {description}"] = num_bad
+            num_skipped[f"{os.path.relpath(part.name, folder)}: {description}; all skipped"] = num_bad
     if num_events == 0:
         reasons = "; ".join(num_skipped) or ", ".join(part.name for part in parts)
         raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
     return num_skipped, first_ms, last_ms
-
-
-def _keys(ids: pl.Series, texts: TextValues | None) -> NDArray[np.int64]:
-    return keys_of(ids) if texts is None else texts.add(ids)
-
-
-def _batches(part: EventPart) -> Iterator[pl.DataFrame]:
-    with wrap_read_errors(part.name):
-        yield from part.events.collect_batches(chunk_size=_BATCH_EVENTS, maintain_order=True)

@@ -58,9 +58,9 @@ class EventCounter:
         newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
         self._newest_train = max(self._newest_train, int(newest.max(initial=-_LARGEST)))
         if EVAL in divided:
-            users = divided[EVAL].user_ids
+            users = divided[EVAL].user_keys
             self._eval_users += len(users)
-            self._cold_users += int(np.isin(users, train.user_ids, invert=True).sum())
+            self._cold_users += int(np.isin(users, train.user_keys, invert=True).sum())
 
     def report(self, folder: Path) -> Statistics:
         """Return the statistics, once all splits are written to a folder."""
@@ -70,6 +70,7 @@ class EventCounter:
         width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
         bins = hours // width - hours[0] // width
         popularity, eval_items, cold_items, cold_item_events = ValueCounts(), 0, 0, 0
+        early_eval_events = _count_early(folder / EVAL, self._newest_train, self._overlap) if self._eval_users else 0
         for items, num_events in self._items.pieces():
             popularity.add(num_events.astype(np.int64))
             if EVAL in self._events:
@@ -99,9 +100,7 @@ class EventCounter:
             ranks=ranks.tolist(),
             ranks_events=popular[np.searchsorted(last_ranks, ranks)].tolist(),
             top_events=int((popular * in_top).sum()),
-            early_eval_events=_count_early(folder / EVAL, self._newest_train, self._overlap)
-            if EVAL in self._events
-            else 0,
+            early_eval_events=early_eval_events,
             eval_items=eval_items,
             cold_items=cold_items,
             cold_item_events=cold_item_events,

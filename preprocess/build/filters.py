@@ -1,10 +1,8 @@
 """Filters of events and users (k-core, shortest and longest history), and windows of long histories."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ITEM_ID, USER_ID
@@ -50,46 +48,31 @@ class Filters:
         """Number of events that a window shares with the one before."""
         return 0 if self.window is None or self.stride is None else self.window - self.stride
 
-    @property
-    def has_k_core(self) -> bool:
-        """Whether users or items need more than one event."""
-        return self.min_user_events > 1 or self.min_item_events > 1
 
+def k_core(buckets: Buckets, filters: Filters) -> int:
+    """Remove users and items with too few events until none is left, and return the number of events removed.
 
-def k_core(
-    buckets: Buckets, filters: Filters, masks: Sequence[NDArray[np.bool_]] | None
-) -> Sequence[NDArray[np.bool_]] | None:
-    """Find the events that remain when users and items with too few events are removed until none is left.
-
-    Only those of `masks` count, bool [events] per bucket, or all if None.
-
-    The result is the largest set of events in which every user and every item has enough; it does not depend on the
+    What remains is the largest set of events in which every user and every item has enough; it does not depend on the
     order of removal.
-
-    Returns:
-        Per bucket, the mask of the remaining events, bool [events]; `masks` if the filters have no k-core.
     """
-    if not filters.has_k_core:
-        return masks
+    if filters.min_user_events == filters.min_item_events == 1:
+        return 0
     items = np.unique(np.concatenate([np.unique(buckets.read(i, (ITEM_ID,))[ITEM_ID]) for i in range(len(buckets))]))
-    if masks is None:
-        masks = [np.ones(len(buckets.read(i, (USER_ID,))[USER_ID]), dtype=bool) for i in range(len(buckets))]
-    num_kept, num_before = sum(map(len, masks)), -1
-    while num_kept != num_before:
-        num_before = num_kept
+    num_removed, num_before = 0, -1
+    while num_removed != num_before:
+        num_before = num_removed
         events_of_item = np.zeros(len(items), dtype=np.int64)
-        for index, mask in enumerate(masks):
+        for index in range(len(buckets)):
             item_ids = buckets.read(index, (ITEM_ID,))[ITEM_ID]
-            events_of_item += np.bincount(np.searchsorted(items, item_ids[mask]), minlength=len(items))
-        for index, mask in enumerate(masks):
+            events_of_item += np.bincount(np.searchsorted(items, item_ids), minlength=len(items))
+        for index in range(len(buckets)):
             columns = buckets.read(index, (USER_ID, ITEM_ID))
-            mask &= events_of_item[np.searchsorted(items, columns[ITEM_ID])] >= filters.min_item_events
+            is_kept = events_of_item[np.searchsorted(items, columns[ITEM_ID])] >= filters.min_item_events
             # All events of a user are in one bucket.
             _, codes = np.unique(columns[USER_ID], return_inverse=True)
-            events_of_user = np.bincount(codes[mask], minlength=codes.max(initial=-1) + 1)
-            mask &= events_of_user[codes] >= filters.min_user_events
-        num_kept = sum(int(mask.sum()) for mask in masks)
-    return masks
+            events_of_user = np.bincount(codes[is_kept], minlength=codes.max(initial=-1) + 1)
+            num_removed += buckets.keep(index, is_kept & (events_of_user[codes] >= filters.min_user_events))
+    return num_removed
 
 
 def keep_lengths(sequences: Sequences, filters: Filters) -> Sequences:

@@ -49,17 +49,15 @@ class TextValues:
     def __init__(self, folder: Path, num_bits: int) -> None:
         self._folder, self._num_bits = folder, num_bits
         self._frames: list[pl.DataFrame] = []
-        self._num_rows = 0  # of all frames
         self._num_spilled = 0
 
     def add(self, texts: pl.Series) -> NDArray[np.int64]:
         """Register texts [n], and return their keys: int64 [n]."""
         keys = text_keys(texts)
-        self._append(pl.DataFrame({_KEY: keys, _VALUE: texts}).unique())
-        if self._num_rows > _BUFFERED_ROWS:
-            frames, self._frames, self._num_rows = self._frames, [], 0
-            self._append(pl.concat(frames).unique())
-            if 2 * self._num_rows > _BUFFERED_ROWS:
+        self._frames.append(pl.DataFrame({_KEY: keys, _VALUE: texts}).unique())
+        if sum(map(len, self._frames)) > _BUFFERED_ROWS:
+            self._frames = [pl.concat(self._frames).unique()]
+            if 2 * len(self._frames[0]) > _BUFFERED_ROWS:
                 self._spill()
         return keys
 
@@ -75,10 +73,6 @@ class TextValues:
             raise DataError(f"the ids {equal[0]!r} and {equal[1]!r} have the same 64-bit hash; rename one of them")
         return rows
 
-    def _append(self, frame: pl.DataFrame) -> None:
-        self._frames.append(frame)
-        self._num_rows += len(frame)
-
     def _spill(self) -> None:
         self._folder.mkdir(exist_ok=True)
         for frame in self._frames:
@@ -88,7 +82,7 @@ class TextValues:
                 if begin < end:
                     rows[begin:end].write_ipc(self._folder / f"{self._num_spilled:05d}-{index:05d}.arrow")
             self._num_spilled += 1
-        self._frames, self._num_rows = [], 0
+        self._frames = []
 
 
 class KeyTable:
@@ -96,7 +90,7 @@ class KeyTable:
 
     def __init__(self, keys: NDArray[np.int64]) -> None:
         self._keys = keys
-        self._seed = np.uint64(secrets.randbits(64))
+        self._seed = random_seed()
         num_slots = 1 << max(4, (len(keys) + len(keys) // 3).bit_length())  # at most three quarters are used
         self._slots = np.full(num_slots, -1, dtype=np.int32)
         _insert(keys, self._slots, self._seed)

@@ -107,6 +107,12 @@ class Sequences:
         per_row = ("user_keys", "user_ids", "begins", "ends", "windows", "num_targets")
         return replace(self, **{name: getattr(self, name)[rows] for name in per_row})
 
+    def take_events(self, places: NDArray[np.bool_]) -> "Sequences":
+        """Return the rows with the events selected by a mask of their places in `order`: [events]."""
+        places_before = np.concatenate(([0], np.cumsum(places)))
+        begins, ends = places_before[self.begins], places_before[self.ends]
+        return replace(self, order=self.order[places], begins=begins, ends=ends)
+
     def values(self, name: str) -> NDArray[Any]:
         """Return the values of a column for the events of all rows, concatenated: [sum(lengths)]."""
         return gather(self.events[name], self.order, self.begins, self.ends)

@@ -5,7 +5,8 @@ leave-last:2     the last 2 events of each user are predicted from the earlier o
 time:2015-01-06  events from this time on are predicted from the earlier ones; also a year, a month, ISO 8601 in UTC, or
                  a number since 1970 of seconds, milliseconds, ..., by its size
 time:last:7d     events less than 7 days (d; weeks w, hours h) older than the log's last event are predicted
-file:PATH        the users that a file lists are in `eval`; or, if it is a second log, its events are predicted
+file:PATH        the users that a file lists are in `eval`; or, if it is a second log (a file, folder or pattern), the
+                 events of that log are predicted
 none             everything is in `train`
 """
 
@@ -21,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
+from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import raw_id
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
@@ -136,43 +137,33 @@ def by_second_log(rule: SplitRule) -> SplitRule:
 
 def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
     """Predict the events of the second log from those of the first one before them; `train` has all of the first."""
-    in_eval = sequences.events[IN_EVAL]
-    rows = _separate(sequences.order, in_eval, sequences.begins, sequences.ends)
-    train_order, train_ends, eval_order, eval_ends, num_targets = rows
-    train = replace(sequences, order=train_order, ends=train_ends)
-    evaluated = replace(sequences, order=eval_order, ends=eval_ends, num_targets=num_targets)
-    return {TRAIN: train.take(train_ends > sequences.begins), EVAL: evaluated.take(num_targets > 0)}
+    in_eval = sequences.events[IN_EVAL][sequences.order] == 1
+    num_before = np.concatenate(([0], np.cumsum(in_eval)))  # events of the second log, by place in the order
+    num_before_row = np.concatenate(([0], num_before[sequences.begins]))
+    rows = np.searchsorted(sequences.begins, np.arange(len(in_eval)), side="right")  # of each place, from 1
+    num_targets = (num_before[sequences.ends] - num_before[sequences.begins]).astype(np.int32)
+    train = sequences.take_events(~in_eval)
+    evaluated = sequences.take_events(in_eval | (num_before[:-1] == num_before_row[rows]))
+    evaluated = replace(evaluated, num_targets=num_targets)
+    return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
 
 
-@compiled
-def _separate(
-    order: NDArray[np.int32], in_eval: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    train_order, train_ends = order.copy(), begins.copy()
-    eval_order, eval_ends, num_targets = order.copy(), begins.copy(), np.zeros(len(begins), dtype=np.int32)
-    for row in range(len(begins)):
-        for offset in range(begins[row], ends[row]):
-            event = order[offset]
-            if not in_eval[event]:
-                train_order[train_ends[row]] = event
-                train_ends[row] += 1
-            if in_eval[event] or not num_targets[row]:
-                eval_order[eval_ends[row]] = event
-                eval_ends[row] += 1
-            num_targets[row] += in_eval[event]
-    return train_order, train_ends, eval_order, eval_ends, num_targets
+def second_log(path: Path, log: TabularConfig) -> tuple[Path, ...]:
+    """Return the files of the second log that the path of `file:PATH` leads to; none if it is a list of users.
 
-
-def is_log(path: Path, log: TabularConfig) -> bool:
-    """Return whether the file of `file:PATH` is a second log, which has items, and no list of users."""
+    Only logs have items.
+    """
     with contextlib.suppress(DataError):
-        open_table(path, [log.item_column], separator=log.delimiter, columns=log.columns)
-        return True
-    return False
+        files = find_files([path])
+        open_table(files[0], [log.item_column], separator=log.delimiter, columns=log.columns)
+        return files
+    return ()
 
 
-def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64]:
+def read_listed_users(path: Path, column: str, kind: IdKind) -> tuple[NDArray[np.int64], int]:
     """Return the keys of the users that a file lists, without those of another kind: int64 [users].
+
+    Also return how many users it lists.
 
     Args:
         path: a text file (.txt) with an id per line, or a table.
@@ -185,5 +176,6 @@ def read_listed_users(path: Path, column: str, kind: IdKind) -> NDArray[np.int64
     else:
         table = open_table(path, [column])
     checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
-    users = table.read_distinct(USER_ID, [raw_id(table, column, kind).alias(USER_ID)], checks)
-    return keys_of(users.get_column(USER_ID))
+    ids = [raw_id(table, column, "text").alias(USER_ID), raw_id(table, column, kind).alias("of kind")]
+    users = table.read_distinct(USER_ID, ids, checks)
+    return keys_of(users.get_column("of kind").drop_nulls()), len(users)

@@ -1,12 +1,12 @@
 """The vocabulary of a column: its distinct values by first appearance, and the ids that follow from it.
 
 Values are ordered by the time of their first event, then by value, so appending later days to a log renumbers nothing.
-They are counted in parts by key, each part is sorted, and the sorted parts are merged a range at a time. Parts go to
-disk when they are many; what stays in memory is a hash table of the keys, about 14 bytes per value.
+They are counted in parts by key, each part is sorted, and the sorted parts are merged a range at a time. Several parts
+are kept on disk; what stays in memory is a hash table of the keys, about 14 bytes per value.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids, table_ids
@@ -31,8 +30,6 @@ _ROWS_AT_ONCE = 2_000_000  # values in memory besides their keys
 _SAMPLES = 64  # of each range, to find its limits
 _DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
 _SHOWN = 3  # unknown values in an error message
-
-Masks = Sequence[NDArray[np.bool_]]  # per bucket, the events that are left: [events]
 
 
 def vocabulary_name(column: str) -> str:
@@ -56,11 +53,7 @@ def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierI
     for column, summary in manifest.ids.items():
         values = pl.Series(_VALUE, dtype=_DTYPES[summary.kind])
         if summary.rule == DENSE:
-            path = folder / vocabulary_name(column)
-            try:
-                values = pl.read_parquet(path, columns=[_VALUE], glob=False).get_column(_VALUE).cast(values.dtype)
-            except (OSError, pl.exceptions.PolarsError) as error:
-                raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
+            values = read_values(folder / vocabulary_name(column), values.dtype)
         elif column in unknown:
             raise ConfigError(f"unknown has a rule for {column}, but {folder} has no vocabulary of it; leave it out")
         keys = keys_of(values)
@@ -70,29 +63,36 @@ def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierI
     return earlier
 
 
-def mask_unknown(buckets: Buckets, earlier: Mapping[str, EarlierIds]) -> Masks | None:
-    """Return the events whose users and items are known, where unknown ones are to be dropped; None: nowhere."""
+def read_values(path: Path, dtype: pl.DataType | None = None) -> pl.Series:
+    """Return the values of a vocabulary in the order of their ids, as this type if it is given."""
+    try:
+        values = pl.read_parquet(path, columns=[_VALUE], glob=False).get_column(_VALUE)
+        return values.cast(values.dtype if dtype is None else dtype)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
+
+
+def drop_unknown(buckets: Buckets, earlier: Mapping[str, EarlierIds]) -> int:
+    """Leave out events of unknown users and items where these are to be dropped, and return their number."""
     dropped = {
         name: KeyTable(ids.keys) for name, ids in earlier.items() if ids.unknown == "drop" and ids.summary.versions
     }
-    if not dropped:
-        return None
-    masks = []
-    for index in range(len(buckets)):
+    num_dropped = 0
+    for index in range(len(buckets) if dropped else 0):
         columns = buckets.read(index, dropped)
-        masks.append(np.logical_and.reduce([table.find(columns[name]) >= 0 for name, table in dropped.items()]))
-    return masks
+        are_known = [table.find(columns[name]) >= 0 for name, table in dropped.items()]
+        num_dropped += buckets.keep(index, np.logical_and.reduce(are_known))
+    return num_dropped
 
 
 def number_ids(
     column: str,
     rule: str,
     kind: IdKind,
-    *,
-    buckets: Buckets,
-    masks: Masks | None,
     texts: TextValues | None,
     earlier: EarlierIds | None,
+    *,
+    buckets: Buckets,
     folder: Path,
     work: Path,
 ) -> Ids:
@@ -101,34 +101,32 @@ def number_ids(
     Args:
         rule: `auto`, `dense`, `keep` or `hash:N`; with `earlier` ids, theirs.
         kind: type of the values.
-        buckets: all events, of which `masks` are left, or all if None.
         texts: the texts of the keys, if the kind is text.
+        buckets: all events.
         work: folder for temporary files.
     """
     if rule == KEEP:
         return kept_ids(kind)
-    vocabulary = _Values(column, kind, texts, work)
-    for keys, firsts, counts in _counted(column, buckets, masks, work):
+    vocabulary = _Values(column, kind, texts, work if len(buckets) > 1 else None)
+    for keys, firsts, counts in _counted(column, buckets, work):
         vocabulary.add(keys, firsts, counts)
     if rule.startswith(HASH):
         return hashed_ids(rule, kind, vocabulary.all_keys())
     if rule == AUTO:
-        least, largest = vocabulary.limits()
+        least, largest = min(vocabulary.limits, default=0), max(vocabulary.limits, default=0)
         if choose(kind, distinct=vocabulary.size, least=least, largest=largest) == KEEP:
             return kept_ids(kind, distinct=vocabulary.size, largest=largest)
     return vocabulary.write(folder / vocabulary_name(column), earlier)
 
 
 def _counted(
-    column: str, buckets: Buckets, masks: Masks | None, work: Path
+    column: str, buckets: Buckets, work: Path
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
     """Yield distinct keys, the times of their first events, and their numbers of events, in parts by key."""
 
     def counted() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
         for index in range(len(buckets)):
             read = buckets.read(index, (column, TIMESTAMP_MS))
-            if masks is not None:
-                read = {name: values[masks[index]] for name, values in read.items()}
             yield _count(read[column], read[TIMESTAMP_MS], np.ones(len(read[column]), dtype=np.int64))
 
     if column == USER_ID:  # the buckets are parts by user
@@ -150,60 +148,37 @@ def _count(
     distinct, codes = encode_keys(keys, random_seed())
     firsts = np.full(len(distinct), np.iinfo(np.int64).max)
     sums = np.zeros(len(distinct), dtype=np.int64)
-    _accumulate(codes, times, counts, firsts, sums)
+    np.minimum.at(firsts, codes, times)
+    np.add.at(sums, codes, counts)
     return distinct, firsts, sums
-
-
-@compiled
-def _accumulate(
-    codes: NDArray[np.int32],
-    times: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    sums: NDArray[np.int64],
-) -> None:
-    for event in range(len(codes)):
-        firsts[codes[event]] = min(firsts[codes[event]], times[event])
-        sums[codes[event]] += counts[event]
 
 
 class _Values:
     """The distinct values of a column: parts by key, each sorted by first appearance."""
 
-    def __init__(self, column: str, kind: IdKind, texts: TextValues | None, work: Path) -> None:
+    def __init__(self, column: str, kind: IdKind, texts: TextValues | None, folder: Path | None) -> None:
+        """`folder` is for parts on disk; None: they stay in memory."""
         self.size = 0
-        self._column, self._kind, self._texts, self._work = column, kind, texts, work
+        self.limits: list[int] = []  # the least and the largest value of each part, unless they are texts
+        self._column, self._kind, self._texts, self._folder = column, kind, texts, folder
         self._parts: list[pl.LazyFrame] = []  # first, value, key (of text), count
-        self._num_parts = self._in_memory = 0
 
     def add(self, keys: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Add the next part: distinct keys with their first times and counts, int64 [n] each."""
         part = pl.DataFrame({_FIRST: firsts, _KEY: keys, _COUNT: counts})
         if self._texts is not None:
-            part = part.join(self._texts.part(self._num_parts), on=_KEY, how="left")
+            part = part.join(self._texts.part(len(self._parts)), on=_KEY, how="left")
         else:
-            values = pl.Series(_VALUE, keys.view(np.uint64) if self._kind == "uint64" else keys)
-            part = part.with_columns(values).drop(_KEY)
-        self._num_parts += 1
+            values = keys.view(np.uint64) if self._kind == "uint64" else keys
+            part = part.with_columns(pl.Series(_VALUE, values)).drop(_KEY)
+            self.limits += [int(values.min()), int(values.max())] if len(values) else []
         self.size += len(part)
-        self._in_memory += len(part)
-        part = part.sort(_ORDER)
-        self._parts.append(part.lazy())
-        if self._in_memory > _ROWS_AT_ONCE:
-            for index, kept in enumerate(self._parts):
-                path = self._work / f"{self._column}-{index:05d}.parquet"
-                if not path.exists():
-                    kept.collect().write_parquet(path, compression="lz4", row_group_size=1 << 16, statistics=False)
-                    self._parts[index] = pl.scan_parquet(path, glob=False)
-            self._in_memory = 0
-
-    def limits(self) -> tuple[int, int]:
-        """Return the least and the largest value; 0 and 0 if they are texts."""
-        if self._kind == "text" or not self.size:
-            return 0, 0
-        least, largest = pl.col(_VALUE).min().alias("least"), pl.col(_VALUE).max().alias("largest")
-        limits = pl.concat([part.select(least, largest).collect() for part in self._parts])
-        return limits.select(pl.col("least").min(), pl.col("largest").max()).row(0)
+        lazy = part.sort(_ORDER).lazy()
+        if self._folder is not None:
+            path = self._folder / f"{self._column}-{len(self._parts):05d}.parquet"
+            lazy.collect().write_parquet(path, compression="lz4", row_group_size=1 << 16, statistics=False)
+            lazy = pl.scan_parquet(path, glob=False)
+        self._parts.append(lazy)
 
     def all_keys(self) -> NDArray[np.int64]:
         """Return the keys of all values: int64 [size]."""
@@ -213,7 +188,8 @@ class _Values:
         """Write the vocabulary, after the values of an earlier one if there is one, and return the ids."""
         known = KeyTable(np.empty(0, dtype=np.int64) if earlier is None else earlier.keys)
         keys, size = np.empty(len(known) + self.size, dtype=np.int64), len(known)
-        unknown = _Unknown()
+        num_unknown = num_unknown_events = 0
+        shown: list[Any] = []
         schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[self._kind])).schema
         with pq.ParquetWriter(path, schema, compression="zstd") as file:
             if earlier is not None:
@@ -222,16 +198,18 @@ class _Values:
             for rows in self._merged():
                 if earlier is not None:
                     rows = rows.filter(known.find(_keys(rows)) < 0)
-                    unknown.add(rows)
+                    num_unknown += len(rows)
+                    num_unknown_events += int(rows.get_column(_COUNT).sum())
+                    shown = shown or rows.get_column(_VALUE).head(_SHOWN).to_list()
                     if earlier.unknown == "oov":
                         continue
                 file.write_table(vocabulary_rows(size + 1, rows.get_column(_VALUE), rows.get_column(_COUNT)))
                 keys[size : size + len(rows)] = _keys(rows)
                 size += len(rows)
-        if earlier is not None and earlier.unknown == "fail" and unknown.values:
+        if earlier is not None and earlier.unknown == "fail" and num_unknown:
             raise DataError(
-                f"{unknown.values:,} values of {self._column} in {unknown.events:,} events are not in the vocabulary, "
-                f"first {', '.join(map(repr, unknown.first))}; append them, or choose another rule for unknown values"
+                f"the vocabulary of {self._column} lacks {num_unknown:,} of the values, in {num_unknown_events:,} "
+                f"events, first {', '.join(map(repr, shown))}; set unknown to append, oov or drop, or correct the log"
             )
         keys = keys[:size]
         versions, digest = () if earlier is None else earlier.summary.versions, _digest(self._kind, keys)
@@ -241,10 +219,10 @@ class _Values:
             rule=DENSE,
             kind=self._kind,
             distinct=self.size,
-            largest=None if self._kind == "text" else self.limits()[1],
+            largest=max(self.limits, default=None if self._kind == "text" else 0),
             versions=versions,
-            unknown_values=unknown.values,
-            unknown_events=unknown.events,
+            unknown_values=num_unknown,
+            unknown_events=num_unknown_events,
         )
         return table_ids(KeyTable(keys), summary)
 
@@ -291,19 +269,6 @@ def vocabulary_rows(first_id: int, values: pl.Series, counts: pl.Series | None =
     ids = pl.int_range(first_id, first_id + len(values), eager=True)
     columns = {"id": ids, _VALUE: values, _COUNT: pl.Series(dtype=pl.Int64) if counts is None else counts}
     return pl.DataFrame(columns).to_arrow(compat_level=pl.CompatLevel.oldest())
-
-
-class _Unknown:
-    """The values that an earlier vocabulary lacks."""
-
-    def __init__(self) -> None:
-        self.values = self.events = 0
-        self.first: list[Any] = []
-
-    def add(self, rows: pl.DataFrame) -> None:
-        self.values += len(rows)
-        self.events += int(rows.get_column(_COUNT).sum())
-        self.first = self.first or rows.get_column(_VALUE).head(_SHOWN).to_list()
 
 
 def _digest(kind: IdKind, keys: NDArray[np.int64]) -> str:

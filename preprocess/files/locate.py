@@ -1,7 +1,8 @@
 """Paths, patterns and folders -> data files; what their names say: format, compression, values of hive folders."""
 
 import glob
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -39,29 +40,26 @@ def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
         if not path.exists() and not glob.has_magic(str(path)):
             raise DataError(f"{path} cannot be read: No such file or directory; check the path")
         found = sorted(set(_expand(path)))
-        if len({file_format(file) for file in found}) != 1:
-            problem = (
-                "has files of several formats; use a pattern such as *.csv"
-                if found
-                else "leads to no data file; check it"
-            )
-            raise DataError(f"{path} {problem}")
+        if not found:
+            raise DataError(f"{path} leads to no data file; check it")
+        if len({file_format(file) for file in found}) > 1:
+            raise DataError(f"{path} has files of several formats; use a pattern such as *.csv")
         files += found
-    if len({file.resolve() for file in files}) < len(files):
-        raise ConfigError(f"a file in {', '.join(map(str, paths))} is given twice; its events would count twice")
+    for file, count in Counter(file.resolve() for file in files).items():
+        if count > 1:
+            given = ", ".join(map(str, paths))
+            raise ConfigError(f"{file} is in {given} twice, and its events would count twice; give each file once")
     return tuple(files)
 
 
 def _expand(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        matches: Iterable[Path] = path.iterdir()
-    elif path.exists() or not glob.has_magic(str(path)):
-        yield path  # even if it is missing: opening it says so
+    if path.exists() and not path.is_dir():
+        yield path
         return
-    else:
-        matches = map(Path, glob.iglob(str(path), recursive=True))
-    for match in matches:
-        is_hidden = match.name.startswith((".", "_")) and "=" not in match.name
+    for match in path.iterdir() if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True)):
+        # `**` finds files in hidden folders too, such as _temporary of a job that was stopped.
+        added = (part for part in match.parts if part not in path.parts)
+        is_hidden = any(part.startswith((".", "_")) and "=" not in part for part in added)
         if not is_hidden and (match.is_dir() or (match.is_file() and match.stat().st_size)):
             yield from _expand(match)
 

@@ -1,15 +1,18 @@
 """Columns of files as ids and integers: which type the ids have, and which values are exact."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.files.table import FAULT, IS_WELL_FORMED, Table, wrap_read_errors
+from evenrank.preprocess.files.locate import partition_values
+from evenrank.preprocess.files.table import FAULT, Table
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
+MISSING_TEXTS = ("", r"\N")  # the latter is null in exports of MySQL and Hive
 # "007", "+7" and "-0" are texts: as integers they would be the same ids as "7" and "0".
 _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
 # Floats represent all integers of so many bits; from 2^bits on they are rounded.
@@ -28,9 +31,7 @@ def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapp
         if dtype.base_type() in TEXT_TYPES:
             if table.has_types:
                 return "text"
-            with wrap_read_errors(table.path):
-                rows = table.rows.filter(IS_WELL_FORMED).head(_SAMPLED_ROWS).collect()
-                sample = rows.filter(*checks(table).values()).select(column)
+            sample = table.head(_SAMPLED_ROWS).filter(*checks(table).values()).select(column)
             if sample.get_column(column).null_count() == len(sample) > 0:  # in JSON lines, which name no columns
                 raise DataError(f"{table.path}: column {column!r} is missing in the first rows; check its name")
             is_plain = [is_missing(table, column) | is_plain_integer(pl.col(column), kind) for kind in INTEGERS]
@@ -75,24 +76,23 @@ def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) 
     return checks
 
 
-def find_texts(table: Table, columns: Mapping[str, str], checks: Mapping[str, pl.Expr]) -> frozenset[str]:
-    """Return which ids, taken for integers, are other text in rows that pass the checks; may be slow.
+class TextIdsError(Exception):
+    """Columns of ids, the arguments, that were taken for integers have other texts."""
+
+
+def check_integers(table: Table, rows: pl.DataFrame, columns: Mapping[str, str], checks: Mapping[str, pl.Expr]) -> None:
+    """Raise a TextIdsError if columns of ids that were taken for integers have other texts, in rows that pass checks.
 
     `columns` are those of the file by the name of the id.
     """
-    guessed = {name: column for name, column in columns.items() if table.dtypes[column] == pl.String}
-    is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values())
-    are_text = [
-        (~is_missing(table, column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column)))
-        .any()
-        .alias(name)
-        for name, column in guessed.items()
-    ]
-    if not are_text:
-        return frozenset()
-    with wrap_read_errors(table.path):
-        found = table.described_rows.filter(is_good).select(are_text).collect(engine="streaming").row(0, named=True)
-    return frozenset(name for name, is_text in found.items() if is_text)
+    checked = rows.filter(pl.col(FAULT).is_null(), *checks.values())
+    other = {
+        name: ~is_missing(table, column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column))
+        for name, column in columns.items()
+        if table.dtypes[column] == pl.String
+    }
+    if found := [name for name, is_other in other.items() if len(checked.filter(is_other))]:
+        raise TextIdsError(*found)
 
 
 def as_integer(table: Table, column: str, kind: IdKind = "int64") -> pl.Expr:
@@ -127,11 +127,30 @@ def is_plain_integer(text: pl.Expr, kind: IdKind = "int64") -> pl.Expr:
 
 
 def is_missing(table: Table, column: str) -> pl.Expr:
-    """Return whether a value is null, empty text or NaN."""
+    """Return whether a value is null, NaN, or a text that stands for null."""
     dtype, value = table.dtypes[column], pl.col(column)
     if dtype.is_float():
         return value.is_null() | value.is_nan()
-    return value.is_null() | (value.cast(pl.String) == "") if dtype.base_type() in TEXT_TYPES else value.is_null()
+    is_text = dtype.base_type() in TEXT_TYPES
+    return value.is_null() | value.cast(pl.String).is_in(MISSING_TEXTS) if is_text else value.is_null()
+
+
+def is_missing_number(table: Table, column: str) -> pl.Expr:
+    """Return whether a number is missing: as `is_missing`, or NaN as text, which pandas and NumPy write."""
+    return is_missing(table, column) | pl.col(column).cast(pl.Float64, strict=False).is_nan().fill_null(False)
+
+
+def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:
+    """Raise a DataError if the rows of JSON lines, which name no columns, never have one of these keys."""
+    if any(table.has_types or table.separator is not None for table in tables):
+        return
+    for column in columns:
+        key = json.dumps(column, ensure_ascii=False)
+        for table in tables:
+            if column in partition_values(table.path) or any(key in text for text in table.texts()):
+                break
+        else:
+            raise DataError(f"{table.path} has no column {column!r} in any row; check its name")
 
 
 def _has_bad_bytes(text: pl.Expr) -> pl.Expr:

@@ -3,30 +3,39 @@
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
 
-# Boolean column, true for rows that were parsed and whose values are in range. In other rows, the values of all other
-# columns are undefined.
-IS_GOOD = "is_good"
-# Columns that are added to those of a file; the prefix keeps them apart from the file's own names.
-LINE, TEXT, FAULT = "evenrank line", "evenrank text", "evenrank fault"
-IS_WELL_FORMED = "evenrank is_well_formed"
+# Column that is added to those of a file: why a row is malformed, else null. The prefix keeps it apart from the file's.
+FAULT = "evenrank fault"
+MAX_SHOWN = 3  # bad rows in an error message
+_IS_GOOD = "evenrank is_good"
+
+Types = Mapping[str, pl.DataType]  # of columns by name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadRow:
+class BadRow(NamedTuple):
     """A row that cannot be read."""
 
     line: int  # counted from 1 with the header; for Parquet files, the row number from 1
     text: str
     reason: str
+
+
+class Events(NamedTuple):
+    """Consecutive events, in file order, without the rows that cannot be read."""
+
+    good: pl.DataFrame
+    """Columns user_id, item_id (Int64, UInt64 or String), timestamp_ms (int64), action (int32) and extra columns; there
+    are neither nulls nor, in float32 columns, values that are not finite."""
+    num_bad: int = 0
+    first_bad: Sequence[BadRow] = ()  # at most MAX_SHOWN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,83 +44,86 @@ class EventPart:
 
     name: str  # for messages: the path of the file
     num_events: int  # estimated; it determines the number of buckets
-    events: pl.LazyFrame
-    """Columns user_id, item_id (Int64, UInt64 or String), timestamp_ms (int64), action (int32), extra columns and
-    IS_GOOD; in file order. Good rows have neither nulls nor, in float32 columns, values that are not finite."""
-    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first `limit` bad rows; may be slow
-    find_texts: Callable[[], frozenset[str]] = frozenset  # columns of ids that were taken for integers, but are text
+    read: Callable[[], Iterable[Events]]
     expand: Callable[[dict[str, NDArray[Any]]], Iterable[dict[str, NDArray[Any]]]] = lambda events: (events,)
     """Called with the columns of some good rows, ids as keys; returns the events to use instead, in pieces."""
 
 
-Types = Mapping[str, pl.DataType]  # of columns by name
-Select = Callable[[Types], Sequence[pl.Expr]]  # new columns, computed from columns of these types and IS_WELL_FORMED
+class Rows(NamedTuple):
+    """Consecutive rows of a file."""
+
+    frame: pl.DataFrame  # the needed columns, and FAULT
+    first_line: int
+    texts: Callable[[pl.Series], Sequence[str]]  # of the rows with these indices
+
+    def check(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> Events:
+        """Compute columns of the rows that are well formed and pass all checks, whose keys are the reasons to report.
+
+        The other rows are bad.
+        """
+        is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values()).fill_null(False)
+        rows = self.frame.select(*columns, is_good.alias(_IS_GOOD))
+        good, is_bad = rows.drop(_IS_GOOD), ~rows.get_column(_IS_GOOD)
+        if not is_bad.any():
+            return Events(good)
+        places = is_bad.arg_true().head(MAX_SHOWN)
+        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
+        first_reasons = self.frame[places].select(pl.coalesce(FAULT, *reasons)).to_series()
+        shown = zip((places + self.first_line).to_list(), self.texts(places), first_reasons, strict=True)
+        return Events(good.filter(~is_bad), int(is_bad.sum()), [BadRow(*row) for row in shown])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """The needed columns of a file, read lazily and in file order."""
+    """The needed columns of a file, read in file order."""
 
     path: Path
     num_rows: int  # estimated
     dtypes: Types  # of the needed columns: in a text file, String
-    select: Callable[[Select, Types], pl.LazyFrame]
-    """Called with the columns to compute and the types of numbers that columns of text probably are. Blocks of a text
-    file in which they are, all of them plain digits, are parsed as such, several times faster; others as text."""
-    described_rows: pl.LazyFrame  # slower: LINE, TEXT, FAULT (null if well formed) and the needed columns
+    blocks: Callable[[Types], Iterable[Rows]]
     has_types: bool  # whether the file knows the types of its columns
     separator: str | None = None  # of the fields of delimited text
 
-    @property
-    def rows(self) -> pl.LazyFrame:
-        """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields."""
-        return self.select(lambda dtypes: [*map(pl.col, dtypes), pl.col(IS_WELL_FORMED)], {})
+    def read(self, numbers: Types | None = None) -> Iterator[Rows]:
+        """Yield all rows.
 
-    def part(
-        self, describe: Callable[["Table"], tuple[Sequence[pl.Expr], Mapping[str, pl.Expr]]], numbers: Types
-    ) -> EventPart:
-        """Return the file as events.
-
-        Args:
-            describe: returns columns of events for a table of given types, and checks that hold for good rows, whose
-                keys are the reasons to report. Numbers in plain digits and their texts must give the same.
-            numbers: types of the columns that are probably numbers; see `select`.
+        `numbers` are the types of columns of text that are probably numbers. Blocks of text in which they are, all of
+        them plain digits, are parsed as such, several times faster.
         """
-
-        def select(dtypes: Types) -> list[pl.Expr]:
-            columns, checks = describe(replace(self, dtypes=dtypes))
-            is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False)
-            return [*columns, is_good.alias(IS_GOOD)]
-
-        return EventPart(
-            name=str(self.path),
-            num_events=self.num_rows,
-            events=self.select(select, numbers),
-            find_bad=lambda limit: self.find_bad(describe(self)[1], limit),
-        )
-
-    def find_bad(self, checks: Mapping[str, pl.Expr], limit: int) -> list[BadRow]:
-        """Return the first `limit` rows that are malformed or fail a check."""
-        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
-        first_reason = pl.coalesce(FAULT, *reasons).alias("reason")
-        bad = self.described_rows.select(LINE, TEXT, first_reason).drop_nulls("reason").head(limit)
         with wrap_read_errors(self.path):
-            rows = bad.collect(engine="streaming")  # which stops at the limit
-        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
+            yield from self.blocks(numbers or {})
+
+    def head(self, limit: int, condition: pl.Expr | bool = True) -> pl.DataFrame:
+        """Return the first well-formed rows that meet a condition, at most `limit`."""
+        found = pl.DataFrame(schema={**self.dtypes, FAULT: pl.String()})
+        for rows in self.read():
+            found.extend(rows.frame.select(found.columns).filter(pl.col(FAULT).is_null(), condition))
+            if len(found) >= limit:
+                break
+        return found.head(limit)
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of every row."""
+        for rows in self.read():
+            yield from rows.texts(pl.int_range(len(rows.frame), eager=True))
 
     def read_distinct(self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
         """Return the rows with a `key`, a column of ids; none may be malformed, fail a check or repeat a key."""
-        for row in self.find_bad(checks, 1):
-            raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
-        with wrap_read_errors(self.path):
-            rows = self.rows.select(*columns).collect()
-        if rows.is_empty():
+        parts = []
+        for rows in self.read():
+            part = rows.check(columns, checks)
+            for row in part.first_bad:
+                raise DataError(
+                    f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line"
+                )
+            parts.append(part.good)
+        if not any(map(len, parts)):
             raise DataError(f"{self.path} contains no rows; create or download it again")
-        rows = rows.drop_nulls(key)  # text, which no event has if its ids are integers
-        ids, of = rows.get_column(key), key.removesuffix("_id")
+        distinct = pl.concat(parts).drop_nulls(key)  # null is text, which no event has if its ids are integers
+        ids, of = distinct.get_column(key), key.removesuffix("_id")
         for repeated in ids.filter(ids.is_duplicated()):
             raise DataError(f"{self.path}: {of} {repeated} appears twice; keep one row per {of}")
-        return rows
+        return distinct
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import pyarrow as pa
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_regular
 from evenrank.preprocess.files.locate import CODECS
-from evenrank.preprocess.files.table import LINE, TEXT
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 16 << 20
@@ -35,10 +34,14 @@ class Block:
     num_lines: int
     data: bytearray  # UTF-8, in which each line ends with a newline that no carriage return precedes
 
-    def lines(self) -> pl.DataFrame:
-        """Return the columns LINE (int64) and TEXT."""
-        text = pl.Series(TEXT, self.data.decode().split("\n")[:-1], dtype=pl.String)
-        return pl.select(pl.int_range(self.first_line, self.first_line + self.num_lines).alias(LINE), text)
+    def lines(self) -> list[str]:
+        """Return the text of all lines."""
+        return self.data.decode().split("\n")[:-1]
+
+    def texts(self, places: pl.Series) -> list[str]:
+        """Return the text of the lines with these indices."""
+        lines = self.lines()
+        return [lines[place] for place in places]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess.files.raw_values import as_integer, integer_bits
-from evenrank.preprocess.files.table import IS_WELL_FORMED, Table, wrap_read_errors
+from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.log_config import TimestampUnit
 
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
@@ -29,7 +29,7 @@ _YEAR_MS = 31_536_000_000
 _ISO = (
     "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
     "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
-    "(?:Z|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
+    "(?:Z| UTC|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
 )
 # The second form is also a number, so it is limited to years that occur; .0 is of integers stored as floats.
 _DATE = r"^(?:([0-9]{4})-([0-9]{2})-([0-9]{2})|((?:19|20)[0-9]{2})([0-9]{2})([0-9]{2})(?:\.0)?)$"
@@ -56,9 +56,8 @@ def decide_unit(tables: Sequence[Table], column: str) -> TimestampUnit:
     is_date, is_iso = _date_ms(text).is_not_null(), _iso_ms(text).is_not_null()
     kinds: dict[TimestampUnit, pl.Expr] = {"date": is_date, "iso": is_iso, "s": number.is_finite() & ~is_date}
     for table in untyped:
-        values = table.rows.filter(IS_WELL_FORMED).select(text=pl.col(column).cast(pl.String))
-        with wrap_read_errors(table.path):
-            sample = values.filter(text != "").head(_SAMPLE_ROWS).collect(engine="streaming")
+        value = pl.col(column).cast(pl.String)
+        sample = table.head(_SAMPLE_ROWS, value != "").select(text=value)
         checked = sample.with_columns(check.fill_null(False).alias(kind) for kind, check in kinds.items())
         known = checked.filter(pl.any_horizontal(*kinds))
         for kind in kinds:
@@ -67,9 +66,8 @@ def decide_unit(tables: Sequence[Table], column: str) -> TimestampUnit:
         if len(sample):
             differing = (known if len(known) else checked).unique(list(kinds), keep="first", maintain_order=True)
             shown = ", ".join(repr(value[:80]) for value in differing.get_column("text"))
-            raise DataError(
-                f"{table.path}: column {column!r} has {shown}, not times of one known kind; set --timestamp-unit"
-            )
+            remedy = "set --timestamp-unit" if len(known) else "convert them, for example to ISO 8601"
+            raise DataError(f"{table.path}: column {column!r} has {shown}, not times of one known kind; {remedy}")
     return "s" if untyped else "auto"
 
 
@@ -113,11 +111,16 @@ def _date_ms(text: pl.Expr) -> pl.Expr:
     return _iso_ms(pl.when(text.str.contains(_DATE)).then(text.str.replace(_DATE, "${1}${4}-${2}${5}-${3}${6}")))
 
 
-def check_era(last_ms: int, unit: TimestampUnit) -> None:
-    """Raise a DataError if the last event of a log is in 1970, where times are if they are read in a smaller unit."""
+def check_era(ends: Mapping[str, int], unit: TimestampUnit) -> None:
+    """Raise a DataError if a file ends in 1970, where its times are if they are read in a smaller unit.
+
+    `ends` are the times of the last events by file.
+    """
+    name, last_ms = min(ends.items(), key=lambda item: item[1])
     if last_ms >= _YEAR_MS or unit == "row":
         return
     times = {other: last_ms * PER_SECOND.get(unit, 0) // count for other, count in PER_SECOND.items()}
     plausible = [f"{utc_text(ms)} with --timestamp-unit {other}" for other, ms in times.items() if ms >= 10 * _YEAR_MS]
     remedy = f"it is at {plausible[-1]}" if plausible else "check the column of times"
-    raise DataError(f"the last event is at {utc_text(last_ms)}, read as {UNITS[unit]}; {remedy}, or pass --allow-empty")
+    read = f"the last event of {name} is at {utc_text(last_ms)}, read as {UNITS[unit]}"
+    raise DataError(f"{read}; {remedy}, or pass --allow-empty")

@@ -1,8 +1,9 @@
 """Logs in files of any layout -> interactions. Columns are found by name; all others are ignored."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,17 +16,18 @@ from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import (
     as_integer,
     as_number,
-    find_texts,
+    check_integers,
+    check_json_keys,
     id_checks,
     id_kind,
     integer_bits,
-    is_missing,
+    is_missing_number,
     raw_id,
 )
-from evenrank.preprocess.files.table import EventPart, Table
+from evenrank.preprocess.files.table import EventPart, Events, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
-from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map
+from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.features import read_features
 from evenrank.preprocess.sources.interactions import Interactions
@@ -37,13 +39,13 @@ _DTYPES: Mapping[str, pl.DataType] = {"int64": pl.Int64(), "float32": pl.Float32
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
-def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping[str, IdKind] | None) -> Interactions:
+def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping[str, IdKind]) -> Interactions:
     """Open the files of a log, and encode the users' features.
 
     Args:
         config: the files and their columns.
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
-        known: types of the ids that the first rows do not decide; None: both are int64.
+        known: types of ids that the first rows do not decide.
     """
     files = find_files(config.events)
     tables = [
@@ -56,16 +58,15 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
             raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
+    check_json_keys(tables, [column.name for column in config.extra_columns if column.fill is not None])
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
 
-    def kind_of(name: str) -> IdKind:
-        if rules[name] == KEEP or known is None:
-            return "int64"
-        return known.get(name) or id_kind(tables, columns[name], lambda table: _values(config, table)[1])
-
-    kinds = {name: kind_of(name) for name in columns}
-    decided = columns.keys() if known is None else known.keys() | {name for name in columns if rules[name] == KEEP}
-    guessed = {name: columns[name] for name in columns if name not in decided and kinds[name] == "int64"}
+    fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
+    kinds = {
+        name: fixed.get(name) or id_kind(tables, column, lambda table: _values(config, table)[1])
+        for name, column in columns.items()
+    }
+    guessed = {name: column for name, column in columns.items() if name not in fixed and kinds[name] == "int64"}
     folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
     def describe(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
@@ -75,9 +76,17 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
             checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and rules[name] == KEEP)
         return [*ids, *values], checks
 
+    def read(table: Table) -> Iterator[Events]:
+        for rows in table.read(_numbers(config, kinds)):
+            typed = replace(table, dtypes=rows.frame.schema)
+            events = rows.check(*describe(typed))
+            if events.num_bad:
+                check_integers(typed, rows.frame, guessed, _values(config, typed)[1])
+            yield events
+
     def part(table: Table) -> EventPart:
-        events = table.part(describe, _numbers(config, kinds))
-        return replace(events, find_texts=lambda: find_texts(table, guessed, _values(config, table)[1]))
+        describe(table)  # which raises an error now if a column has an unsuitable type
+        return EventPart(name=str(table.path), num_events=table.num_rows, read=partial(read, table))
 
     return Interactions(
         parts=tuple(map(part, tables)),
@@ -115,6 +124,8 @@ def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[st
         value, of_column = _event_column(table, extra)
         columns.append(value)
         checks |= of_column
+        if config.weight and extra == parse_column(config.weight, is_feature=False):
+            checks[f"{extra.name} is a negative weight"] = value >= 0
     return columns, checks
 
 
@@ -173,7 +184,7 @@ def _flag(table: Table, name: str) -> pl.Expr:
 def _event_column(table: Table, column: Column) -> Checked:
     name, is_float = column.name, column.dtype == "float32"
     value = as_number(table, name).cast(pl.Float32) if is_float else as_integer(table, name)
-    is_absent, checks = is_missing(table, name), {}
+    is_absent, checks = is_missing_number(table, name), {}
     if column.fill is None:
         fill = "=0" if is_float else ":int=0"
         checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_absent

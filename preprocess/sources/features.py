@@ -15,7 +15,15 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import FLOAT, MULTI_VALUED, IdKind
 from evenrank.preprocess.build.ids import DENSE, Ids
 from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, random_seed
-from evenrank.preprocess.files.raw_values import TEXT_TYPES, as_number, is_missing, is_plain_integer, raw_id
+from evenrank.preprocess.files.raw_values import (
+    MISSING_TEXTS,
+    TEXT_TYPES,
+    as_number,
+    check_json_keys,
+    is_missing_number,
+    is_plain_integer,
+    raw_id,
+)
 from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.log_config import TabularConfig
@@ -26,11 +34,11 @@ _ROW = "evenrank row"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """Features of users or items: ids, 0 if missing, else 1..n by sorted value; lists of ids from 1; or floats."""
+    """Features of users or items: ids, 0 if missing, else 1..n; lists of ids from 1; or floats."""
 
     keys: NDArray[np.int64]  # of the users or items, distinct: [n]
     rows: pl.DataFrame  # of the same: a column Int64, List(Int64) or Float32 per feature
-    values: Mapping[str, pl.Series]  # per feature of ids: those of the ids 1, 2, ..., ascending
+    values: Mapping[str, pl.Series]  # per feature of ids: those of the ids 1, 2, ...
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -100,6 +108,7 @@ def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
             checks[f"{column.name} is not a finite float32"] = value.is_finite()
         selected.append(value.alias(column.name))
     raw = table.read_distinct(name, selected, checks)
+    check_json_keys([table], [column.name for column in file.columns if not raw.get_column(column.name).count()])
     columns, values = [], {}
     for column in file.columns:
         feature = raw.get_column(column.name)
@@ -111,10 +120,30 @@ def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
     return Features(keys=keys_of(raw.get_column(name)), rows=pl.DataFrame(columns), values=values)
 
 
+def continue_ids(features: Features, earlier: Mapping[str, pl.Series]) -> Features:
+    """Number values as an earlier dataset does, whose values are given by feature; further ones follow, ascending."""
+    rows, values = features.rows, dict(features.values)
+    for name in values.keys() & earlier.keys():
+        known, found = earlier[name], values[name]
+        if known.dtype != found.dtype:  # labels in the manifest are texts
+            known, found = (pl.Series(map(str, series), dtype=pl.String) for series in (known, found))
+        values[name] = pl.concat([known, found.filter(~found.is_in(known.implode()))])
+        index = {value: number for number, value in enumerate(values[name], start=1)}
+        ids = pl.Series(name, [0, *(index[value] for value in found)], dtype=pl.Int64)
+        column = rows.get_column(name)
+        is_list = column.dtype == pl.List
+        numbered = ids.gather(column.explode().drop_nulls() if is_list else column)
+        if is_list:
+            ends = column.list.len().cum_sum()
+            numbered = pl.Series(name, pa.LargeListArray.from_arrays(np.append(0, ends), numbered.to_numpy()))
+        rows = rows.with_columns(numbered)
+    return replace(features, rows=rows, values=values)
+
+
 def _number(table: Table, column: str) -> pl.Expr:
     """Return an expression for a number as Float32; 0 where it is missing or NaN, not finite where there is none."""
-    is_nan = pl.col(column).cast(pl.Float64, strict=False).is_nan()
-    return pl.when(is_missing(table, column) | is_nan).then(0.0).otherwise(as_number(table, column)).cast(pl.Float32)
+    is_missing = is_missing_number(table, column)
+    return pl.when(is_missing).then(0.0).otherwise(as_number(table, column)).cast(pl.Float32)
 
 
 def _encode(values: pl.Series) -> tuple[pl.Series, pl.Series]:
@@ -152,13 +181,13 @@ def _divide(path: Path, column: str, text: str) -> list[str]:
 
 
 def _sortable(path: Path, values: pl.Series) -> pl.Series:
-    """Return values ready for sorting: text as integers if all of it is, empty text and NaN as null."""
+    """Return values ready for sorting: text as integers if all of it is; missing text and NaN as null."""
     if values.dtype.is_nested() or values.dtype == pl.Binary:
         reason = f"of type {values.dtype} cannot be ids; convert it to text or numbers, or declare it a list of these"
         raise DataError(f"{path}: column {values.name!r} {reason}")
     if values.dtype.base_type() not in TEXT_TYPES:
         return values.fill_nan(None) if values.dtype.is_float() else values
     text = values.cast(pl.String)
-    text = text.set(text == "", None)
+    text = text.set(text.is_in(MISSING_TEXTS), None)
     are_integers = pl.select(is_plain_integer(pl.lit(text.drop_nulls())).all()).item()
     return text.cast(pl.Int64) if are_integers else text

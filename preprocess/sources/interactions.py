@@ -1,12 +1,16 @@
 """The common form in which every source returns its interactions, whatever its raw files look like."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, SourceFile
+import polars as pl
+
+from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, SourceFile, read_manifest
+from evenrank.preprocess.build.vocabulary import read_values, vocabulary_name
 from evenrank.preprocess.files.table import EventPart
 from evenrank.preprocess.log_config import TimestampUnit
-from evenrank.preprocess.sources.features import NO_FEATURES, Features
+from evenrank.preprocess.sources.features import NO_FEATURES, Features, continue_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,3 +28,15 @@ class Interactions:
     has_eval_log: bool = False  # whether events have a further column, IN_EVAL
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
     id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})
+
+
+def number_features(interactions: Interactions, folder: Path | None) -> Interactions:
+    """Number the values of features as in an earlier dataset, if there is one; raises a DataError if it is damaged."""
+    if folder is None:
+        return interactions
+    manifest = read_manifest(folder)
+    earlier = {name: pl.Series(labels[1:], dtype=pl.String) for name, labels in manifest.context_labels.items()}
+    for name in interactions.item_features.values.keys() & manifest.vocabulary_sizes.keys() - earlier.keys():
+        earlier[name] = read_values(folder / vocabulary_name(name))
+    context, items = (continue_ids(of, earlier) for of in (interactions.context, interactions.item_features))
+    return replace(interactions, context=context, item_features=items)

@@ -9,7 +9,7 @@ import polars as pl
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
-from evenrank.preprocess.files.table import IS_GOOD, EventPart
+from evenrank.preprocess.files.table import EventPart, Events
 from evenrank.preprocess.sources.features import Features
 from evenrank.preprocess.sources.interactions import Interactions
 
@@ -18,7 +18,7 @@ _DAY_MS = 86_400_000
 _USERS_PER_BLOCK = 16_384
 _MAX_USERS = 1_000_000_000  # their features are drawn at once
 _MAX_EVENTS_PER_BLOCK = 1 << 30
-_SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64, IS_GOOD: pl.Boolean}
+_SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
     return EventPart(
         name=f"users {first + 1} to {last}",
         num_events=int((last - first) * mean_length),
-        events=pl.defer(lambda: _draw_block(config, seed, first, last), schema=_SCHEMA),
+        read=lambda: [Events(_draw_block(config, seed, first, last))],
     )
 
 
@@ -92,7 +92,6 @@ def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl
             ITEM_ID: config.items.sample(rng, num_events),
             ACTION: draw_actions(config.actions, rng, num_events),
             TIMESTAMP_MS: elapsed + np.repeat(starts - elapsed_before_user, lengths),
-            IS_GOOD: np.ones(num_events, dtype=bool),
         },
         schema=_SCHEMA,
     )

@@ -57,7 +57,7 @@ def test_scripts_preprocess_and_inspect(tmp_path: Path) -> None:
     run = run_program(sys.executable, scripts / "inspect_data.py", tmp_path / "out" / "ml-20m")
     assert run.returncode == 0, run.stderr
     rows = [line.split() for line in run.stdout.splitlines()]
-    for row in ("train 2 3 1", "all 2 3 2", "p50 1 -", "max 2 -", "item_id 3"):
+    for row in ("train 2 3 1", "all, each event once 2 3 2", "p50 1 -", "max 2 -", "item_id 3"):
         assert row.split() in rows
 
 
@@ -248,8 +248,8 @@ def test_options_complete_the_file_of_a_custom_log_and_do_not_repeat_it(tmp_path
     options = ("--timestamp-unit", "ms", "--action-columns", "click,buy")
     run = evenrank(*command, *options, "--item-column", "item_id")
     assert run.stderr == (
-        "error: the last event is at 1970-01-17T10:27:50Z, read as whole milliseconds since 1970; it is at "
-        "2015-01-01T00:00:01Z with --timestamp-unit s, or pass --allow-empty\n"
+        f"error: the last event of {tmp_path / 'log.csv'} is at 1970-01-17T10:27:50Z, read as whole milliseconds since "
+        "1970; it is at 2015-01-01T00:00:01Z with --timestamp-unit s, or pass --allow-empty\n"
     )
     run = evenrank(*command, *options, "--item-column", "item_id", "--allow-empty")
     assert run.returncode == 0, run.stderr

@@ -20,8 +20,7 @@ def copy_dataset(dataset: Path, to: Path) -> Path:
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write a manifest with the content hash that belongs to it."""
-    hashed = ("splits", "contextual", "extra_events", "vocabulary_sizes", "ids", "item_features")
-    replace(manifest, content_hash=content_hash(**{name: getattr(manifest, name) for name in hashed})).write(folder)
+    replace(manifest, content_hash=content_hash(manifest)).write(folder)
 
 
 def update_manifest(dataset: Path, split: str = "train", **changes: Any) -> None:

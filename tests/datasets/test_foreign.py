@@ -86,6 +86,16 @@ def test_timestamps_of_arrow_become_milliseconds(tmp_path: Path) -> None:
     assert store.lengths.tolist() == [1, 0]  # a null list is an empty one
 
 
+def test_lists_of_a_fixed_size_are_lists(tmp_path: Path) -> None:
+    items = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))
+    seconds = pa.array([[0.5, None], None, [1, 2]], pa.list_(pa.float64(), 2))
+    pq.write_table(pa.table({"i": items, "s": seconds}), tmp_path / "a.parquet")
+    store = open_store(tmp_path, columns={"item_id": "i", "seconds": "s"})
+    assert store.lengths.tolist() == [2, 0, 2]
+    assert store.events["item_id"].tolist() == [1, 2, 3, 4]
+    assert store.events["seconds"].tolist() == [0.5, 0, 1, 2]  # a missing number is 0
+
+
 @given(
     st.lists(st.lists(st.integers(0, 2**40), max_size=5), min_size=1, max_size=30),
     st.integers(1, 7),

@@ -118,14 +118,14 @@ def _check_taobao(out: Path, manifest: Manifest) -> None:
 
 def _write_tenrec(folder: Path) -> None:
     header = "user_id,item_id,click,follow,like,share,video_category,watching_times,gender,age"
-    lines = ("1,5,1,0,0,0,1,3,2,4", "1,6,0,0,1,0,0,,2,4", "1,7,1,1,1,1,1,5,2,4", "2,5,1,0,0,0,1,0,1,3")
+    lines = ("1,5,1,0,0,0,1,3,2,4", "1,6,0,0,1,0,\\N,0,2,4", "1,7,1,1,1,1,1,5,2,4", "2,5,1,0,0,0,1,0,1,3")
     (folder / "QB-video.csv").write_text("".join(f"{line}\n" for line in (header, *lines)))
 
 
 def _check_tenrec(out: Path, manifest: Manifest) -> None:
     (row,) = decode(out, read_rows(out / "eval"))
     assert (row["user_id"], row["item_id"], row["action"]) == (1, [5, 6, 7], [1, 4, 15])
-    assert (row["watching_times"], row["video_category"]) == ([3, 0, 5], [1, 0, 1])
+    assert (row["watching_times"], row["video_category"]) == ([3, 0, 5], [1, -1, 1])
 
 
 def _write_steam(folder: Path) -> None:

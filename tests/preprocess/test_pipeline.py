@@ -14,6 +14,7 @@ from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.schema import Manifest, user_hash
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
+from evenrank.preprocess.files import text_blocks
 from evenrank.preprocess.output import writer as writer_module
 from tests.preprocess.decoded import decode, read_rows
 
@@ -145,7 +146,8 @@ def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(tmp_path: Path) -> N
     assert manifest.splits["train"].interactions == 8
     assert manifest.options["audit"] == {
         "ratings.csv: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not an integer in -2^63..2^63-1; "
-        "line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; line 10 ('1,2'): expected 4 fields, got 2": 3,
+        "line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; line 10 ('1,2'): expected 4 fields, got 2; "
+        "all skipped": 3,
         "duplicate events (kept)": 1,
     }
 
@@ -188,7 +190,7 @@ def test_the_bytes_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.
     for events_per_bucket, batch_events, in_memory in ((10**9, 10**6, 10**9), (500, 10**6, 0), (160, 700, 9000)):
         monkeypatch.setattr(buckets_module, "BYTES_IN_MEMORY", in_memory)
         monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
-        monkeypatch.setattr(buckets_module, "_BATCH_EVENTS", batch_events)
+        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 10 * batch_events)
         manifest = _run(tmp_path, text, filters=filters, requests=RequestRule(seconds=10))
         assert sum(split.interactions for split in manifest.splits.values()) > 2000
         contents = _contents(tmp_path / "out")
@@ -278,7 +280,9 @@ def test_a_split_by_time_or_file_without_rows_is_an_error_unless_allowed(
 
 def test_a_log_in_1970_is_an_error_unless_allowed(tmp_path: Path) -> None:
     times = list(range(4))
-    with pytest.raises(DataError, match=r"^the last event is at 1970-01-01T00:00:03Z, read as seconds since 1970; "):
+    with pytest.raises(
+        DataError, match=r"^the last event of .* is at 1970-01-01T00:00:03Z, read as seconds since 1970; "
+    ):
         _run_log(tmp_path / "log.csv", times)
     manifest = _run_log(tmp_path / "log.csv", times, allow_empty=True)
     assert manifest.options["time"]["last"] == "1970-01-01T00:00:03Z"
@@ -296,6 +300,7 @@ def test_a_file_lists_the_users_of_eval_by_their_raw_ids(tmp_path: Path, name: s
     assert [row["length"] for row in _rows(tmp_path / "out" / "eval")] == [2]
     assert [row["length"] for row in _rows(tmp_path / "out" / "train")] == [1]
     assert manifest.options["split"] == "file:users.txt"
+    assert manifest.options["audit"] == {"listed users without events": 1}
     assert [source.path for source in manifest.sources] == ["log.csv", "users.txt"]
 
 
@@ -383,7 +388,7 @@ def test_string_ids_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_rows_count_as_seconds_over_all_files_of_a_log_without_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets_module, "_BATCH_EVENTS", 2)
+    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 20)
     (tmp_path / "a.csv").write_text("user,item\n1,5\n2,6\n1,7\n,8\n1,6\n")
     (tmp_path / "b.csv").write_text("user,item\n2,5\n1,6\n")
     custom = TabularConfig(events=(tmp_path / "?.csv",), user_column="user", item_column="item", timestamp_unit="row")

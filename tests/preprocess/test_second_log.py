@@ -76,6 +76,18 @@ def test_columns_and_statistics_are_those_of_two_logs(tmp_path: Path) -> None:
     assert lines["cold users of eval"] == "1 of 2 (expected: new since the split)"
 
 
+def test_a_second_log_may_have_several_files(tmp_path: Path) -> None:
+    first = write_log(tmp_path / "a.csv", [(1, 1, BEGIN), (2, 2, BEGIN)])
+    (tmp_path / "second").mkdir()
+    for user in (1, 2, 3):
+        write_log(tmp_path / "second" / f"{user}.csv", [(user, 9, BEGIN + user)])
+    for path in (tmp_path / "second", tmp_path / "second" / "*.csv"):
+        splits = divide(tmp_path, first, path)
+        assert sorted(splits["train"].get_column("item_id").to_list()) == [[1], [2]]
+        assert sorted(splits["eval"].get_column("item_id").to_list()) == [[1, 9], [2, 9], [9]]
+        assert splits["eval"].get_column("num_targets").to_list() == [1, 1, 1]
+
+
 def test_a_second_log_without_new_users_that_pass_the_filters_is_refused(tmp_path: Path) -> None:
     first = write_log(tmp_path / "a.csv", [(1, 1, BEGIN), (1, 2, BEGIN + 50)])
     second = write_log(tmp_path / "b.csv", [(2, 1, BEGIN + 60)])
@@ -85,5 +97,7 @@ def test_a_second_log_without_new_users_that_pass_the_filters_is_refused(tmp_pat
     )
     with pytest.raises(DataError, match=r"b.csv leaves eval without rows, .*; give a second log with other events, or"):
         preprocess(config)
-    with pytest.raises(ConfigError, match=r"a file in .* is given twice; its events would count twice"):
+    with pytest.raises(
+        ConfigError, match=rf"^{first} is in {first}, {first} twice, and its events would count twice; give each file"
+    ):
         divide(tmp_path, first, first)

@@ -107,6 +107,39 @@ def test_every_event_is_counted_once(events: list[Event], split: str, filters: F
 
 
 @pytest.mark.parametrize(
+    ("split", "num_eval"),
+    [
+        ("user:0.3", None),
+        ("leave-last:1", 4999),
+        ("leave-last:2", 9998),
+        ("time:2024-01-06", 6000),
+        ("time:last:1d", 3000),
+        ("file:users.txt", 15),
+        ("file:second.csv", 3000),
+        ("none", 0),
+    ],
+)
+def test_every_split_has_the_events_of_the_log_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, num_eval: int | None
+) -> None:
+    # 3,000 events on each of 7 days, the last of which is the second log, of 4,999 users with 4 or 5 events.
+    monkeypatch.chdir(tmp_path)
+    events = [(n % 4999, n % 50, 1_704_067_200 + n * 86_400 // 3000) for n in range(21_000)]
+    Path("users.txt").write_text("0\n1\n2\n9999\n")
+    Path("second.csv").write_text(
+        "\n".join(["user_id,item_id,timestamp", *(f"{u},{i},{t}" for u, i, t in events[18_000:])])
+    )
+    first = events[:18_000] if split == "file:second.csv" else events
+    statistics = read_statistics(_preprocess(tmp_path, first, split))
+    in_eval = statistics.events.get("eval", 0)
+    assert (statistics.num_events, statistics.bins, statistics.bin_width_ms) == (21_000, [3000] * 7, DAY_MS)
+    assert statistics.events["train"] == 21_000 - in_eval
+    assert in_eval == num_eval if num_eval is not None else 5700 < in_eval < 6900
+    assert statistics.describe()["events per day"] == "3,000 on average, 3,000 on the busiest, 2024-01-01"
+    assert statistics.users == 4999
+
+
+@pytest.mark.parametrize(
     ("days", "width_days"),
     [(0, 1 / 24), (4, 1 / 24), (5, 1), (300, 7), (8000, 91), (145_600, 3640), (2_932_000, 36_400)],
 )

@@ -39,13 +39,10 @@ def test_the_k_core_matches_its_definition(
         buckets = Buckets(tmp_path_factory.mktemp("k-core") / "buckets", len(events), DTYPES)
         columns = np.array(events, dtype=np.int64).reshape(-1, 2)
         buckets.append({"user_id": columns[:, 0].copy(), "item_id": columns[:, 1].copy()})
-    masks = k_core(buckets, Filters(min_user_events=users, min_item_events=items), None)
-    assert masks is not None
-    kept = [
-        event
-        for bucket, mask in zip(map(buckets.read, range(len(buckets))), masks, strict=True)
-        for event in zip(bucket["user_id"][mask].tolist(), bucket["item_id"][mask].tolist(), strict=True)
-    ]
+    num_removed = k_core(buckets, Filters(min_user_events=users, min_item_events=items))
+    left = [buckets.read(index) for index in range(len(buckets))]
+    kept = [event for bucket in left for event in zip(*(bucket[name].tolist() for name in DTYPES), strict=True)]
+    assert num_removed == len(events) - len(kept)
     assert sorted(kept) == sorted(_k_core_by_definition(events, users, items))
 
 

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.schema import IdKind
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import SplitFacts, parse_split, read_listed_users
@@ -118,13 +119,16 @@ def test_listed_users_are_in_eval() -> None:
 def test_users_are_listed_one_per_line_or_in_a_column_of_a_table(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, newline="")
     texts = pl.Series(["7", '"a, b"', "-2"])
-    assert read_listed_users(tmp_path / name, "user", "text").tolist() == keys_of(texts).tolist()
-    assert read_listed_users(tmp_path / name, "user", "int64").tolist() == [7, -2]
+    of_kinds: dict[IdKind, list[int]] = {"text": keys_of(texts).tolist(), "int64": [7, -2]}
+    for kind, expected in of_kinds.items():
+        keys, count = read_listed_users(tmp_path / name, "user", kind)
+        assert (keys.tolist(), count) == (expected, 3)
 
 
 def test_users_are_listed_in_parquet(tmp_path: Path) -> None:
     pl.DataFrame({"user": [7, -2]}).write_parquet(tmp_path / "users.parquet")
-    assert read_listed_users(tmp_path / "users.parquet", "user", "int64").tolist() == [7, -2]
+    keys, count = read_listed_users(tmp_path / "users.parquet", "user", "int64")
+    assert (keys.tolist(), count) == ([7, -2], 2)
 
 
 @pytest.mark.parametrize(

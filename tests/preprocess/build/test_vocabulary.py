@@ -122,12 +122,49 @@ def test_events_of_unknown_values_can_be_dropped(tmp_path: Path) -> None:
 
 
 def test_unknown_values_can_be_refused(tmp_path: Path) -> None:
-    message = r"2 values of item_id in 3 events are not in the vocabulary, first 'new', 'newer'; append them, or choose"
+    message = (
+        r"the vocabulary of item_id lacks 2 of the values, in 3 events, first 'new', 'newer'; set unknown to append"
+    )
     with pytest.raises(DataError, match=message):
         tuesday(tmp_path, unknown="item=fail")
-    with pytest.raises(DataError, match=r"1 values of user_id in 3 events are not in the vocabulary, first 'w'"):
+    with pytest.raises(DataError, match=r"the vocabulary of user_id lacks 1 of the values, in 3 events, first 'w'"):
         tuesday(tmp_path, unknown="item=oov,user=fail")
     assert not (tmp_path / "out").exists()
+
+
+@given(
+    first=logs(texts),
+    second=logs(texts),
+    rules=st.tuples(*[st.sampled_from(["append", "oov", "drop", "fail"])] * 2),
+)
+def test_every_rule_for_unknown_values_is_its_definition(
+    tmp_path_factory: pytest.TempPathFactory, first: list[Event], second: list[Event], rules: tuple[str, str]
+) -> None:
+    folder = tmp_path_factory.mktemp("days")
+    number(folder / "old", write_log(folder / "old.parquet", first, dtype=pl.String))
+    path = write_log(folder / "new.parquet", second, dtype=pl.String)
+    known = [[row[1] for row in expected_vocabulary(first, column)] for column in (0, 1)]
+    drops = [column for column in (0, 1) if rules[column] == "drop"]
+    kept = [event for event in second if all(event[column] in known[column] for column in drops)]
+    fails = any(rules[c] == "fail" and any(event[c] not in known[c] for event in kept) for c in (0, 1))
+    options: dict[str, Any] = {"vocabulary": folder / "old", "unknown": f"user={rules[0]},item={rules[1]}"}
+    if fails or not kept:
+        message = (
+            "lacks [0-9]+ of the values" if fails else "no users are left; [0-9]+ events of unknown users or items"
+        )
+        with pytest.raises(DataError, match=message):
+            number(folder / "out", path, **options)
+        return
+    number(folder / "out", path, **options)
+    expected: list[Any] = kept
+    for column, name in enumerate(("user_id", "item_id")):
+        found = {row[1]: row[2] for row in expected_vocabulary(kept, column)}
+        values = known[column] + [value for value in found if value not in known[column]]
+        if rules[column] == "oov":
+            values = known[column]
+            expected = [(*e[:column], e[column] if e[column] in values else None, *e[column + 1 :]) for e in expected]
+        assert vocabulary(folder / "out", name) == [(i, v, found.get(v, 0)) for i, v in enumerate(values, 1)]
+    assert events_of(folder / "out") == Counter(expected)
 
 
 def test_filters_come_before_the_vocabulary(tmp_path: Path) -> None:

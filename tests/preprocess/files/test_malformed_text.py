@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import polars as pl
@@ -14,10 +15,12 @@ import pyarrow as pa
 import pytest
 
 from evenrank.core.errors import DataError
+from evenrank.preprocess.files import table as tables
 from evenrank.preprocess.files import text_blocks
-from evenrank.preprocess.files.table import FAULT, IS_GOOD, IS_WELL_FORMED, LINE, TEXT, Table
+from evenrank.preprocess.files.table import FAULT, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.sources import custom
+from tests.preprocess.sources.parts import read_part
 from tests.preprocess.sources.test_catalog import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, read, write
 
 NASTY = [b"\0", b"\r", b"\n", b"\r\n", b'"', b'""', b",", b":", b"::", b"\t", b" ", b"\xef\xbb\xbf", b"\xff", b"\xc3"]
@@ -94,15 +97,14 @@ def _table_fields(line: str, separator: str) -> list[str] | None:
 
 def _check_rows(table: Table, expected: list[tuple[int, str, tuple[str | None, ...] | None]], content: bytes) -> None:
     """Check that the ways to read a table agree; expected are line, text and values of each row, None if it is bad."""
-    described = table.described_rows.collect()
-    strict = [
-        (line, text, None if fault else _as_text(values, table.dtypes))
-        for line, text, fault, *values in described.select(LINE, TEXT, FAULT, *table.dtypes).iter_rows()
-    ]
-    assert strict == expected, content
-    rows = table.rows.select(*table.dtypes, IS_WELL_FORMED).collect().rows()
-    quick = [_as_text(values, table.dtypes) if is_well_formed else None for *values, is_well_formed in rows]
-    assert quick == [values for *_, values in expected], content
+    for numbers in ({}, dict.fromkeys(table.dtypes, pl.Int64())):
+        found = []
+        for rows in table.read(numbers):
+            texts = rows.texts(pl.Series(range(len(rows.frame))))
+            values = rows.frame.select(FAULT, *table.dtypes).iter_rows()
+            for line, text, (fault, *row) in zip(count(rows.first_line), texts, values, strict=False):
+                found.append((line, text, None if fault else _as_text(row, table.dtypes)))
+        assert found == expected, content
 
 
 def _as_text(values: list[str | int | None], dtypes: Mapping[str, pl.DataType]) -> tuple[str | None, ...]:
@@ -199,25 +201,26 @@ def _check_log(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch
     _in_small_blocks(rng, monkeypatch, len(content))
     rules = {"user_id": "keep", "item_id": rng.choice(["keep", "dense"])}
     part = read(name, folder, rules).parts[0]
-    rows = part.events.collect()
     with monkeypatch.context() as patched:
+        patched.setattr(tables, "MAX_SHOWN", 1 << 30)
+        found = read_part(part)
         patched.setattr(custom, "_numbers", lambda *_: {})
-        as_text = read(name, folder, rules).parts[0].events.collect()
-    assert rows.filter(IS_GOOD).equals(as_text.filter(IS_GOOD)), content
-    assert rows.get_column(IS_GOOD).equals(as_text.get_column(IS_GOOD)), content
-    lines = list(_read_lines(content))[bool(header) :]
-    bad = [line for line, is_good in zip(lines, rows.get_column(IS_GOOD), strict=True) if not is_good]
-    assert [(row.line, row.text) for row in part.find_bad(1 << 30)] == bad, content
+        as_text = read_part(read(name, folder, rules).parts[0])
+    assert found.good.equals(as_text.good), content
+    assert found[1:] == as_text[1:], content
+    lines = dict(list(_read_lines(content))[bool(header) :])
+    assert len(found.good) + found.num_bad == len(lines)
+    assert len(found.first_bad) == found.num_bad
+    assert all(lines[row.line] == row.text for row in found.first_bad), content
 
 
 def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_bytes(b'user,time\n1,2\na\0",3\n4,"5\n6,7\n')
     table = open_table(path, ("user", "time"))
-    assert table.rows.collect().get_column(IS_WELL_FORMED).to_list() == [True, False, False, True]
-    assert [(row.line, row.text, row.reason) for row in table.find_bad({"": pl.lit(True)}, 1)] == [
-        (3, 'a\0",3', "the line contains a NUL byte; the file is damaged there")
-    ]
+    (rows,) = table.read()
+    assert rows.frame.get_column(FAULT).is_null().to_list() == [True, False, False, True]
+    assert rows.check([], {}).first_bad[0] == (3, 'a\0",3', "the line contains a NUL byte; the file is damaged there")
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +230,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
     for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"log\.csv, line {line} is longer than 1 MiB; check that it is a text"):
-            open_table(path, ("a", "b")).rows.collect()
+            list(open_table(path, ("a", "b")).read())
 
 
 def test_no_line_of_the_users_features_is_hidden_or_divided(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_what_a_killed_run_leaves_is_put_back_or_removed(tmp_path: Path) -> None
     old = preprocess(_config(out))
     out.rename(tmp_path / ".out.old")  # between the two renames
     (tmp_path / ".out.partial").write_text("left behind")
-    with pytest.raises(DataError, match="the filters leave no users"):
+    with pytest.raises(DataError, match="no users are left; 10 users left out by filters; relax"):
         preprocess(dataclasses.replace(_config(out), filters=Filters(min_length=10**6)))
     assert read_manifest(out) == old
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -9,6 +9,7 @@ from evenrank.preprocess.sources.catalog import CATALOG
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.features import NO_FEATURES
 from evenrank.preprocess.sources.interactions import Interactions
+from tests.preprocess.sources.parts import read_part
 
 LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
@@ -95,18 +96,18 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / folder_name, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
     interactions = read(name, folder)
 
-    columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "is_good"]
-    types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64, pl.Boolean]
-    expected = [[(1, 100 + number, 0, 1_650_000_000_000 + number, 0, 1000, True)] for number in range(len(logs))]
-    expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 0, 9_007_199_254_740_993, 0, True)]
-    expected[1] += [(2, 2**63 - 1, 2 + 8 + 32, 253_402_300_799_999, -1, 34, True)]
+    columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms"]
+    types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64]
+    expected = [[(1, 100 + number, 0, 1_650_000_000_000 + number, 0, 1000)] for number in range(len(logs))]
+    expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 0, 9_007_199_254_740_993, 0)]
+    expected[1] += [(2, 2**63 - 1, 2 + 8 + 32, 253_402_300_799_999, -1, 34)]
     assert [part.name for part in interactions.parts] == [str(folder / "data" / log) for log in logs]
     assert [part.num_events for part in interactions.parts] == [len(rows) + 1 for rows in expected]  # and the header
     for part, rows in zip(interactions.parts, expected, strict=True):
-        events = part.events.collect()
-        assert (events.columns, events.rows()) == (columns, rows)
-        assert events.dtypes == types
-        assert part.find_bad(10) == []
+        events = read_part(part)
+        assert (events.good.columns, events.good.rows()) == (columns, rows)
+        assert events.good.dtypes == types
+        assert events.num_bad == 0
 
     assert interactions.num_actions == 256
     assert interactions.extra_events == {"play_time_ms": "int64", "duration_ms": "int64"}
@@ -150,9 +151,10 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
 )
 def test_bad_rows_are_found_with_their_reason(tmp_path: Path, line: str, reason: str) -> None:
     first, second = read_pure(tmp_path, GOOD, line, GOOD).parts
-    assert first.events.select("is_good").collect().to_series().to_list() == [True, False, True]
-    assert first.find_bad(10) == [BadRow(line=3, text=line, reason=reason)]
-    assert second.find_bad(10) == []
+    events = read_part(first)
+    assert (len(events.good), events.num_bad) == (2, 1)
+    assert events.first_bad == [BadRow(line=3, text=line, reason=reason)]
+    assert read_part(second).num_bad == 0
 
 
 @pytest.mark.parametrize("name", PURE.files)
@@ -185,8 +187,8 @@ def test_movielens_has_half_stars(tmp_path: Path, name: str) -> None:
     (tmp_path / "ratings.csv").write_text(HALF_STARS)
     interactions = read(name, tmp_path)
     (part,) = interactions.parts
-    rows = [(7, 30, 0, 300_000, True), (-2, 10, 9, 1_112_486_027_000, True), (7, 30, 8, 0, True)]
-    assert part.events.collect().rows() == rows
+    rows = [(7, 30, 0, 300_000), (-2, 10, 9, 1_112_486_027_000), (7, 30, 8, 0)]
+    assert read_part(part).good.rows() == rows
     assert interactions.num_actions == 10
     assert interactions.context is NO_FEATURES
     assert CATALOG[name].url.endswith(f"/{name}.zip")
@@ -197,7 +199,7 @@ def test_ml_1m_has_stars_and_users_without_a_header(tmp_path: Path) -> None:
     (tmp_path / "users.dat").write_text("1::F::1::10::48067\n2::M::56::16::70072-1\n3::M::25::::\n")
     interactions = read("ml-1m", tmp_path)
     (part,) = interactions.parts
-    assert part.events.collect().rows() == [(1, 1193, 4, 978_300_760_000, True), (2, 661, 0, 978_302_109_000, True)]
+    assert read_part(part).good.rows() == [(1, 1193, 4, 978_300_760_000), (2, 661, 0, 978_302_109_000)]
     assert interactions.num_actions == 5
     assert interactions.context.keys.tolist() == [1, 2, 3]
     assert interactions.context.rows.rows() == [(1, 1, 1, 1), (2, 3, 2, 2), (2, 2, 0, 0)]

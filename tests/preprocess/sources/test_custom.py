@@ -15,12 +15,15 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.preprocess.files.table import IS_GOOD
+from evenrank.preprocess.files import table
+from evenrank.preprocess.files.raw_values import TextIdsError
+from evenrank.preprocess.files.table import Events
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.features import NO_FEATURES
 from evenrank.preprocess.sources.interactions import Interactions
+from tests.preprocess.sources.parts import read_part
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
@@ -63,26 +66,29 @@ def _read(
     return read_tabular(_config(_write(folder / name, content), **options), rules, known)
 
 
-def _collect(interactions: Interactions) -> list[pl.DataFrame]:
-    parts = [part.events.collect() for part in interactions.parts]
+@pytest.fixture(autouse=True)
+def _all_bad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAX_SHOWN", 1000)
+
+
+def _read_parts(interactions: Interactions) -> list[Events]:
+    parts = [read_part(part) for part in interactions.parts]
     ids = {name: TYPES[kind] for name, kind in interactions.id_kinds.items()}
     schema = {**ids, "action": pl.Int32, "timestamp_ms": pl.Int64}
-    assert all(dict(events.schema) == {**schema, IS_GOOD: pl.Boolean} for events in parts)
+    assert all(dict(events.good.schema) == schema for events in parts)
+    assert all(len(events.first_bad) == events.num_bad for events in parts)
     return parts
 
 
 def _rows(interactions: Interactions) -> list[tuple[Any, ...]]:
     """Return the good rows as (user, item, action, time)."""
-    return [row for part in _collect(interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
+    return [row for part in _read_parts(interactions) for row in part.good.rows()]
 
 
 def _bad(interactions: Interactions) -> list[tuple[int, str]]:
-    """Return lines and reasons of the bad rows of the only file, and check that as many rows are marked as bad."""
-    (part,), (events,) = interactions.parts, _collect(interactions)
-    rows = part.find_bad(1000)
-    assert len(rows) == (~events.get_column(IS_GOOD)).sum()
-    assert list(part.find_bad(1)) == list(rows[:1])
-    return [(row.line, row.reason) for row in rows]
+    """Return lines and reasons of the bad rows of the only file."""
+    (events,) = _read_parts(interactions)
+    return [(row.line, row.reason) for row in events.first_bad]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_parquet_with_other_columns_and_several_types_of_numbers_and_times(tmp_p
     assert _rows(interactions) == [(7, 30, 0, 1_700_000_000_123)]
     assert interactions.id_kinds == {"user_id": "int64", "item_id": "uint64"}
     (part,) = interactions.parts
-    assert [(row.line, row.text) for row in part.find_bad(9)] == [(2, "8.5,10,1.0")]
+    assert [(row.line, row.text) for row in read_part(part).first_bad] == [(2, "8.5,10,1.0")]
     assert part.num_events == 2
     time, noon = pl.lit(datetime(2024, 1, 1, 12, 0, 0, 1999)), 1_704_110_400_000
     for column, expected in (
@@ -170,7 +176,7 @@ def test_unsigned_ids_up_to_64_bits_are_exact_unless_they_are_kept(tmp_path: Pat
     interactions = read_tabular(_config(tmp_path / "a.parquet", tmp_path / "b.csv"), AUTO, {})
     assert interactions.id_kinds == {"user_id": "uint64", "item_id": "int64"}
     assert _rows(interactions) == [(0, 1, 0, 0), (2**63, 2, 0, 0), (2**64 - 1, 3, 0, 0), (7, 4, 0, 0)]
-    (bad,) = interactions.parts[1].find_bad(9)
+    (bad,) = read_part(interactions.parts[1]).first_bad
     assert (bad.line, bad.reason) == (3, "user is not an integer in 0..2^64-1")
 
 
@@ -199,6 +205,13 @@ def test_a_key_that_json_lines_do_not_have_is_an_error(tmp_path: Path) -> None:
         _read(tmp_path, '{"user": 1, "item": 2, "time": 3}\n', name="log.jsonl", user_column="usr")
 
 
+def test_a_line_that_is_no_json_object_is_a_bad_row_with_a_remedy(tmp_path: Path) -> None:
+    good = '{"user": 7, "item": 30, "time": 100}'
+    interactions = _read(tmp_path, f"[{good}]\n{good}\n", "log.json")
+    assert _bad(interactions) == [(1, "the line is not a JSON object (jq -c '.[]' divides an array into lines)")]
+    assert _rows(interactions) == [(7, 30, 0, 100_000)]
+
+
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
 def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
     texts = ["+7", "-0", "0", "00", "7", "7.0"]
@@ -213,9 +226,9 @@ def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path
     text = "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n"
     interactions = _read(tmp_path, text)
     if interactions.id_kinds["item_id"] != "text":  # the value is not among the first rows
-        (part,) = interactions.parts
-        assert [reason for _, reason in _bad(interactions)] == ["item is not an integer in -2^63..2^63-1"]
-        assert part.find_texts() == {"item_id"}
+        with pytest.raises(TextIdsError) as caught:
+            _rows(interactions)
+        assert caught.value.args == ("item_id",)
     interactions = _read(tmp_path, text, known={"item_id": "text"})
     assert _rows(interactions) == [(1, item, 0, 0) for item in ["10", "9"] * 1000 + [value]]
     assert interactions.id_kinds == {"user_id": "int64", "item_id": "text"}
@@ -228,7 +241,6 @@ def test_text_in_a_column_whose_integers_are_kept_is_a_fault(tmp_path: Path) -> 
     assert _rows(interactions) == [(-1, 1, 0, 0)]
     integer = "is not an integer in -2^63..2^63-1"
     assert _bad(interactions) == [(2, f"user {integer}"), (3, f"item {integer}"), (4, "item must not be negative")]
-    assert interactions.parts[0].find_texts() == frozenset()
 
 
 LEAP_DAY = 1_709_164_800_000  # 2024-02-29
@@ -270,6 +282,7 @@ BAD = ("", "1.5", "-1")
                 "1970-01-02": 86_400_000,
                 "1970-01-01T00:01": 60_000,
                 "1970-01-01 00:00:01.5": 1500,
+                "1970-01-01 00:00:01 UTC": 1000,
                 "2024-02-29T12:00:00.1239Z": LEAP_DAY + 43_200_123,
                 "2024-02-29T12:00:00+02:30": LEAP_DAY + 34_200_000,
                 "2024-02-29T12:00:00-0100": LEAP_DAY + 46_800_000,
@@ -303,7 +316,6 @@ def test_rows_with_faults_are_found_and_do_not_affect_the_type_of_ids(tmp_path: 
     lines = f'{low},{high},3,x\n,2,3,x\n1,,3,x\n"",2,3,x\n1,-2,3,x\n1,2\n\n1,2,3,x,5\n1,2,3\n1,2,3,x,\nx,2,y,\n4,5,6,\n'
     interactions = _read(tmp_path, "user,item,time,note\n" + lines)
     assert interactions.id_kinds == {"user_id": "int64", "item_id": "int64"}
-    assert interactions.parts[0].find_texts() == frozenset()
     kept = _read(tmp_path, "user,item,time,note\n" + lines, rules=KEEP)
     negative = (6, "item must not be negative")
     assert _bad(kept) == sorted([*_bad(interactions), negative])
@@ -320,7 +332,7 @@ def test_rows_with_faults_are_found_and_do_not_affect_the_type_of_ids(tmp_path: 
     ]
     assert _rows(kept) == [(low, high, 0, 3000), (4, 5, 0, 6000)]
     assert _rows(interactions) == [_rows(kept)[0], (1, -2, 0, 3000), *_rows(kept)[1:]]
-    assert [row.text for row in interactions.parts[0].find_bad(3)] == [",2,3,x", "1,,3,x", '"",2,3,x']
+    assert [row.text for row in read_part(interactions.parts[0]).first_bad[:3]] == [",2,3,x", "1,,3,x", '"",2,3,x']
 
 
 def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
@@ -387,7 +399,11 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("log.csv", "time,user,thing\n1,2,3\n", "has no column 'item'; known: time, user, thing"),
+        (
+            "log.csv",
+            "time,user,thing\n1,2,3\n",
+            "has no column 'item'; known: time, user, thing; choose one of them or, if th",
+        ),
         ("log.csv", "user,item,time,item\n1,2,3,4\n", "has 2 columns 'item'; rename all but one"),
         ("log.csv", "", "is empty; create it again"),
         ("log.csv", '"user,item,time\n1,2,3\n', "the first line '\"user,item,time' cannot be parsed"),
@@ -398,7 +414,7 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
             MANY_LINES[:-50],
             "cannot be read: Truncated compressed stream; check that the file is complete",
         ),
-        ("log.parquet", ONE.drop("item"), "has no column"),
+        ("log.parquet", ONE.drop("item"), "has no column 'item'; known: user, time; choose one of them"),
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
     ],
 )
@@ -477,6 +493,7 @@ def test_booleans_have_values_too(tmp_path: Path) -> None:
 
 EXTRA = (
     "user,item,time,price,dwell,w\n1,2,3,1.5,7,0.25\n1,2,3,,,1\n1,2,3,-2,-9,1\n1,2,3,x,1,1\n1,2,3,1,1.5,1\n1,2,3,1,1,\n"
+    "1,2,3,\\N,\\N,2\n1,2,3,1,1,\\N\n1,\\N,3,1,1,1\n"
 )
 
 
@@ -489,14 +506,15 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     interactions = read_tabular(_config(path, **options), AUTO, {})
     assert interactions.extra_events == {"price": "float32", "dwell": "int64", "w": "float32"}
     (part,) = interactions.parts
-    events = part.events.collect()
-    assert events.select("price", "dwell", "w").dtypes == [pl.Float32, pl.Int64, pl.Float32]
-    good = events.filter(IS_GOOD).select("price", "dwell", "w").rows()
-    assert good == [(1.5, 7, 0.25), (-1, 0, 1), (-2, -9, 1)]
-    assert [row.reason for row in part.find_bad(9)] == [
+    good = read_part(part).good.select("price", "dwell", "w")
+    assert good.dtypes == [pl.Float32, pl.Int64, pl.Float32]
+    assert good.rows() == [(1.5, 7, 0.25), (-1, 0, 1), (-2, -9, 1), (-1, 0, 2)]
+    assert [row.reason for row in read_part(part).first_bad] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
         "w is missing; declare a value instead, such as w=0",
+        "w is missing; declare a value instead, such as w=0",
+        "item is empty",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
 
@@ -504,18 +522,50 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
 def test_missing_numbers_in_parquet_are_null_or_nan(tmp_path: Path) -> None:
     frame = pl.DataFrame({"user": 1, "item": 2, "time": 3, "price": [1.0, None, math.nan, math.inf, 1e300]})
     (part,) = _read(tmp_path, frame, event_columns=("price:float=0.5",)).parts
-    events = part.events.collect()
-    assert events.filter(IS_GOOD).get_column("price").to_list() == [1, 0.5, 0.5]
-    assert [row.line for row in part.find_bad(9)] == [4, 5]
+    assert read_part(part).good.get_column("price").to_list() == [1, 0.5, 0.5]
+    assert [row.line for row in read_part(part).first_bad] == [4, 5]
+
+
+@pytest.mark.parametrize("missing", ["", "NaN", "nan"])
+def test_missing_numbers_in_text_are_empty_or_nan(tmp_path: Path, missing: str) -> None:
+    text = f"user,item,time,price,dwell\nnan,2,3,{missing},{missing}\nb,2,3,1.5,4\n"
+    (part,) = _read(tmp_path, text, event_columns=("price=-1", "dwell:int=-2")).parts
+    assert read_part(part).good.select("user_id", "price", "dwell").rows() == [
+        ("nan", -1, -2),
+        ("b", 1.5, 4),
+    ]
+    (part,) = _read(tmp_path, text, event_columns=("price",)).parts
+    assert [row.reason for row in read_part(part).first_bad] == [
+        "price is missing; declare a value instead, such as price=0"
+    ]
+
+
+def test_a_negative_weight_is_a_fault(tmp_path: Path) -> None:
+    text = "user,item,time,w,price\n1,2,3,0,-1\n1,2,3,-0.5,-1\n"
+    (part,) = _read(tmp_path, text, event_columns=("price",), weight="w").parts
+    assert [(row.line, row.reason) for row in read_part(part).first_bad] == [(3, "w is a negative weight")]
+
+
+def test_a_column_with_a_fill_that_json_lines_never_have_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "day=1"
+    folder.mkdir()
+    late = '{"user": 1, "item": 2, "time": 3}\n' * 5000 + '{"user": 1, "item": 2, "time": 3, "price": 7}\n'
+    (folder / "a.jsonl").write_text(late)
+    (folder / "b.jsonl").write_text('{"user": 1, "item": 2, "time": 3}\n')
+    good = _config(folder, event_columns=("price=0", "day:int=0"))
+    prices = [read_part(part).good["price"].sum() for part in read_tabular(good, AUTO, {}).parts]
+    assert prices == [7, 0]
+    with pytest.raises(DataError, match=r"b\.jsonl has no column 'prize' in any row; check its name$"):
+        read_tabular(_config(folder, event_columns=("prize=0",)), AUTO, {})
 
 
 def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
     text = "user,item,time,rating\n1,2,3,4.7\n1,2,3,\n"
     interactions = _read(tmp_path, text, action_columns=("rating",), action_map="float")
     assert (interactions.num_actions, interactions.extra_events) == (1, {"rating": "float32"})
-    (part,) = interactions.parts
-    assert part.events.filter(IS_GOOD).select("action", "rating").collect().rows() == [(0, pytest.approx(4.7))]
-    assert len(part.find_bad(9)) == 1
+    events = read_part(interactions.parts[0])
+    assert events.good.select("action", "rating").rows() == [(0, pytest.approx(4.7))]
+    assert events.num_bad == 1
 
 
 @pytest.mark.parametrize(

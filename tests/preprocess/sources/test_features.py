@@ -161,7 +161,9 @@ def test_an_id_of_a_feature_of_items_outside_its_vocabulary_is_refused(tmp_path:
         open_store(tmp_path / "out")
 
 
-USERS = 'user,age,city,tags\neve,31.5,"Bonn, am Rhein",red|blue|red\nann,,10,\nbob,NaN,9,"[""blue"", 7]"\nkim,2,,x\n'
+USERS = (
+    'user,age,city,tags\neve,31.5,"Bonn, am Rhein",red|blue|red\nann,\\N,10,\\N\nbob,NaN,9,"[""blue"", 7]"\nkim,2,,x\n'
+)
 
 
 def test_context_of_every_type_is_encoded_and_read_by_loaders(tmp_path: Path) -> None:
@@ -286,6 +288,64 @@ def test_a_column_of_an_unsuitable_type_is_refused(
     pl.DataFrame({"user": [1], "x": values}).write_parquet(tmp_path / "users.parquet")
     with pytest.raises(DataError, match=re.escape(f"users.parquet: column 'x' {message}")):
         _read(tmp_path / "users.parquet", column)
+
+
+def test_a_feature_that_json_lines_never_have_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_text('{"item":"x","brand":null}\n')
+    run(tmp_path, log_options=of_items(tmp_path / "items.jsonl", "brand"))
+    with pytest.raises(DataError, match=r"items\.jsonl has no column 'brnd' in any row; check its name$"):
+        run(tmp_path, log_options=of_items(tmp_path / "items.jsonl", "brnd"))
+
+
+@settings(max_examples=30)
+@given(
+    days=st.lists(
+        st.dictionaries(
+            st.sampled_from("xyz"),
+            st.tuples(TEXTS, st.lists(TEXTS, max_size=3), st.one_of(st.integers(-9, 9), st.text("1a", max_size=2))),
+            min_size=1,
+        ),
+        min_size=3,
+        max_size=3,
+    ),
+    table=st.booleans(),
+)
+def test_values_of_features_keep_the_ids_of_an_earlier_day(
+    tmp_path_factory: pytest.TempPathFactory, days: list[dict[str, Any]], table: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("days")
+    earlier: dict[str, dict[int, Any]] = {"brand": {}, "year": {}, "city": {}, "tags": {}}
+    for number, items in enumerate(days):
+        rows = [{"item": item, "brand": brand, "year": str(year)} for item, (brand, _, year) in items.items()]
+        users = [
+            {"user": {"x": "ann", "y": "bob", "z": "eve"}[u], "city": c, "tags": t} for u, (c, t, _) in items.items()
+        ]
+        options = of_items(write_rows(folder / "items.csv", rows, {}), "brand", "year", table=table)
+        context = {"context": write_rows(folder / "users.jsonl", users, {}), "context_columns": ("city", "tags:list")}
+        out = folder / f"day{number}"
+        vocabulary = folder / f"day{number - 1}" if number else None
+        manifest = run(folder, log_options={**options, **context}, out=out, vocabulary=vocabulary)
+        labels = {name: read_vocabulary(out, name) for name in ("brand", "year")}
+        labels |= {name: dict(enumerate(of_name)) for name, of_name in manifest.context_labels.items()}
+        texts = {name: {i: v if v is None else str(v) for i, v in of.items()} for name, of in labels.items()}
+        for name, known in earlier.items():
+            assert list(texts[name].items())[: len(known)] == list(known.items())
+            assert manifest.vocabulary_sizes[name] == len(texts[name])
+            assert number or list(labels[name].values())[1:] == sorted(list(labels[name].values())[1:])
+        earlier = texts
+        of_users = {row["user"]: row for row in users}
+        events = {item: {"brand": row["brand"], "year": row["year"]} for item, row in zip(items, rows, strict=True)}
+        for row in decode(out, read_rows(out / "train")):
+            user = of_users.get(row["user_id"], {"city": "", "tags": []})
+            assert texts["city"][row["city"]] == (user["city"] or None)
+            assert [texts["tags"][tag] for tag in row["tags"]] == [tag for tag in user["tags"] if tag]
+            for index, item in enumerate(row["item_id"] if not table else ()):
+                for name in ("brand", "year"):
+                    assert texts[name][row[name][index]] == (events.get(item, {}).get(name) or None)
+        if table:
+            found = decoded_table(out, brand="id", year="id")
+            years = {item: None if row["year"] is None else str(row["year"]) for item, row in found.items()}
+            assert years == {item: row["year"] or None for item, row in events.items()}
 
 
 def test_an_item_of_two_rows_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.datasets import Manifest, open_store
 from evenrank.preprocess import PreprocessConfig, preprocess
 from evenrank.preprocess.build import buckets
+from evenrank.preprocess.files import text_blocks
 from evenrank.preprocess.pipeline import open_source
 from evenrank.preprocess.sources import fractal
 
@@ -67,11 +68,18 @@ def test_marginals_are_products_of_those_of_the_base_and_of_the_reduced_matrix(
                 assert abs(of_expanded[id_ * factor + copy] - mean) <= 5 * np.sqrt(mean) + 1
 
 
-def test_the_reduced_matrix_is_that_of_the_paper(tmp_path: Path) -> None:
-    base = _write_ratings(tmp_path / "raw", num_users=9)
-    matrix = np.zeros((9, 70))
+@pytest.mark.parametrize(
+    ("num_users", "num_items", "to_users", "to_items", "rate"),
+    [(9, 70, USERS, ITEMS, 1), (300, 400, 16, 32, 0.02)],  # the latter with singular values that hardly decrease
+)
+def test_the_reduced_matrix_is_that_of_the_paper(
+    tmp_path: Path, num_users: int, num_items: int, to_users: int, to_items: int, rate: float
+) -> None:
+    base = _write_ratings(tmp_path / "raw", num_users=num_users, num_items=num_items)
+    matrix = np.zeros((num_users, num_items))
     matrix[base[:, 0] - 1, base[:, 1] // 5] = base[:, 2] + 1
     matrix = matrix[:, matrix.any(0)]
+    rank = min(to_users, to_items)
     left, scales, right = np.linalg.svd(matrix, full_matrices=False)
 
     def resize(vectors: NDArray[np.float64], size: int) -> NDArray[np.float64]:
@@ -83,10 +91,12 @@ def test_the_reduced_matrix_is_that_of_the_paper(tmp_path: Path) -> None:
         values, vectors = np.linalg.eigh(averaged.T @ averaged)
         return averaged @ vectors @ np.diag(values**-0.5) @ vectors.T
 
-    reduced = resize(left[:, :USERS], USERS) @ np.diag(scales[:USERS]) @ resize(right[:USERS].T, ITEMS).T
+    reduced = resize(left[:, :rank], to_users) @ np.diag(scales[:rank]) @ resize(right[:rank].T, to_items).T
     chances = (reduced - reduced.min()) / (reduced.max() - reduced.min())
-    expanded, manifest = _expand(tmp_path / "raw", tmp_path / "out", f"ml-20m:{USERS}x{ITEMS}")
-    assert manifest.options["expected_events"] == pytest.approx(chances.sum() * len(base), abs=1)
+    expanded, manifest = _expand(
+        tmp_path / "raw", tmp_path / "out", f"ml-20m:{to_users}x{to_items}" + f":{rate}" * (rate < 1)
+    )
+    assert manifest.options["expected_events"] == pytest.approx(chances.sum() * len(base) * rate, 1e-4, 1)
     # Unlike the ids of draws, those of copies are numbered, because those of MovieLens have gaps.
     assert manifest.vocabulary_sizes["item_id"] == len(np.unique(expanded[:, 1])) + 1
 
@@ -106,7 +116,7 @@ def test_the_expansion_depends_on_the_seed_and_not_on_the_pieces(
     other, _ = _expand(tmp_path / "raw", tmp_path / "b", "ml-20m:3x4", seed=2)
     assert not np.array_equal(first, other)
     monkeypatch.setattr(fractal, "_EVENTS_AT_ONCE", 50)
-    monkeypatch.setattr(buckets, "_BATCH_EVENTS", 70)
+    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 700)
     monkeypatch.setattr(buckets, "EVENTS_PER_BUCKET", 300)
     _, in_pieces = _expand(tmp_path / "raw", tmp_path / "c", "ml-20m:3x4", seed=1)
     assert in_pieces.content_hash == manifest.content_hash
