@@ -23,9 +23,9 @@ def fit_command(
 ) -> None:
     """Fit the cost of a sample to the measured steps of a run, and save it.
 
-    The run needs a StepTimer and a JsonLines with every=1. Its steps should not all be balanced, because balanced ones
-    are too similar: strategy="none", or compare_every=2. The cost is for BalanceConfig(cost=MeasuredCost.load(FILE)),
-    and for:
+    The run needs a StepTimer, and its log counts with one step per record. These should not all be balanced, because
+    balanced ones are too similar: strategy="none", or compare_every=2. The cost is for
+    BalanceConfig(cost=MeasuredCost.load(FILE)), and for:
 
     \b
         evenrank fit out/balance.jsonl --out out/cost.json
@@ -63,8 +63,6 @@ def _timed_ranks(path: Path, log: "BalanceLog") -> tuple[Any, Any, Any]:
     timed = [record for record in log.records if record.compute_seconds is not None]
     if not timed:
         raise DataError(f"{path} has no measured times; train with a StepTimer(JsonLines(...), ...) as on_step")
-    if any(record.steps + record.compared_steps > 1 for record in timed):
-        raise DataError(f"{path} has records of several steps; write it with JsonLines(every=1)")
     columns = (
         [getattr(record, name) for record in timed] for name in ("rank_tokens", "rank_squares", "compute_seconds")
     )

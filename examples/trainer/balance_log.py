@@ -86,8 +86,6 @@ _MEASURED = ("measured_idle_after", "step_seconds", "measured_idle_before", "com
 def measured_numbers(measured: MetricsSummary) -> dict[str, float]:
     """Return what was measured by name, as far as it was: idle shares, seconds of a step, speed-up."""
     known = shown_numbers(measured)
-    if not measured.measured_steps:
-        known.pop("measured_speedup", None)
     return {name: known[name] for name in _MEASURED if name in known}
 
 

@@ -76,6 +76,13 @@ def test_the_error_is_that_of_the_times(here: Path, evenrank: Evenrank) -> None:
     assert (cost.interleave_actions, cost.max_tokens) == (False, 131_072)
 
 
+def test_records_count_with_their_last_step(here: Path, evenrank: Evenrank) -> None:
+    write(here / "log.jsonl", *_timed_steps(), every=2, window=5)
+    lines, cost = _fitted(here, evenrank)
+    assert _coefficients(cost) == pytest.approx([PER_STEP, PER_TOKEN, PER_SQUARE], rel=1e-6)
+    assert lines[0].startswith("50 times of 25 steps: ")
+
+
 def test_the_cost_of_a_log_is_for_the_next_simulation(here: Path, evenrank: Evenrank) -> None:
     write(here / "log.jsonl", *_timed_steps())
     _fitted(here, evenrank)

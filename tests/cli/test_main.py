@@ -162,7 +162,6 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ("fit nowhere.jsonl", "nowhere.jsonl cannot be read: No such file or directory; "),
         ("fit run.jsonl", "run.jsonl has no measured times; train with a StepTimer(JsonLines(...), ...) as on_step"),
         ("fit timed.jsonl", "6 steps are too few to fit a cost; time at least 20"),
-        ("fit windows.jsonl", "windows.jsonl has records of several steps; write it with JsonLines(every=1)"),
         ("simulate zipf:exponent=x", "exponent must be float, got 'x'"),
         ("simulate zipf --ranks 8,x", "--ranks must be comma-separated integers such as 8,64, got '8,x'"),
         ("simulate zipf --ranks 0", "--ranks must be at least 1, got 0"),
@@ -197,7 +196,6 @@ def test_a_mistake_is_one_line_and_exits_with_2(here: Path, evenrank: Evenrank, 
     write_log(here / "run.jsonl", *STEPS)
     (here / "empty.jsonl").touch()
     write_log(here / "timed.jsonl", *TIMED_STEPS)
-    write_log(here / "windows.jsonl", *TIMED_STEPS, every=2, window=2)
     (here / "bad.jsonl").write_text('{"epoch": 0}\n')
     (here / "broken.py").write_text("def cost(\n")
     for name in ("empty.npy", "empty.parquet", "run.txt"):
