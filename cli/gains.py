@@ -18,7 +18,7 @@ idle        share of rank time, of all steps together, spent waiting for the
 speed-up    total time of the steps before balancing / after; of a step: the
             median of single steps, and half of their 5-95 % range
 one         steps whose time one sample sets: more balancing is no help
-moved       share of tokens trained on another rank than the one that loaded them
+moved       share of tokens whose samples are trained on another rank
 plan        median time to plan a step, on one thread of this machine
 All of it is what the cost says; training measures it (training.StepTimer).
 """

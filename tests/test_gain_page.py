@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenrank.cli.reports.balance_log import BalanceLog, read_json_lines
 from evenrank.cli.simulation import open_source, simulate
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, MeasuredCost, StepMetrics, summarize
+from evenrank.dataloader.balance.metrics.log_reader import BalanceLog, read_json_lines
 from evenrank.dataloader.balance.metrics.writers import JsonLines, MLflow, TensorBoard, WandB
 from evenrank.training import StepTimer, scale_loss
 from tests.pages import ROOT, blocks, torchrun
