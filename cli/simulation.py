@@ -46,7 +46,8 @@ class LengthSource:
         else:
             assert self.distribution is not None
             drawn = self.distribution.sample(rng, num_samples)
-        return np.minimum(drawn, self.max_length)
+        cut: NDArray[np.int64] = np.minimum(drawn, self.max_length)
+        return cut
 
     def repeats_rows(self, num_samples: int) -> bool:
         """Return whether a step of `num_samples` samples needs more rows than are known."""

@@ -84,7 +84,7 @@ class Variant:
 
     def train_epoch(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Train an epoch, and measure its steps."""
-        num_items = model.module.items.num_embeddings  # type: ignore[union-attr]
+        num_items: int = model.module.items.num_embeddings  # type: ignore[union-attr,assignment]
         with StepTimer(self.steps.append, device=device) as self.timer:
             for batch in self.loader:
                 longest = max(2, (batch.max_lengths or {})["item_id"])
@@ -130,12 +130,12 @@ def train(rank: int, data: Path, store: str, options: argparse.Namespace) -> lis
 
 def measured(steps: Sequence[StepMetrics], longest: "np.ndarray[Any, Any]") -> dict[str, Any]:
     """Return the numbers of a variant, given the longest history of each rank in each step: [ranks, steps]."""
-    timed = [step for step in steps if step.compute_seconds is not None and step.wait_seconds is not None]
-    ms = np.array([1e3 * (step.compute_seconds + step.wait_seconds).mean() for step in timed])
+    times = [(step.compute_seconds, step.wait_seconds) for step in steps]
+    ms = np.array([1e3 * (own + wait).mean() for own, wait in times if own is not None and wait is not None])
     costs = np.array([COST.of_tokens(row, np.zeros_like(row)) for row in longest])
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "steps": len(timed),
+        "steps": len(ms),
         "real_tokens": round(float(np.mean([step.tokens for step in steps]))),
         "padded_tokens": round(BATCH_SIZE * float(longest.sum(axis=0).mean())),
         "step_ms": [round(float(value), 2) for value in (ms.mean(), *np.percentile(ms, (5, 50, 95)))],

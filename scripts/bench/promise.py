@@ -77,7 +77,7 @@ def train(rank: int, job: Job, path: Path, store: str, *, is_balanced: bool, sec
     """Train an epoch in which a load of 1 takes `second`; return the measured steps on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    lengths, measured = np.load(path), []
+    lengths, measured = np.load(path), list[StepMetrics]()
     data = draw_samples(RandomData(), np.random.default_rng(0), len(lengths), min_length=1, split="train")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     events = {name: np.zeros(offsets[-1], dtype=values.dtype) for name, values in data.events.items()}

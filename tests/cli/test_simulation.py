@@ -35,7 +35,7 @@ def _measured(**options: Any) -> MeasuredCost:
     return MeasuredCost(**{**fitted, **options})
 
 
-def _simulate(source: LengthSource, config: BalanceConfig, world_size: int, **options: int) -> MetricsSummary:
+def _simulate(source: LengthSource, config: BalanceConfig, world_size: int, **options: Any) -> MetricsSummary:
     return summarize(simulate(source, config, world_size, **options))
 
 
@@ -95,7 +95,7 @@ def test_lengths_are_cut_and_rows_repeated_only_where_they_must_be() -> None:
 
 def test_windows_are_compared_with_the_steps_that_the_order_has() -> None:
     source = LengthSource(lengths=np.array([*[100] * 8, *[1] * 120]))
-    options = {"batch_size": 4, "steps": 42, "seed": 3}
+    options: dict[str, Any] = {"batch_size": 4, "steps": 42, "seed": 3}
     steps = simulate(source, BalanceConfig(cost=LINEAR), 8, **options)
     windows = simulate(source, BalanceConfig(cost=LINEAR, window=4), 8, **options)
     assert [step.before.tolist() for step in windows] == [step.before.tolist() for step in steps]

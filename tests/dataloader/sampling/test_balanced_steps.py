@@ -283,7 +283,8 @@ def test_loads_before_are_those_of_the_steps_without_windows(small_dataset: Path
     state = _state_within_a_window(small_dataset, 3, 3)
     for start in (None, state):
         measured: list[list[StepMetrics]] = [[], []]
-        for balance, metrics in zip(({"strategy": "none"}, {"window": 4}), measured, strict=True):
+        ways: tuple[dict[str, Any], ...] = ({"strategy": "none"}, {"window": 4})
+        for balance, metrics in zip(ways, measured, strict=True):
             loaders = _loaders(small_dataset, 2, {**balance, "cost": cost, "on_step": metrics.append})
             list(_load(loaders, start)[1] if start else loaders[1])
         unbalanced, windowed = measured

@@ -80,7 +80,8 @@ def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> N
 @pytest.mark.parametrize("setting", ["every", "window"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) -> None:
-    for writer in (JsonLines, TensorBoard, WandB, MLflow):
+    writers: tuple[Any, ...] = (JsonLines, TensorBoard, WandB, MLflow)
+    for writer in writers:
         with pytest.raises(ConfigError, match=f"{setting} must be at least 1, got {value}"):
             writer(str(tmp_path / "log"), **{setting: value})
     assert list(tmp_path.iterdir()) == []
@@ -260,6 +261,7 @@ def test_weights_and_biases_gets_numbers_and_options(here: Path) -> None:
     assert [path.suffix for path in here.glob("wandb/offline-run-*/run-*")] == [".wandb"]
 
 
+@pytest.mark.processes  # of MLflow
 def test_mlflow_gets_numbers_and_options(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
