@@ -123,9 +123,10 @@ def train(rank: int, data: Path, store: str, options: argparse.Namespace) -> lis
     for name, variant in trained.items():
         longest: list[Any] = [None] * options.ranks
         dist.all_gather_object(longest, variant.longest)
-        rows.append({"variant": name, **measured(variant.steps, np.array(longest))})
+        if rank == 0:  # which has the times of all ranks
+            rows.append({"variant": name, **measured(variant.steps, np.array(longest))})
     dist.destroy_process_group()
-    return rows if rank == 0 else []
+    return rows
 
 
 def measured(steps: Sequence[StepMetrics], longest: "np.ndarray[Any, Any]") -> dict[str, Any]:
