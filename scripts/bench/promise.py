@@ -9,8 +9,9 @@ Each rank sleeps for the time that its samples cost instead of training, and joi
     giant       one sample in 200 is so long that it sets the time of most steps
     half-fixed  as sum, but half of an unbalanced step is a time that balancing cannot change
 
-A job trains the same epoch twice, first with strategy `none`, then balanced without exchange, and a StepTimer measures
-both. Prints one JSON line per job: promised and measured speed-up and idle shares, and the ratio of the speed-ups.
+A job trains the same epoch three times, and a StepTimer measures it: without sleeping, then with strategy `none`, then
+balanced without exchange. The promise counts the time of a step without sleep as `evenrank simulate --fixed-ms` does. Prints
+one JSON line per job: promised and measured speed-up and idle shares, and the ratio of the speed-ups.
 """
 
 import argparse
@@ -28,7 +29,15 @@ import torch.distributed as dist
 
 from evenrank.cli.simulation import open_source, simulate, with_fixed_load
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Cost, LinearCost, PaddedCost, StepMetrics, summarize
+from evenrank.dataloader.balance import (
+    BalanceConfig,
+    Cost,
+    LinearCost,
+    MetricsSummary,
+    PaddedCost,
+    StepMetrics,
+    summarize,
+)
 from evenrank.dataloader.random_batches import RandomData, draw_samples
 from evenrank.training import StepTimer
 
@@ -65,12 +74,9 @@ JOBS = {
 
 
 def promise(job: Job, path: Path, steps: int) -> list[StepMetrics]:
-    """Return the simulated steps, with the part that balancing cannot change as a load."""
+    """Return the simulated steps."""
     source = open_source(str(path), "train", MAX_LENGTH)
-    simulated = simulate(source, job.balance(), RANKS, batch_size=BATCH_SIZE, steps=steps)
-    heaviest = summarize(simulated).heaviest_before
-    fixed = round(heaviest * job.fixed_share / (1 - job.fixed_share))
-    return [with_fixed_load(step, fixed) for step in simulated]
+    return simulate(source, job.balance(), RANKS, batch_size=BATCH_SIZE, steps=steps)
 
 
 def train(rank: int, job: Job, path: Path, store: str, *, is_balanced: bool, second: float, fixed: float) -> Any:
@@ -102,34 +108,41 @@ def rank_load(job: Job, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> int:
     return BATCH_SIZE * int(lengths.max()) if isinstance(job.cost, PaddedCost) else int(lengths.sum())
 
 
+def run(job: Job, path: Path, **arguments: Any) -> MetricsSummary:
+    """Train on all ranks, and return what was measured."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(RANKS) as pool:
+        ranks = [
+            pool.apply_async(train, (rank, job, path, f"file://{folder}/store"), arguments) for rank in range(RANKS)
+        ]
+        return summarize(ranks[0].get(timeout=900))
+
+
 def measure(name: str, *, steps: int, step_ms: float) -> dict[str, Any]:
     """Return the row of a job."""
     job = JOBS[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lengths.npy"
         np.save(path, job.lengths(steps * RANKS * BATCH_SIZE))
-        promised = summarize(promise(job, path, steps))
-        # A step is as long as asked for before balancing.
-        second = step_ms / 1e3 / promised.heaviest_before
+        simulated = promise(job, path, steps)
+        # The part of an unbalanced step that depends on its samples, and the rest.
         fixed = job.fixed_share * step_ms / 1e3
-        runs = {}
-        for is_balanced in (False, True):
-            arguments = {"is_balanced": is_balanced, "second": second, "fixed": fixed}
-            with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
-                store = f"file://{folder}/store-{is_balanced}"
-                ranks = [pool.apply_async(train, (rank, job, path, store), arguments) for rank in range(RANKS)]
-                runs[is_balanced] = summarize(ranks[0].get(timeout=600))
-    speedup = runs[False].step_seconds / runs[True].step_seconds
+        second = (step_ms / 1e3 - fixed) / summarize(simulated).heaviest_before
+        overhead = run(job, path, is_balanced=False, second=0.0, fixed=0.0).step_seconds
+        load = round((fixed + overhead) / second)
+        promised = summarize([with_fixed_load(step, load) for step in simulated])
+        before, after = (run(job, path, is_balanced=balanced, second=second, fixed=fixed) for balanced in (False, True))
+    speedup = before.step_seconds / after.step_seconds
+    shares = {
+        "idle_before": (promised.idle_before, before.measured_idle_after),
+        "idle_after": (promised.idle_after, after.measured_idle_after),
+        "speedup": (promised.speedup, speedup),
+    }
     return {
         "job": name,
         "steps": steps,
-        "step_ms": round(1e3 * runs[False].step_seconds, 1),
-        "idle_before": {
-            "promised": round(promised.idle_before, 4),
-            "measured": round(runs[False].measured_idle_after, 4),
-        },
-        "idle_after": {"promised": round(promised.idle_after, 4), "measured": round(runs[True].measured_idle_after, 4)},
-        "speedup": {"promised": round(promised.speedup, 3), "measured": round(speedup, 3)},
+        "overhead_ms": round(1e3 * overhead, 1),
+        "step_ms": [round(1e3 * one.step_seconds, 1) for one in (before, after)],
+        **{name: {"promised": round(one, 3), "measured": round(other, 3)} for name, (one, other) in shares.items()},
         "measured_over_promised": round(speedup / promised.speedup, 3),
     }
 
