@@ -10,8 +10,8 @@ Each rank sleeps for the time that its samples cost instead of training, and joi
     half-fixed  as sum, but half of an unbalanced step is a time that balancing cannot change
 
 A job trains the same epoch three times, and a StepTimer measures it: without sleeping, then with strategy `none`, then
-balanced without exchange. The promise counts the time of a step without sleep as `evenrank simulate --fixed-ms` does. Prints
-one JSON line per job: promised and measured speed-up and idle shares, and the ratio of the speed-ups.
+balanced without exchange. The promise counts the time of a step without sleep as `evenrank simulate --fixed-ms` does.
+Prints one JSON line per job: promised and measured speed-up and idle shares, and the ratio of the speed-ups.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def measure(name: str, *, steps: int, step_ms: float) -> dict[str, Any]:
         # The part of an unbalanced step that depends on its samples, and the rest.
         fixed = job.fixed_share * step_ms / 1e3
         second = (step_ms / 1e3 - fixed) / summarize(simulated).heaviest_before
-        overhead = run(job, path, is_balanced=False, second=0.0, fixed=0.0).step_seconds
+        overhead = run(job, path, is_balanced=True, second=0.0, fixed=0.0).step_seconds
         load = round((fixed + overhead) / second)
         promised = summarize([with_fixed_load(step, load) for step in simulated])
         before, after = (run(job, path, is_balanced=balanced, second=second, fixed=fixed) for balanced in (False, True))
