@@ -12,11 +12,13 @@ from typing import Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.inspect_balance import EXPLANATION, Walk, load_table, walk_epoch
-from evenrank.cli.options import STRATEGIES
+from evenrank.cli.gains import EXPLANATION, describe_settings, gains_table
+from evenrank.cli.inspect_balance import Walk, walk_epoch
+from evenrank.cli.options import BATCH_SIZE, LAYERS, STRATEGIES, make_cost
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 _NUM_RANKS = 4
-_BATCH_SIZE = 32  # per rank
+_SETTINGS = describe_settings(BATCH_SIZE, MAX_HISTORY_LENGTH, "hstu", LAYERS)
 _WORK, _IDLE, _LIMIT = "#3b6ea8", "#e8e3d9", "#c0392b"
 # Strategies, and whether samples are exchanged.
 _WAYS = [*((strategy, True) for strategy in STRATEGIES), ("lpt-swap", False)]
@@ -57,7 +59,7 @@ def demo_command(
             f"{data}: {train.rows:,} users, {train.interactions:,} interactions; median history length "
             f"{train.lengths['p50']:,}, longest {train.lengths['max']:,}"
         )
-        console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), batches of {_BATCH_SIZE}:")
+        console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), {_SETTINGS}:")
         with console.stages() as on_stage:
             on_stage(f"starting {_NUM_RANKS} processes")
             for process in compiled:
@@ -66,11 +68,11 @@ def demo_command(
     plot = out / "balance.png"
     with console.stages() as on_stage:
         on_stage("drawing")
-        title = f"{_NUM_RANKS} ranks, {_BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
+        title = f"{_NUM_RANKS} ranks, {BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
         draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
-    console.print_result(load_table(walks))
+    console.print_result(gains_table([walk.gain(_NUM_RANKS) for walk in walks]))
     console.print_result(
-        EXPLANATION + "*         no exchange: every rank plans all steps from lengths, and reads what it trains\n"
+        EXPLANATION + "*           no exchange: every rank plans from lengths, and reads what it trains on\n"
     )
     console.print_result(f"every strategy: {walks[0].num_samples:,} samples, each seen exactly once and unaltered")
     console.print_result(f"plot: {plot}")
@@ -97,12 +99,10 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     import torch.distributed as dist
 
     from evenrank.dataloader import LoaderConfig
-    from evenrank.dataloader.balance import BalanceConfig, HSTUCost
+    from evenrank.dataloader.balance import BalanceConfig
 
     torch.set_num_threads(1)  # the ranks share the machine
-    config = LoaderConfig(batch_size=_BATCH_SIZE, max_history_length=2048, max_num_candidates=1)
-    # The model of the published balancing results: 8 layers, width 1024, 4 heads of 256.
-    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True, contextual=("segment",))
+    config, cost = LoaderConfig(batch_size=BATCH_SIZE), make_cost("hstu", LAYERS)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
     try:
         walks = []

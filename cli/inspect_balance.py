@@ -16,42 +16,48 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import STRATEGIES, DatasetFolder, make_cost
+from evenrank.cli.gains import EXPLANATION, Gain, describe_settings, gains_table
+from evenrank.cli.options import (
+    BATCH_SIZE,
+    HAS_LAYERS,
+    LAYERS,
+    STRATEGIES,
+    BatchSize,
+    CostName,
+    CostShape,
+    DatasetFolder,
+    Heads,
+    Hidden,
+    Layers,
+    MaxHistoryLength,
+    check_conditions,
+    make_cost,
+)
 from evenrank.core.errors import ConfigError, RankError
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from rich.table import Table
-
     from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
     from evenrank.dataloader.balance import BalanceConfig, StepMetrics
 
-EXPLANATION = """\
-load      load of the heaviest rank over the lower bound, mean over steps; 1 is perfect
-idle      share of the ranks' time spent waiting for the heaviest rank of each step
-speed-up  expected by the cost model: heaviest loads before balancing / after
-moved     share of samples trained on another rank than the one that loaded them
-plan      median time to plan a step, in the background
-"""
-
 
 def inspect_balance_command(
+    ctx: typer.Context,
     path: DatasetFolder,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 32,
-    max_history_length: Annotated[
-        int, typer.Option(help="Events per sample; longer histories are cut to their newest events.")
-    ] = 2048,
-    max_num_candidates: Annotated[int, typer.Option(help="How many of each user's last events are candidates.")] = 1,
+    batch_size: BatchSize = BATCH_SIZE,
+    max_history_length: MaxHistoryLength = MAX_HISTORY_LENGTH,
+    max_num_candidates: Annotated[int, typer.Option(help="How many of each user's last events are candidates.")] = 0,
     strategy: Annotated[str, typer.Option(help=f"Balancing strategy: one of {', '.join(STRATEGIES)}.")] = "lpt-swap",
-    hidden: Annotated[int, typer.Option(help="Width of the HSTU layers whose cost is balanced.")] = 1024,
-    heads: Annotated[int, typer.Option(help="Attention heads per layer, each hidden / heads wide.")] = 4,
+    cost: CostName = "hstu",
+    hidden: Hidden = LAYERS.hidden,
+    heads: Heads = LAYERS.heads,
+    layers: Layers = LAYERS.layers,
 ) -> None:
     """Iterate over one epoch through the Balancer; run it under torchrun.
 
-    Prints the load of the heaviest rank before and after balancing, and checks that each sample was seen exactly once
-    and unaltered. Example:
+    Prints how long ranks are idle before and after balancing, and checks that each sample was seen exactly once and
+    unaltered. Example:
 
     \b
         torchrun --nproc_per_node 4 -m evenrank inspect-balance out/ml-20m
@@ -63,7 +69,8 @@ def inspect_balance_command(
             f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {path}"
         )
 
-    cost = make_cost(None, hidden=hidden, heads=heads, layers=8)
+    check_conditions(ctx, HAS_LAYERS)
+    model = make_cost(cost, CostShape(hidden, heads, layers))
     with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
@@ -81,9 +88,11 @@ def inspect_balance_command(
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         is_first = dist.get_rank() == 0
-        walk = walk_epoch(path, config, BalanceConfig(cost=cost, strategy=strategy), show_progress=is_first)
+        walk = walk_epoch(path, config, BalanceConfig(cost=model, strategy=strategy), show_progress=is_first)
         if is_first:
-            console.print_result(load_table([walk]))
+            shape = CostShape(hidden, heads, layers) if HAS_LAYERS.holds(ctx.params) else None
+            console.print_result(f"{path}: {describe_settings(batch_size, max_history_length, cost, shape)}")
+            console.print_result(gains_table([walk.gain(dist.get_world_size())]))
             console.print_result(EXPLANATION)
             console.print_result(
                 f"{walk.num_samples:,} samples in {len(walk.metrics):,} steps on {dist.get_world_size()} ranks: each "
@@ -106,6 +115,10 @@ class Walk:
     def label(self) -> str:
         """The strategy, with a star where nothing was exchanged."""
         return self.strategy if self.has_exchange else f"{self.strategy}*"
+
+    def gain(self, ranks: int) -> Gain:
+        """Return the row of a table."""
+        return Gain(ranks, self.label, self.metrics, has_exchange=self.has_exchange)
 
 
 def walk_epoch(
@@ -183,33 +196,3 @@ def _matches_dataset(loader: "Loader[SequenceBatch]", batch: "SequenceBatch") ->
     received, collated = tensors_of(batch), tensors_of(expected)
     are_alike = batch.loss_tokens == expected.loss_tokens and len(received) == len(collated)
     return are_alike and all(map(torch.equal, received, collated))
-
-
-def load_table(walks: Sequence[Walk]) -> "Table":
-    """Return a table with one row per strategy: loads before and after balancing, and how many samples move."""
-    import numpy as np
-
-    from evenrank.dataloader.balance.metrics import summarize
-
-    headers = ("strategy", "load\nbefore", "load\nafter", "worst\nafter", "idle\nbefore", "idle\nafter")
-    table = console.new_table(*headers, "expected\nspeed-up", "moved", "plan\n(ms)", left=["strategy"], narrow=True)
-    for walk in walks:
-        summary = summarize(walk.metrics)
-        table.add_row(
-            walk.label,
-            f"{summary.ratio_before:.3f}",
-            f"{summary.ratio_after:.3f}",
-            f"{summary.worst_after:.3f}",
-            f"{_idle_share([step.before for step in walk.metrics]):.1%}",
-            f"{_idle_share([step.after for step in walk.metrics]):.1%}",
-            f"{summary.speedup:.2f}x",
-            f"{summary.moved_samples if walk.has_exchange else 0:.0%}",
-            f"{np.median([step.plan_seconds for step in walk.metrics] or [0.0]) * 1e3:.2f}",
-        )
-    return table
-
-
-def _idle_share(loads: "Sequence[NDArray[np.int64]]") -> float:
-    """Return the share of all ranks' time that is spent waiting for the heaviest rank of each step."""
-    elapsed = sum(int(step_loads.max()) * len(step_loads) for step_loads in loads)
-    return 1 - sum(int(step_loads.sum()) for step_loads in loads) / elapsed if elapsed else 0.0

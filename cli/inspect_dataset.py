@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from evenrank.cli import console
-from evenrank.cli.options import DatasetFolder, file_option, page_path, write_page
+from evenrank.cli.gains import EXPLANATION, describe_settings, gains_table
+from evenrank.cli.options import BATCH_SIZE, LAYERS, DatasetFolder, file_option, page_path, write_page
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,6 +56,10 @@ def inspect_command(
             stores[split] = open_store(path, split)
         report = render_page(manifest, stores, name=path.resolve().name, on_stage=on_stage)
         write_page(page, report.html)
+    if report.gains:
+        console.print_result(f"Steps of {describe_settings(BATCH_SIZE, MAX_HISTORY_LENGTH, 'hstu', LAYERS)}:")
+        console.print_result(gains_table(report.gains))
+        console.print_result(EXPLANATION)
     if report.routing is not None:
         console.print_result(_ROUTING.format(rows=report.routing.num_embeddings))
         for table in routing_tables(report.routing):

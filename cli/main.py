@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 import evenrank
 from evenrank.cli import console
 from evenrank.cli.demo import demo_command
+from evenrank.cli.fit import fit_command
 from evenrank.cli.inspect_balance import inspect_balance_command
 from evenrank.cli.inspect_dataset import inspect_command
 from evenrank.cli.metrics import metrics_command
@@ -38,6 +39,7 @@ def main() -> None:
     app.command("inspect")(inspect_command)
     app.command("simulate")(simulate_command)
     app.command("metrics")(metrics_command)
+    app.command("fit")(fit_command)
     app.command("inspect-balance")(inspect_balance_command)
     app.command("demo")(demo_command)
     _run(app)

@@ -1,79 +1,128 @@
-"""`evenrank metrics`: show what balancing did in a training job, as a table and as a page with plots."""
+"""`evenrank metrics`: show what balancing did in training jobs, as a table and as a page with plots."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenrank.cli import console
 from evenrank.cli.options import file_option, page_path, write_page
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError, MissingPackageError
+from evenrank.core.optional_imports import naming_extras
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.dataloader.balance.metrics import LogRecord
+    from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
+    from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary
 
 
 def metrics_command(
-    log: Annotated[
-        Path,
-        typer.Argument(help="Log written by `JsonLines` in a training job.", metavar="FILE.jsonl", show_default=False),
+    logs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Logs written by `JsonLines` in training jobs; several are compared.",
+            metavar="FILE.jsonl...",
+            show_default=False,
+        ),
     ],
-    html: Annotated[Path | None, file_option(help="Page to write. Default: FILE-report.html, next to the log.")] = None,
+    html: Annotated[
+        Path | None, file_option(help="Page to write, of one log. Default: FILE-report.html, next to it.")
+    ] = None,
 ) -> None:
-    """Show what balancing did in a training job: loads before and after, moved samples, times.
+    """Show what balancing did in a training job: what the cost promised beside what was measured.
 
-    Also writes one self-contained HTML page with plots. The last line of output is the path of the page. The job, which
-    may still be running, writes the log on one rank:
+    Of one log, also writes a self-contained HTML page with plots, whose path is the last line of output. Of several
+    logs, shows where the runs differ. A job, which may still be running, writes its log on rank 0:
 
     \b
         with JsonLines("out/balance.jsonl") as log:
-            balancer = Balancer(loader, BalanceConfig(cost=cost, on_step=log))   # on rank 0
+            balancer = Balancer(loader, BalanceConfig(cost=cost, on_step=log))
 
-    Example:
+    Examples:
 
     \b
         evenrank metrics out/balance.jsonl --html balance.html
+        evenrank metrics out/balance.jsonl out/balance-2.jsonl
     """
+    if len(logs) > 1 and html is not None:
+        raise ConfigError(f"--html {html} is a page of one log, got {len(logs)} logs; leave it out")
+    page = page_path(logs[0], html)
     with console.stages() as on_stage:
-        on_stage(f"reading {log}")
-        from evenrank.cli.reports.balance_log import describe_log, read_json_lines
+        from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
+        from evenrank.dataloader.balance.metrics.step_metrics import combine
 
-        page = page_path(log, html)
-        records, skipped = read_json_lines(log)
-    if not records:
-        raise DataError(f"{log} has no record yet; the job writes one after every `every` steps")
-    console.print_result(f"{log}: {describe_log(records)}\n")
-    if skipped:
-        console.print_result(f"skipped {skipped:,} line{'' if skipped == 1 else 's'} that could not be read")
-    console.print_result(metrics_table(records))
-    with console.stages() as on_stage:
-        on_stage("drawing")
-        from evenrank.cli.reports.balance_page import render_page
+        found = []
+        for path in logs:
+            on_stage(f"reading {path}")
+            found.append(read_json_lines(path))
+            if not found[-1].records:
+                raise DataError(f"{path} has no record yet; the job writes one after every `every` steps")
+    for path, log in zip(logs, found, strict=True):
+        run = f", run {log.run.id} of {log.run.started}" if log.run else ""
+        console.print_result(f"{path}: {log.describe()}{run}")
+        if log.skipped:
+            console.print_result(f"skipped {log.skipped:,} line{'s' * (log.skipped != 1)} that could not be read")
+    summaries = [combine(log.records) for log in found]
+    if len(logs) > 1:
+        for table in (
+            metrics_table(dict(zip(_short_names(logs), summaries, strict=True))),
+            differences_table(logs, found),
+        ):
+            console.print_result(table)
+        return
+    (path,), (log,), last = logs, found, found[0].records[-1]
+    console.print_result(
+        metrics_table({"all steps": summaries[0], f"last {last.steps:,}" if last.steps > 1 else "last": last})
+    )
+    try:
+        with console.stages() as on_stage, naming_extras():
+            on_stage("drawing")
+            from evenrank.cli.reports.balance_page import render_page
 
-        write_page(page, render_page(records, name=log.name))
-    console.print_result(f"report: {page}")
+            write_page(page, render_page(log, name=path.name))
+    except MissingPackageError as error:
+        if html is not None:
+            raise
+        console.print_result(f"no report: {error}")
+    else:
+        console.print_result(f"report: {page}")
 
 
-def metrics_table(records: "Sequence[LogRecord]") -> "Table":
-    """Return a table of the means over all records and of the last record, less than 80 columns wide."""
-    from evenrank.dataloader.balance.metrics import Unit, combine, shown_fields
+def metrics_table(summaries: "dict[str, MetricsSummary]") -> "Table":
+    """Return a table with a column for each summary by its name; numbers that none of them has are left out."""
+    from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, shown_numbers
 
-    formats = {
-        Unit.RATIO: "{:.3f}",
-        Unit.SPEEDUP: "{:.2f}x",
-        Unit.FRACTION: "{:.1%}",
-        Unit.BYTES: "{:,.0f}",
-        Unit.SECONDS: "{:,.2f}",
-    }
-    summary, last = combine(records), records[-1]
-    window = f"last {last.steps:,}" if last.steps > 1 else "last"
-    table = console.new_table("mean per step", "all steps", window, left=["mean per step"])
-    for entry in shown_fields():
-        unit, label = entry.metadata["unit"], entry.metadata["label"]
-        scale, suffix = (1e3, " (ms)") if unit is Unit.SECONDS else (1, "")
-        values = (formats[unit].format(scale * getattr(record, entry.name)) for record in (summary, last))
-        table.add_row(label + suffix, *values)
+    numbers = [shown_numbers(summary) for summary in summaries.values()]
+    table = console.new_table("", *summaries, left=[""])
+    for shown in SHOWN:
+        if any(shown.name in known for known in numbers):
+            table.add_row(
+                shown.label, *(shown.unit.show(known[shown.name]) if shown.name in known else "-" for known in numbers)
+            )
     return table
+
+
+def differences_table(logs: Sequence[Path], found: "Sequence[BalanceLog]") -> "Table":
+    """Return a table of the versions and options in which runs differ."""
+    flat = [_flat({"versions": log.run.versions, **log.run.options} if log.run else {}) for log in found]
+    table = console.new_table("options", *_short_names(logs), left=["options"])
+    for name in sorted(set().union(*flat)):
+        values = [str(options.get(name, "-")) for options in flat]
+        if len(set(values)) > 1:
+            table.add_row(name, *values)
+    return table
+
+
+def _flat(options: Any, name: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries by dotted names."""
+    if not isinstance(options, dict):
+        return {name: options}
+    parts = [_flat(value, f"{name}.{key}".lstrip(".")) for key, value in options.items()]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _short_names(logs: Sequence[Path]) -> list[str]:
+    names = [log.name for log in logs]
+    return names if len(set(names)) == len(names) else [str(log) for log in logs]

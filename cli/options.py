@@ -1,13 +1,15 @@
 """Options of several commands, and their checks."""
 
 import glob
+import importlib
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -15,7 +17,7 @@ from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
-    from evenrank.dataloader.balance.cost import Cost
+    from evenrank.dataloader.balance import Cost, MeasuredCost
 
 # Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
 STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
@@ -24,6 +26,15 @@ DatasetFolder = Annotated[
     Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
 ]
 file_option = partial(typer.Option, metavar="FILE", show_default=False)
+
+BATCH_SIZE, MIN_STEPS, RANKS = 32, 200, (8, 64, 1024)  # where a gain is shown and nothing else is said
+BatchSize = Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=1 << 20)]
+MaxHistoryLength = Annotated[
+    int,
+    typer.Option(
+        help="Events per sample, as in LoaderConfig; longer histories keep their newest.", min=1, max=(1 << 31) - 1
+    ),
+]
 
 
 class Condition(NamedTuple):
@@ -132,19 +143,84 @@ def _read_value(path: Path, key: str, value: Any, kind: Any, path_pattern: str) 
     return values if is_list else values[0]
 
 
-def make_cost(path: Path | None, *, hidden: int, heads: int, layers: int) -> "Cost":
-    """Return the cost in a file or, without one, that of an HSTU model whose heads are `hidden / heads` wide."""
-    from evenrank.dataloader.balance import HSTUCost, MeasuredCost
+class CostShape(NamedTuple):
+    """The layers of the model whose operations are the cost."""
 
-    if path is not None:
-        if path.exists() and not path.is_file():  # a pipe would never end
-            raise ConfigError(f"--cost {path} is not a regular file; give one that MeasuredCost.save wrote")
-        return MeasuredCost.load(path)
-    if heads < 1 or hidden % heads:
-        raise ConfigError(
-            f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
-        )
-    return HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=layers, interleave_actions=True)
+    hidden: int = 1024  # the model of the published balancing results
+    heads: int = 4
+    layers: int = 8
+
+
+LAYERS = CostShape()
+COSTS = ("hstu", "self-attention", "linear", "padded")
+_FFN_MULTIPLIER = 4
+_model_size = partial(typer.Option, min=1, max=1 << 20)
+CostName = Annotated[
+    str,
+    typer.Option(
+        help="Cost of a sample: hstu or self-attention, FLOPs of jagged layers; linear, its tokens; padded, "
+        "self-attention where all samples of a rank are padded to its longest; FILE, a measured cost (evenrank fit), "
+        "or padded:FILE; or module:function."
+    ),
+]
+Hidden = Annotated[int, _model_size(help="Width of the layers whose FLOPs are the cost.")]
+Heads = Annotated[int, _model_size(help="Attention heads per layer, each hidden / heads wide.")]
+Layers = Annotated[int, _model_size(help="Number of layers.")]
+HAS_LAYERS = Condition(
+    ("hidden", "heads", "layers"),
+    "the costs hstu, self-attention and padded",
+    ("cost",),
+    lambda v: v["cost"] in ("hstu", "self-attention", "padded"),
+)
+
+
+def make_cost(text: str, shape: CostShape) -> "Cost":
+    """Return the cost that `--cost` names, of layers of this shape."""
+    from evenrank.dataloader.balance import HSTUCost, LinearCost, PaddedCost, SelfAttentionCost
+
+    if text == "linear":
+        return LinearCost(interleave_actions=True)
+    if text in COSTS:
+        hidden, heads, layers = shape
+        if hidden % heads:
+            raise ConfigError(
+                f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
+            )
+        sizes: dict[str, Any] = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers}
+        if text == "hstu":
+            return HSTUCost(interleave_actions=True, **sizes)
+        attention = SelfAttentionCost(ffn_multiplier=_FFN_MULTIPLIER, **sizes)
+        return attention if text == "self-attention" else PaddedCost(attention)
+    if text.startswith("padded:"):
+        return PaddedCost(_measured_cost(text.removeprefix("padded:")))
+    return _imported_cost(text) if ":" in text and not Path(text).exists() else _measured_cost(text)
+
+
+def _measured_cost(text: str) -> "MeasuredCost":
+    from evenrank.dataloader.balance import MeasuredCost
+
+    path = Path(text)
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise ConfigError(f"--cost {text} is not a regular file; give one that `evenrank fit` wrote")
+    if not path.exists() and not path.suffix:
+        raise ConfigError(f"--cost {text} is unknown; give {', '.join(COSTS)}, a file or module:function")
+    return MeasuredCost.load(path)
+
+
+def _imported_cost(text: str) -> "Cost":
+    module_name, _, name = text.partition(":")
+    sys.path.insert(0, "")  # modules of the current folder, as in `python -m`
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise ConfigError(f"--cost {text} cannot be imported ({first_line(error)}); check the names") from error
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise ConfigError(f"--cost {text} is a {type(found).__name__}; give a function of lengths, num_candidates")
+    return cast("Cost", found)
 
 
 def page_path(subject: Path, chosen: Path | None) -> Path:

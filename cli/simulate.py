@@ -1,6 +1,6 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
-from functools import partial
+import dataclasses
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,34 +8,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import STRATEGIES, Condition, check_conditions, file_option, make_cost
+from evenrank.cli.options import (
+    BATCH_SIZE,
+    HAS_LAYERS,
+    LAYERS,
+    MIN_STEPS,
+    RANKS,
+    STRATEGIES,
+    BatchSize,
+    Condition,
+    CostName,
+    CostShape,
+    Heads,
+    Hidden,
+    Layers,
+    MaxHistoryLength,
+    check_conditions,
+    make_cost,
+)
 from evenrank.core.errors import ConfigError
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
+    from evenrank.cli.gains import Gain
     from evenrank.cli.simulation import LengthSource
+    from evenrank.dataloader.balance import BalanceConfig
 
-_MAX_SAMPLES = 1 << 26  # of a step, which are held in memory
-_MAX_LENGTH = (1 << 31) - 1  # of a history
+_MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
 _TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
+_IDLE = 0.01  # share of idle time from which on the table is followed by what would help
 _CONDITIONS = (
-    Condition(("hidden", "heads", "layers"), "the cost of an HSTU model", ("cost",), lambda v: v["cost"] is None),
-    Condition(("split",), "datasets", ("source",), lambda v: not _is_distribution(v["source"])),
+    HAS_LAYERS,
+    Condition(("split",), "datasets", ("source",), lambda v: Path(v["source"]).is_dir()),
     Condition(
         ("tolerance",),
         f"--strategy {' and '.join(_TOLERANT_STRATEGIES)}",
         ("strategy",),
         lambda v: not set(_TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(v["strategy"])),
     ),
+    Condition(
+        ("max_history_length",), "lengths of histories", ("source",), lambda v: not v["source"].endswith(".jsonl")
+    ),
+    Condition(("step_ms",), "--fixed-ms", ("fixed_ms",), lambda v: v["fixed_ms"] is not None),
+    Condition(("fixed_ms",), "--step-ms", ("step_ms",), lambda v: v["step_ms"] is not None),
 )
-_model_size = partial(typer.Option, min=1, max=1 << 20)
-
-_EXPLANATION = """\
-load      cost of the heaviest rank divided by the lower bound, mean over steps
-speed-up  expected from the cost: heaviest loads before balancing / after
-moved     share of tokens trained on another rank than the one that loaded them
-MB/rank   sent by each rank in a step, at 16 bytes per event and 24 per sample
-plan      median time to plan a step, on one thread of this machine
-"""
 
 
 def simulate_command(
@@ -43,17 +59,18 @@ def simulate_command(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="PATH",
-            help="Folder written by `evenrank preprocess`, or a distribution of history lengths such as "
-            "lognormal:mean=512,std=512 or zipf:exponent=1.2.",
+            metavar="SOURCE",
+            help="Lengths of histories: a folder written by `evenrank preprocess`, a .npy or .parquet file with one "
+            "column of lengths, the .jsonl log of a run, or a distribution such as lognormal:mean=512,std=512 or "
+            "zipf:exponent=1.2.",
             show_default=False,
         ),
     ],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "8,64,1024,16384",
-    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=1 << 20)] = 32,
-    strategy: Annotated[
-        str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")
-    ] = "karmarkar-karp,lpt-swap,min-move",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = ",".join(map(str, RANKS)),
+    batch_size: BatchSize = BATCH_SIZE,
+    strategy: Annotated[str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")] = ",".join(
+        STRATEGIES
+    ),
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -62,76 +79,148 @@ def simulate_command(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to draw for each row of the table.", min=1, max=1_000_000)] = 10,
+    window: Annotated[
+        int, typer.Option(help="Steps whose samples may change steps, as in BalanceConfig.", min=1, max=1000)
+    ] = 1,
+    steps: Annotated[
+        int, typer.Option(help="Steps to draw for each row of the table.", min=1, max=1_000_000)
+    ] = MIN_STEPS,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    max_history_length: Annotated[
-        int,
+    max_history_length: MaxHistoryLength = MAX_HISTORY_LENGTH,
+    cost: CostName = "hstu",
+    hidden: Hidden = LAYERS.hidden,
+    heads: Heads = LAYERS.heads,
+    layers: Layers = LAYERS.layers,
+    step_ms: Annotated[
+        float | None, typer.Option(help="Time of a step without balancing, of which --fixed-ms is a part.", min=0)
+    ] = None,
+    fixed_ms: Annotated[
+        float | None,
         typer.Option(
-            help="Events per sample; longer histories are cut to their newest events.", min=1, max=_MAX_LENGTH
-        ),
-    ] = 4096,
-    cost: Annotated[
-        Path | None,
-        file_option(
-            help="File of a measured cost, written by MeasuredCost.save. Default: FLOPs of an HSTU model with the "
-            "shape given by the next three options."
+            help="Time of a step that balancing cannot change: all-reduce, optimizer, embeddings. The table is then of "
+            "the whole step; with a measured cost, it always is.",
+            min=0,
         ),
     ] = None,
-    hidden: Annotated[int, _model_size(help="Width of the HSTU layers.")] = 1024,
-    heads: Annotated[int, _model_size(help="Attention heads per layer, each hidden / heads wide.")] = 4,
-    layers: Annotated[int, _model_size(help="Number of HSTU layers.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the drawn steps.", min=0)] = 0,
 ) -> None:
     """Show what balancing would gain on any number of ranks, without GPUs or processes.
 
-    Draws steps from the history lengths of a dataset or from a distribution, and balances each with the planner that
-    training uses. Examples:
+    Draws steps from lengths of histories, and balances each with the planner that training uses. Examples:
 
     \b
         evenrank simulate out/ml-20m --ranks 8,64 --batch-size 32
+        evenrank simulate out/ml-20m --cost padded --window 8
+        evenrank simulate out/balance.jsonl --cost out/cost.json
         evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
     """
     check_conditions(ctx, *_CONDITIONS)
     world_sizes = _parse_world_sizes(ranks)
-    if max(world_sizes) * batch_size > _MAX_SAMPLES:
+    if max(world_sizes) * batch_size * window > _MAX_SAMPLES:
         raise ConfigError(
-            f"{max(world_sizes):,} ranks with --batch-size {batch_size:,} are more than {_MAX_SAMPLES:,} samples per "
-            "step; choose fewer"
+            f"{max(world_sizes):,} ranks with --batch-size {batch_size:,} and --window {window} are more than "
+            f"{_MAX_SAMPLES:,} samples; choose fewer"
         )
+    if step_ms is not None and fixed_ms is not None and fixed_ms >= step_ms:
+        raise ConfigError(f"--fixed-ms {fixed_ms:g} is a part of --step-ms {step_ms:g}, so it must be less")
     strategies = _parse_strategies(strategy)
 
-    from evenrank.cli.simulation import simulate
+    from evenrank.cli.gains import EXPLANATION, describe_settings, gains_table
+    from evenrank.cli.simulation import open_source
     from evenrank.dataloader.balance import BalanceConfig
 
-    lengths = _open_source(source, split, max_history_length)
-    model = make_cost(cost, hidden=hidden, heads=heads, layers=layers)
+    model = make_cost(cost, CostShape(hidden, heads, layers))
+    with console.stages() as on_stage:
+        on_stage(f"opening {source}")
+        lengths = open_source(source, split, max_history_length)
     chosen: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
-    headers = ("ranks", "strategy", "load\nbefore", "load\nafter", "worst\nafter", "expected\nspeed-up", "moved")
-    table = console.new_table(*headers, "MB/\nrank", "plan\n(ms)", left=["strategy"], narrow=True)
-    with console.steps("planning", len(world_sizes) * len(strategies) * steps) as on_step:
-        for world_size, name in product(world_sizes, strategies):
-            balance = BalanceConfig(cost=model, strategy=name, **chosen)
-            summary = simulate(
-                lengths, balance, world_size, batch_size=batch_size, steps=steps, seed=seed, on_step=on_step
-            )
-            table.add_row(
-                f"{world_size:,}",
-                name,
-                f"{summary.ratio_before:.3f}",
-                f"{summary.ratio_after:.4f}",
-                f"{summary.worst_after:.4f}",
-                f"{summary.speedup:.2f}x",
-                f"{summary.moved_tokens:.1%}",
-                f"{summary.moved_bytes / world_size / 1e6:.3f}",
-                f"{summary.plan_seconds * 1e3:#.3g}",
-            )
-    console.print_result(table)
-    console.print_result(_EXPLANATION)
+    fixed_share = 0.0 if step_ms is None or fixed_ms is None else fixed_ms / step_ms
+    drawn = _Draws(lengths, batch_size=batch_size, steps=steps, seed=seed, fixed_share=fixed_share)
+    balances = [  # where every sample stays, it also stays in its step
+        BalanceConfig(cost=model, strategy=name, window=1 if name == "none" else window, **chosen)
+        for name in strategies
+    ]
+    for balance in balances:
+        balance.check(exchanges=False)
+    with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
+        gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
+    shape = CostShape(hidden, heads, layers)
+    cut = None if lengths.of_tokens else max_history_length
+    settings = describe_settings(batch_size, cut, cost, shape if HAS_LAYERS.holds(ctx.params) else None)
+    console.print_result(f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1))
+    console.print_result(gains_table(gains))
+    console.print_result(EXPLANATION)
     if repeated := [f"{world_size:,}" for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
         console.print_result(
-            f"With {', '.join(repeated)} ranks a step has more samples than the dataset has rows, so rows were drawn "
-            "with replacement."
+            f"With {', '.join(repeated)} ranks a step has more samples than there are lengths, so they were drawn with "
+            "replacement."
         )
+    of_most_ranks = zip(gains[-len(balances) :], balances, strict=True)
+    balanced = [(gain, balance) for gain, balance in of_most_ranks if balance.strategy != "none"]
+    for gain, balance in sorted(balanced, key=lambda pair: pair[0].summary.idle_after)[:1]:
+        if gain.summary.idle_after > _IDLE and gain.summary.one_sample > _IDLE:
+            _print_remedies(gain, drawn, balance)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draws:
+    """Steps that are drawn alike for all ways to balance."""
+
+    source: "LengthSource"
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    steps: int
+    seed: int
+    fixed_share: float  # of the time of a step before balancing
+
+    def gain(self, world_size: int, balance: "BalanceConfig", *, fixed: float | None = None, **progress: Any) -> "Gain":
+        from evenrank.cli.gains import Gain
+        from evenrank.cli.simulation import simulate, with_fixed_load
+        from evenrank.dataloader.balance import summarize
+        from evenrank.dataloader.balance.cost import cost_shift
+
+        sizes: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.steps, "seed": self.seed}
+        steps = simulate(self.source, balance, world_size, **sizes, **progress)
+        unit = 2.0 ** cost_shift(balance.cost, world_size * self.batch_size)
+        if fixed is None:
+            fixed = unit * summarize(steps).heaviest_before * self.fixed_share / (1 - self.fixed_share)
+        steps = [with_fixed_load(step, round(fixed / unit)) for step in steps]
+        return Gain(world_size, balance.strategy, steps, balance.window, unit=unit, fixed=fixed)
+
+
+def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> None:
+    """Show how much ranks would be idle with other settings, each simulated alike."""
+    source, cut = drawn.source, max(drawn.source.max_length // 2, 1)
+    shorter = f"samples of at most {cut} tokens" if source.of_tokens else f"--max-history-length {cut}"
+    window, batch_size = 8 * balance.window, 2 * drawn.batch_size
+    others = {
+        f"--window {window}": (drawn, dataclasses.replace(balance, window=window)),
+        f"--batch-size {batch_size}": (dataclasses.replace(drawn, batch_size=batch_size), balance),
+        shorter: (dataclasses.replace(drawn, source=dataclasses.replace(source, max_length=cut)), balance),
+    }
+    others = {
+        text: (other, config)
+        for text, (other, config) in others.items()
+        if gain.ranks * other.batch_size * config.window <= _MAX_SAMPLES
+    }
+    summary = gain.summary
+    console.print_result(
+        f"With {gain.ranks:,} ranks, one sample sets the time of {summary.one_sample:.0%} of the steps; the most "
+        f"expensive one of a step has {summary.longest:,.0f} tokens on average. What would help ({gain.label}):"
+    )
+    changed = {"as above": gain}
+    with console.steps("comparing", len(others) * drawn.steps) as on_step:
+        for text, (other, config) in others.items():
+            changed[text] = other.gain(gain.ranks, config, fixed=gain.fixed, on_step=on_step)
+    table = console.new_table("instead", "idle after", "time per sample", left=["instead"], narrow=True)
+    for text, one in changed.items():
+        relative = _time_per_sample(one) / _time_per_sample(gain)
+        table.add_row(text, f"{one.summary.idle_after:.1%}", f"{relative:.2f}x")
+    console.print_result(table)
+
+
+def _time_per_sample(gain: "Gain") -> float:
+    return gain.unit * gain.summary.heaviest_after / gain.summary.samples
 
 
 def _parse_world_sizes(text: str) -> list[int]:
@@ -149,29 +238,3 @@ def _parse_strategies(text: str) -> list[str]:
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(STRATEGIES)}")
     return names
-
-
-def _is_distribution(text: str) -> bool:
-    from evenrank.datasets.distributions import DISTRIBUTIONS
-
-    return text.partition(":")[0] in DISTRIBUTIONS and not Path(text).exists()
-
-
-def _open_source(text: str, split: str, max_history_length: int) -> "LengthSource":
-    from evenrank.cli.simulation import LengthSource
-    from evenrank.datasets.distributions import DISTRIBUTIONS, parse_distribution
-    from evenrank.datasets.store import open_store
-
-    if _is_distribution(text):
-        return LengthSource(distribution=parse_distribution(text), max_length=max_history_length)
-    if not Path(text).is_dir():
-        raise ConfigError(
-            f"{text!r} is neither a folder nor a distribution; pass a folder written by `evenrank preprocess`, or one "
-            f"of {', '.join(DISTRIBUTIONS)}"
-        )
-    with console.stages() as on_stage:
-        on_stage(f"opening {split}")
-        lengths = open_store(Path(text), split).lengths
-    if len(lengths) == 0:
-        raise ConfigError(f"the split {split!r} of {text} has no rows; choose another with --split")
-    return LengthSource(lengths=lengths, max_length=max_history_length)

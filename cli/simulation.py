@@ -4,18 +4,25 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core import files
+from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import TokenCost, count_tokens, scaled_costs
-from evenrank.dataloader.balance.metrics import MetricsSummary, measure_step, summarize
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition
+from evenrank.dataloader.balance.cost import Cost, PaddedCost, TokenCost, cost_shift, count_tokens, scaled_costs
+from evenrank.dataloader.balance.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, unbalanced
+from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.datasets.distributions import Distribution
+from evenrank.datasets.distributions import DISTRIBUTIONS, Distribution, parse_distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
+from evenrank.datasets.store import open_store
 
 # In a SequenceBatch an event is an item and an action; a sample has a label, its number of candidates and its id.
 _BYTES_PER_EVENT = 16
@@ -24,33 +31,84 @@ _BYTES_PER_SAMPLE = 24
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource:
-    """A source of history lengths, cut to `max_length`: those of a dataset, [rows], or a distribution."""
+    """A source of history lengths, cut to `max_length`: known ones, [rows], or a distribution."""
 
     lengths: NDArray[np.int64] | None = None
     distribution: Distribution | None = None
-    max_length: int | None = None
+    max_length: int = (1 << 31) - 1
+    of_tokens: bool = False
+    """The lengths are the tokens that a cost has counted, not events."""
 
     def draw(self, rng: np.random.Generator, num_samples: int) -> NDArray[np.int64]:
-        """Draw lengths, int64 [num_samples]; rows of a dataset without replacement, unless it has too few."""
+        """Draw lengths, int64 [num_samples]; known ones without replacement, unless there are too few."""
         if self.lengths is not None:
             drawn = rng.choice(self.lengths, num_samples, replace=self.repeats_rows(num_samples))
         else:
             assert self.distribution is not None
             drawn = self.distribution.sample(rng, num_samples)
-        return drawn if self.max_length is None else np.minimum(drawn, self.max_length)
+        cut: NDArray[np.int64] = np.minimum(drawn, self.max_length)
+        return cut
 
     def repeats_rows(self, num_samples: int) -> bool:
-        """Return whether a step of `num_samples` samples needs more rows than the dataset has."""
+        """Return whether a step of `num_samples` samples needs more rows than are known."""
         return self.lengths is not None and num_samples > len(self.lengths)
+
+
+def open_source(text: str, split: str, max_length: int) -> LengthSource:
+    """Open a source of lengths: a dataset, a distribution, a .npy or .parquet file of lengths, or the log of a run.
+
+    All but those of a log, which are the tokens that the run trained on, are cut to `max_length`.
+    """
+    path = Path(text)
+    if text.partition(":")[0] in DISTRIBUTIONS and not path.exists():
+        return LengthSource(distribution=parse_distribution(text), max_length=max_length)
+    is_log = path.suffix == ".jsonl"
+    if path.is_dir():
+        lengths = open_store(path, split).lengths
+    elif path.suffix in (".npy", ".parquet"):
+        lengths = _read_lengths(path)
+    elif is_log:
+        tokens = [record.loaded_tokens for record in read_json_lines(path).records]
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *tokens])
+        lengths = lengths[lengths > 0]
+    else:
+        raise ConfigError(
+            f"{text!r} is no source of lengths; pass a folder written by `evenrank preprocess`, a .npy or .parquet "
+            f"file of lengths, the .jsonl log of a run, or one of the distributions {', '.join(DISTRIBUTIONS)}"
+        )
+    if len(lengths) == 0:
+        raise ConfigError(f"{text} has no lengths" + f" in the split {split!r}" * path.is_dir() + "; choose another")
+    return LengthSource(lengths=lengths, max_length=int(lengths.max()) if is_log else max_length, of_tokens=is_log)
+
+
+def _read_lengths(path: Path) -> NDArray[np.int64]:
+    """Read an array of integers [n], or the only column of a table."""
+    with files.open_regular(path) as file:
+        try:
+            if path.suffix == ".npy":
+                lengths = np.asarray(np.load(file))
+            else:
+                import pyarrow.parquet as pq
+
+                table = pq.read_table(file)
+                lengths = table.column(0).to_numpy() if table.num_columns == 1 else np.empty((0, table.num_columns))
+        except (OSError, EOFError, ValueError) as error:  # PyArrow's errors are of these
+            raise DataError(f"{path} cannot be read ({first_line(error)}); write the lengths again") from error
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (len(lengths) and int(lengths.min()) < 0):
+        found = f"{lengths.dtype} of shape {list(lengths.shape)}"
+        raise DataError(f"{path} must have one column of integers, the lengths, none negative; it has {found}")
+    as_int64: NDArray[np.int64] = lengths.astype(np.int64)
+    return as_int64
 
 
 class SimulatedStep(NamedTuple):
     """A step of W ranks with B samples each; arrays are [W, B]."""
 
-    lengths: NDArray[np.int64]  # events of each sample
+    lengths: NDArray[np.int64]  # of each sample
     costs: NDArray[np.int64]  # scaled as a Balancer does, so that those of a step can be summed
     tokens: NDArray[np.int64]
     assignment: Assignment
+    before: NDArray[np.int64]  # [W]: loads of the step that the order has here, without windows
     plan_seconds: float
 
 
@@ -60,19 +118,38 @@ def simulated_steps(
     """Draw steps and plan each; the arguments are those of `simulate`."""
     warm_up(balance.strategy, limits_tokens=balance.max_tokens_per_rank is not None)
     rng = np.random.default_rng((seed, world_size))
-    num_samples, shape = world_size * batch_size, (world_size, batch_size)
-    contextual = balance.cost.contextual if isinstance(balance.cost, TokenCost) else ()
-    for _ in range(steps):
-        lengths = source.draw(rng, num_samples)
-        by_key = {ITEM_ID: lengths, ACTION: lengths, **dict.fromkeys(contextual, np.ones_like(lengths))}
-        costs = scaled_costs(
-            balance.cost, by_key, np.zeros_like(lengths), num_real=num_samples, samples_per_step=num_samples
+    shape, options = (-1, world_size, batch_size), balance.partition_options
+    per_window = balance.window * world_size * batch_size
+    for first in range(0, steps, balance.window):
+        lengths = np.concatenate([source.draw(rng, world_size * batch_size) for _ in range(balance.window)])
+        by_key, none = _lengths_by_key(balance.cost, lengths, of_tokens=source.of_tokens), np.zeros_like(lengths)
+        tokens = count_tokens(balance.cost, by_key, per_window)
+        costs, costs_in_window = (
+            scaled_costs(balance.cost, by_key, none, num_real=per_window, samples_per_step=count)
+            for count in (world_size * batch_size, per_window)
         )
-        tokens = count_tokens(balance.cost, by_key, num_samples)
         start = time.perf_counter()
-        assignment = partition(costs, world_size, tokens=tokens, **balance.partition_options)
-        seconds = time.perf_counter() - start
-        yield SimulatedStep(lengths.reshape(shape), costs.reshape(shape), tokens.reshape(shape), assignment, seconds)
+        places = np.arange(per_window)
+        if balance.window > 1:
+            num_steps = balance.window
+            places = assign_to_steps(costs_in_window, tokens, num_steps, world_size, balance, seed=seed, epoch=first)
+        seconds = (time.perf_counter() - start) / balance.window
+        for order, loaded in zip(places.reshape(shape)[: steps - first], costs.reshape(shape), strict=False):
+            start = time.perf_counter()
+            assignment = partition(costs[order], world_size, tokens=tokens[order], **options)
+            plan_seconds = seconds + time.perf_counter() - start
+            before = unbalanced(assignment.rank_of >= 0, padded=assignment.padded).loads(loaded)
+            yield SimulatedStep(lengths[order], costs[order], tokens[order], assignment, before, plan_seconds)
+
+
+def _lengths_by_key(cost: Cost, lengths: NDArray[np.int64], *, of_tokens: bool) -> dict[str, NDArray[np.int64]]:
+    row = cost.row if isinstance(cost, PaddedCost) else cost
+    contextual = row.contextual if isinstance(row, TokenCost) else ()
+    history_key = row.history_key if isinstance(row, TokenCost) else ITEM_ID
+    others = {ACTION: lengths, **dict.fromkeys(contextual, np.ones_like(lengths))}
+    if of_tokens:
+        others = {key: np.zeros_like(lengths) for key in others}
+    return {**others, history_key: lengths}
 
 
 def simulate(
@@ -84,16 +161,32 @@ def simulate(
     steps: int,
     seed: int = 0,
     on_step: Callable[[], None] = lambda: None,
-) -> MetricsSummary:
-    """Draw steps, the same for every strategy, balance them, and summarize their metrics.
+) -> list[StepMetrics]:
+    """Draw steps, the same for every strategy and window, balance them, and return their metrics.
 
-    The cost gets the lengths of `item_id` and `action`, and one value for each `contextual` key of a `TokenCost`. Of
-    the times, `plan_seconds` is the median over steps; the others are 0.
+    The cost gets the lengths of `item_id` and `action`, and one value for each `contextual` key of a `TokenCost`. The
+    seconds per step of a MeasuredCost count as a load of every rank. Of the times, only those of planning are known.
     """
-    metrics, plan_seconds = [], []
+    metrics = []
+    fixed = _fixed_load(balance.cost, world_size * batch_size)
     for step in simulated_steps(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed):
         sample_bytes = step.lengths * _BYTES_PER_EVENT + _BYTES_PER_SAMPLE
-        metrics.append(measure_step(step.assignment, costs=step.costs, tokens=step.tokens, sample_bytes=sample_bytes))
-        plan_seconds.append(step.plan_seconds)
+        of_step = measure_step(step.assignment, costs=step.costs, tokens=step.tokens, sample_bytes=sample_bytes)
+        of_step = dataclasses.replace(of_step, before=step.before, plan_seconds=step.plan_seconds)
+        metrics.append(with_fixed_load(of_step, fixed))
         on_step()
-    return dataclasses.replace(summarize(metrics), plan_seconds=float(np.median(plan_seconds)))
+    return metrics
+
+
+def _fixed_load(cost: Cost, samples_per_step: int) -> int:
+    row = cost.row if isinstance(cost, PaddedCost) else cost
+    if not isinstance(row, MeasuredCost):
+        return 0
+    return round(row.seconds_per_step * 2.0**row.fraction_bits) >> cost_shift(cost, samples_per_step)
+
+
+def with_fixed_load(step: StepMetrics, load: int) -> StepMetrics:
+    """Return a step in which every rank has a further load, which balancing cannot change."""
+    return dataclasses.replace(
+        step, before=step.before + load, after=step.after + load, lower_bound=step.lower_bound + load
+    )

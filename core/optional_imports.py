@@ -23,7 +23,7 @@ FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
     **dict.fromkeys(("polars", "requests"), "preprocess"),
-    "tensorboard": "tensorboard",
+    **{name: name for name in ("mlflow", "tensorboard", "wandb")},
     **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
 }
 _WITHOUT_CUDA = "; without CUDA: pip install 'evenrank[cpu]', then torchrec with --no-deps (docs/how-to/install.md)"

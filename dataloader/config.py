@@ -12,7 +12,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollat
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.checks import SEED, show
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS
+from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
 
 Order = Literal["shuffle", "rows", "time"]
 _MAX_TASKS = 31  # bits of an action, an int32 that is not negative
@@ -26,7 +26,7 @@ class ReadConfig(ABC, Generic[Batch]):
     """Rows of every batch, per rank."""
     split: str = "train"
     """Name of the split to read."""
-    max_history_length: int = 512
+    max_history_length: int = MAX_HISTORY_LENGTH
     """Events of a history; longer histories keep their newest ones."""
     user_id: bool = False
     """Add a feature `user_id`, one id per sample, below `manifest.vocabulary_sizes["user_id"]`."""

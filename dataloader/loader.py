@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
@@ -126,7 +126,6 @@ class Loader(RankLoader[Batch]):
         self._next: ResumePoint = ResumePoint()
         self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
-        self._on_step = None if balance is None else balance.observer(rank)
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
@@ -135,6 +134,7 @@ class Loader(RankLoader[Batch]):
         in_flight = (config.num_workers + 1) * config.prefetch
         shape = StepShape(rank, world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight)
         self._sampler = make_step_sampler(self._stores, self._collate, shape, balance)
+        self._on_step = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
         if rank == 0:
             for reason, rows in self.left_out.items():
                 if len(rows):
@@ -262,6 +262,9 @@ class Loader(RankLoader[Batch]):
         return {
             **self._balance_invariants,
             **self._sampler.rank_invariants(self._order, seed=self._config.seed),
+            "datasets": [
+                f"{store.manifest.dataset} {store.split} {store.manifest.content_hash[:12]}" for store in self._stores
+            ],
             "num_samples": self.num_samples,
             "fingerprint": self._fingerprint,
         }

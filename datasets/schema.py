@@ -32,6 +32,7 @@ MANIFEST_NAME = "manifest.json"
 CACHE_NAME = ".cache"  # subfolder of the unpacked columns
 REMEDY = "preprocess the dataset again"  # of files that do not match their manifest
 
+MAX_HISTORY_LENGTH = 512  # events of a history, where loaders and commands are not told otherwise
 USER_ID = "user_id"
 ITEM_ID = "item_id"
 ACTION = "action"

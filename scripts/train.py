@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from evenrank.cli import console
 from evenrank.cli.main import run_command
-from trainer.config import TrainConfig, command_of
+from trainer.command import command_of
+from trainer.config import TrainConfig
 
 
 def train(config: TrainConfig) -> None:

@@ -1,7 +1,5 @@
 import contextlib
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,13 +20,15 @@ from evenrank.datasets.distributions import Uniform
 from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
 from tests.checkpoints import resuming
 from tests.checkpoints.resuming import ids_of
+from tests.cli.programs import EVENRANK, run_program
 from tests.conftest import make_small_dataset
+from tests.pages import ROOT, blocks, torchrun
 from tests.ranks import RankPool
 
-ROOT = Path(__file__).resolve().parent.parent
 OWN_LOADER = ROOT / "docs" / "how-to" / "own-loader.md"
 CHECKPOINTS = ROOT / "docs" / "how-to" / "checkpoints.md"
 TRAINING = ROOT / "docs" / "how-to" / "training.md"
+LIMITS = ROOT / "docs" / "explanation" / "limits.md"
 NO_EXCHANGE = ROOT / "docs" / "explanation" / "no-exchange.md"
 
 # What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
@@ -67,26 +67,15 @@ os._exit(0)
 """
 
 
-def _blocks(page: Path, language: str = "python") -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
-
-
-def _torchrun(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", program]
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr
-    return run
-
-
 def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_path: Path) -> None:
-    (diff,) = _blocks(OWN_LOADER, "diff")
+    (diff,) = blocks(OWN_LOADER, "diff")
     removed, added = (sum(line.startswith(sign) for line in diff.splitlines()) for sign in "-+")
     assert removed <= added <= 10
     (tmp_path / "my_project.py").write_text(MY_PROJECT)
     for name, left_out in (("before", "+"), ("after", "-")):
         lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
         (tmp_path / f"{name}.py").write_text("\n".join(lines) + f"\nname = {name!r}" + EPILOGUE)
-        _torchrun(tmp_path, f"{name}.py")
+        torchrun(tmp_path, f"{name}.py")
     weights = [torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("before", "after") for rank in range(2)]
     for other in weights[1:]:
         torch.testing.assert_close(other, weights[0])
@@ -103,7 +92,7 @@ def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
     """Run both pieces of code on meshes; return the samples of an epoch with each."""
     warnings.simplefilter("ignore")
     seen: list[list[int]] = []
-    for code in _blocks(OWN_LOADER)[:2]:
+    for code in blocks(OWN_LOADER)[:2]:
         names = _names(path, rank, world_size)
         exec(code, names)
         seen.append([])
@@ -138,7 +127,7 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
     import torch.distributed.checkpoint as dcp
 
     warnings.simplefilter("ignore")
-    recipe, code = _blocks(CHECKPOINTS)[:2]
+    recipe, code = blocks(CHECKPOINTS)[:2]
     names = _names(path, rank, world_size) | {"dcp": dcp, "folder": folder}
     exec(recipe, names)
     job, save, load = code.splitlines()
@@ -170,7 +159,7 @@ def test_the_checkpoint_of_the_page_has_each_sample_once(ranks: RankPool, small_
 
 def test_the_callback_of_the_page_is_the_tested_one() -> None:
     tested = (ROOT / "tests" / "checkpoints" / "test_lightning.py").read_text()
-    lines = [line.strip() for line in _blocks(CHECKPOINTS)[2].splitlines()]
+    lines = [line.strip() for line in blocks(CHECKPOINTS)[2].splitlines()]
     assert "\n".join(lines[2:]) in "\n".join(line.strip() for line in tested.splitlines())
 
 
@@ -179,7 +168,7 @@ def test_the_nodes_of_the_page_compose(small_dataset: Path) -> None:
 
     trained: list[Any] = []
     names = _names(small_dataset, 0, 1) | {"Loader": Loader, "Mapper": Mapper, "Prefetcher": Prefetcher}
-    exec(_blocks(OWN_LOADER)[2], names | {"augment": lambda batch: batch, "train": trained.append})
+    exec(blocks(OWN_LOADER)[2], names | {"augment": lambda batch: batch, "train": trained.append})
     expected = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1)
     assert [sorted(ids_of(batch)) for batch in trained] == [sorted(ids_of(batch)) for batch in expected]
 
@@ -193,7 +182,7 @@ def _train_with_no_exchange(rank: int, world_size: int, path: Path) -> list[int]
 
     names = _names(path, rank, world_size) | {"BalanceConfig": BalanceConfig, "scale_loss": scale_loss}
     steps: list[StepMetrics] = []
-    exec(_blocks(NO_EXCHANGE)[0], names | {"device": "cpu", "log_step": steps.append, "model": model})
+    exec(blocks(NO_EXCHANGE)[0], names | {"device": "cpu", "log_step": steps.append, "model": model})
     assert all(step.ratio_after <= step.ratio_before for step in steps)
     return trained
 
@@ -245,6 +234,12 @@ def test_the_loop_prints_the_mean_loss_of_each_task_over_all_batches(ranks: Rank
         assert printed == [[pytest.approx(num_items / num_tokens), pytest.approx(2 * num_items / num_tokens)]]
 
 
+def test_the_page_on_limits_shows_what_simulate_prints(tmp_path: Path) -> None:
+    run = run_program(EVENRANK, *blocks(LIMITS, "bash")[0].split()[1:], cwd=tmp_path)
+    shown = blocks(LIMITS, "text")[0]
+    assert " ".join(shown.split()) in " ".join(run.stdout.split())
+
+
 README_PRELUDE = """
 import torch
 device = torch.device("cpu")
@@ -272,11 +267,11 @@ dist.destroy_process_group()
 
 
 def test_the_training_loop_of_the_readme_trains_every_sample(tmp_path: Path) -> None:
-    (snippet,) = _blocks(ROOT / "README.md")
+    (snippet,) = blocks(ROOT / "README.md")
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 15
     make_small_dataset(tmp_path / "out" / "ml-20m", seed=0)
     (tmp_path / "train.py").write_text(README_PRELUDE + snippet + README_EPILOGUE)
-    run = _torchrun(tmp_path, "train.py")
+    run = torchrun(tmp_path, "train.py")
     # What the job warns of at its end is shown, and nothing else.
     shown = run.stderr.splitlines()
     assert [line.rpartition(": ")[2] for line in shown[:1]] == ["warning of the job"]

@@ -1,6 +1,10 @@
 from .attention_timing import AttentionTracker as AttentionTracker
 from .attention_timing import LayerTiming as LayerTiming
 from .attention_timing import gather_timings as gather_timings
+from .embedding_caches import CacheUse as CacheUse
+from .embedding_caches import EmbeddingCaches as EmbeddingCaches
+from .error_metrics import ClassificationMetrics as ClassificationMetrics
+from .error_metrics import RegressionMetrics as RegressionMetrics
 from .finite import FiniteCheck as FiniteCheck
 from .flops import Flops as Flops
 from .flops import ModelFlops as ModelFlops
@@ -25,6 +29,7 @@ from .pipelines import PipelineStep as PipelineStep
 from .pipelines import make_pipeline as make_pipeline
 from .pipelines import register_pipeline as register_pipeline
 from .pipelines import run_pipeline as run_pipeline
+from .step_timer import StepTimer as StepTimer
 from .throughput import DevicePeaks as DevicePeaks
 from .throughput import Throughput as Throughput
 from .throughput import ThroughputMeter as ThroughputMeter
@@ -39,7 +44,10 @@ __all__ = [
     "PIPELINES",
     "AttentionTracker",
     "BinaryAUC",
+    "CacheUse",
+    "ClassificationMetrics",
     "DevicePeaks",
+    "EmbeddingCaches",
     "FiniteCheck",
     "Flops",
     "LayerTiming",
@@ -51,7 +59,9 @@ __all__ = [
     "PipelineForward",
     "PipelineStep",
     "RankingMetrics",
+    "RegressionMetrics",
     "StallWatch",
+    "StepTimer",
     "Throughput",
     "ThroughputMeter",
     "Work",

@@ -41,6 +41,10 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether the device has passed a mark, without waiting for it."""
+        return self._device.type != "cuda" or bool(mark.query())
+
     def milliseconds(self, start: Any, stop: Any) -> float:
         """Return the time between two marks that have been passed."""
         return float(start.elapsed_time(stop) if self._device.type == "cuda" else 1e3 * (stop - start))

@@ -1,7 +1,7 @@
 """Exact metrics of evaluation, equal bit for bit however the samples are distributed over ranks.
 
-Ranks add up integers only; floats are computed from the sums of all ranks, in one order. Weights are added up in
-float64, so weighted metrics are equal up to rounding. The AUC of torchmetrics, which TorchRec installs, would not do:
+Ranks add up integers only; floats are computed from the sums of all ranks, in one order. The AUC over all samples adds
+up weights in float64, and is then equal up to rounding. That of torchmetrics, which TorchRec installs, would not do:
 it replaces the scores of a call by their sigmoid if one of them is outside 0..1, integrates in float32, and lets other
 ranks wait for one without samples.
 """
@@ -9,13 +9,18 @@ ranks wait for one without samples.
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
+from evenrank.dataloader.routing.owners import owner_rank
+from evenrank.training.mean_metrics import MeanMetrics, weights_of
 
 
 class BinaryAUC:
@@ -23,8 +28,8 @@ class BinaryAUC:
 
     Each rank keeps its samples, and `compute` broadcasts the positives of one rank at a time, 4 bytes each, which all
     ranks compare with their own negatives (the Mann-Whitney statistic, in int64). So a rank needs memory for its own
-    samples, 5 bytes per sample and task, 8 per weight and several times that within `compute`, and the positives of
-    one other rank.
+    samples, 5 bytes per sample and task, 8 per weight and group and several times that within `compute`, and the
+    positives of one other rank.
 
     Args:
         num_tasks: columns of the scores.
@@ -47,21 +52,25 @@ class BinaryAUC:
         self._scores = [torch.empty(0, self._num_tasks, device=self._device)]
         self._is_positive = [torch.empty(0, self._num_tasks, dtype=torch.bool, device=self._device)]
         self._weights = [torch.empty(0, dtype=torch.int64, device=self._device)]
+        self._groups = [torch.empty(0, dtype=torch.int64, device=self._device)]
 
-    def update(self, scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
+    def update(
+        self, scores: Tensor, targets: Tensor, weights: Tensor | None = None, *, groups: Tensor | None = None
+    ) -> None:
         """Add samples of this rank: logits or probabilities, compared as float32, and targets, positive where above 0.
 
         Both are [n, num_tasks], of any dtype. `weights` are [n], at least 0; None: 1. A pair counts as the product.
+        `groups` are [n], integers: the user of each sample, for `compute_grouped`; None: all are in group 0.
         """
-        if scores.shape != targets.shape or scores.shape[1:] != (self._num_tasks,):
-            raise ConfigError(
-                f"scores and targets must be [n, {self._num_tasks}], got scores {list(scores.shape)} "
-                f"and targets {list(targets.shape)}"
-            )
+        check_scores(scores, targets, self._num_tasks)
+        if groups is not None and (groups.shape != scores.shape[:1] or groups.is_floating_point()):
+            raise ConfigError(f"groups must be integers [{len(scores)}], got {groups.dtype} {list(groups.shape)}")
         # Copies, because callers may write the next batch's scores to the same buffer.
         self._scores.append(scores.detach().to(self._device, torch.float32, copy=True))
         self._is_positive.append((targets > 0).to(self._device))
-        self._weights.append(_weights_of(len(scores), weights, self._device))
+        self._weights.append(weights_of(len(scores), weights, self._device))
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device).expand(len(scores))  # which take no memory
+        self._groups.append(zeros if groups is None else groups.to(self._device, torch.int64, copy=True))
 
     @torch.no_grad()
     def compute(self) -> list[float]:
@@ -101,6 +110,34 @@ class BinaryAUC:
             for wins_twice, num_positive, num_negative, num_nan in totals.tolist()
         ]
 
+    @torch.no_grad()
+    def compute_grouped(self) -> list[float]:
+        """Return the GAUC of each task: the mean AUC of groups, weighted by their samples (DIN, Zhou et al., 2018).
+
+        Groups with one class only are left out; NaN if none is left, or if a score is NaN. Samples are sent to the rank
+        that a hash of their group chooses, 16 bytes each and 5 per task, and compared there, on the CPU, in one order:
+        so any distribution gives equal bits, also with weights. Collective, and raises, as `compute`.
+        """
+        parts = [torch.cat(self._weights).double(), *map(torch.cat, (self._is_positive, self._scores, self._groups))]
+        num_ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
+        owners = owner_rank(parts[-1].cpu().numpy(), num_ranks, "hash_roundrobin")
+        sent = np.bincount(owners, minlength=num_ranks).tolist()
+        received = [of_rank[rank] for of_rank in gather_checked(self._settings, sent, self._group)]
+        order = torch.from_numpy(owners.argsort()).to(self._device)
+        for index, part in enumerate(parts if self._group is not None else ()):
+            parts[index] = part.new_empty(sum(received), *part.shape[1:])
+            dist.all_to_all_single(parts[index], part[order], received, sent, group=self._group)
+        weights, is_positive, scores, groups = (part.cpu().numpy() for part in parts)
+        values: list[float] = []
+        for task in range(self._num_tasks):
+            keys = weights, is_positive[:, task], scores[:, task], groups
+            by_group = np.lexsort(keys)  # samples that are equal in all keys are interchangeable
+            of_groups = torch.from_numpy(_auc_of_groups(*(key[by_group] for key in keys)))
+            means = MeanMetrics(["gauc"], {}, self._group, "cpu")
+            means.add_terms(of_groups[:, :1], of_groups[:, 1])
+            values += means.compute().values()
+        return values
+
     def _broadcast(self, parts: Sequence[Tensor], rank: int, sizes: list[int]) -> Sequence[Tensor]:
         """Return the parts of a rank, one per task, of these sizes."""
         if self._group is None or rank == self._group.rank():
@@ -113,14 +150,11 @@ class BinaryAUC:
         return parts_of_rank
 
 
-class RankingMetrics:
-    """Recall@K, NDCG@K and MRR@K of rankings with one relevant item each, the target.
+class RankingMetrics(MeanMetrics):
+    """Recall@K, NDCG@K and MRR@K of rankings with one relevant item each, the target, as `recall@10` and so on.
 
     With the target at place p = 1, 2, ..., they are the means of 1, 1 / log2(p + 1) and 1 / p over all samples, where
-    places beyond K count 0. Each rank counts the samples of each place up to the largest K: 8 bytes per place, which
-    `compute` adds up over ranks.
-
-    `ks` are the values of K, each at least 1; `group` and `device` are those of `BinaryAUC`.
+    places beyond K count 0. `ks` are the values of K, each at least 1; for other arguments see `BinaryAUC`.
     """
 
     def __init__(
@@ -128,65 +162,29 @@ class RankingMetrics:
     ) -> None:
         if not ks or min(ks) < 1:
             raise ConfigError(f"ks must be numbers of at least 1, got {list(ks)}")
-        self._ks = tuple(ks)
-        self._device = torch.device(device)
-        self._group = process_group_of(group)
-        self._settings = {"metric": "RankingMetrics", "ks": list(ks), "device": self._device.type}
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all samples."""
+        names = [f"{name}@{k}" for k in ks for name in ("recall", "ndcg", "mrr")]
+        super().__init__(names, {"ks": list(ks)}, group, device)
         # Place 0 stands for all places that do not count.
-        self._counts = torch.zeros(max(self._ks) + 1, dtype=torch.int64, device=self._device)
+        gains = [(0.0, 0.0, 0.0), *((1.0, 1 / math.log2(place + 1), 1 / place) for place in range(1, max(ks) + 1))]
+        terms = [[gain * (place <= k) for k in ks for gain in gains[place]] for place in range(len(gains))]
+        self._terms_of_place = torch.tensor(terms, dtype=torch.float64, device=self._device)
 
     def update(self, places: Tensor, weights: Tensor | None = None) -> None:
-        """Add samples of this rank: integers [n], the targets' places from 1; 0 or less if the target was not found.
-
-        `weights` are [n], at least 0; None: each sample has weight 1.
-        """
+        """Add samples of this rank: integers [n], the targets' places from 1, 0 or less if not found; weights [n]."""
         if places.dim() != 1 or places.is_floating_point():
             raise ConfigError(f"places must be integers [n], got {places.dtype} {list(places.shape)}")
         places = places.to(self._device, torch.int64)
-        places = places.where((places > 0) & (places < len(self._counts)), 0)
-        # bincount would synchronize, to know how many bins there are.
-        counts = _weights_of(len(places), weights, self._device)
-        dtype = torch.promote_types(self._counts.dtype, counts.dtype)
-        self._counts = self._counts.to(dtype).index_add(0, places, counts.to(dtype))
-
-    @torch.no_grad()
-    def compute(self) -> dict[str, float]:
-        """Return `recall@K`, `ndcg@K` and `mrr@K` of each K over all ranks; NaN without samples.
-
-        Collective: every rank must call this, also without samples.
-
-        Raises:
-            RankError: ranks have different metrics, `ks` or kinds of devices.
-        """
-        are_weighted = gather_checked(self._settings, self._counts.is_floating_point(), self._group)
-        totals = self._counts.double() if any(are_weighted) else self._counts.clone()
-        if self._group is not None:
-            dist.all_reduce(totals, group=self._group)
-        counts = totals.tolist()
-        num_samples = sum(counts)
-        metrics: dict[str, float] = {}
-        for k in self._ks:
-            places = range(1, k + 1)
-            sums = {
-                "recall": sum(counts[place] for place in places),
-                "ndcg": math.fsum(counts[place] / math.log2(place + 1) for place in places),
-                "mrr": math.fsum(counts[place] / place for place in places),
-            }
-            metrics |= {f"{name}@{k}": total / num_samples if num_samples else math.nan for name, total in sums.items()}
-        return metrics
+        places = places.where((places > 0) & (places < len(self._terms_of_place)), 0)
+        self.add_terms(self._terms_of_place[places], weights)
 
 
-def _weights_of(num_samples: int, weights: Tensor | None, device: torch.device) -> Tensor:
-    """Return a copy of weights [n] in float64; without any, ones in int64, which take no memory."""
-    if weights is None:
-        return torch.ones(1, dtype=torch.int64, device=device).expand(num_samples)
-    if weights.shape != (num_samples,):
-        raise ConfigError(f"weights must be [{num_samples}], one per sample, got {list(weights.shape)}")
-    return weights.detach().to(device, torch.float64, copy=True)
+def check_scores(scores: Tensor, targets: Tensor, num_tasks: int) -> None:
+    """Raise a ConfigError unless both are [n, num_tasks]."""
+    if scores.shape != targets.shape or scores.shape[1:] != (num_tasks,):
+        raise ConfigError(
+            f"scores and targets must be [n, {num_tasks}], got scores {list(scores.shape)} "
+            f"and targets {list(targets.shape)}"
+        )
 
 
 def _sort(scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,3 +198,30 @@ def _count_wins_twice(positives: Tensor, negatives: Tensor, weight_of_first: Ten
     below = torch.searchsorted(negatives, positives)
     not_above = torch.searchsorted(negatives, positives, right=True)
     return weight_of_first[below] + weight_of_first[not_above]
+
+
+@compiled
+def _auc_of_groups(
+    weights: NDArray[np.float64], is_positive: NDArray[np.bool_], scores: NDArray[np.float32], groups: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return AUC and weight of each group, [n, 2], with weight 0 for those of one class and after the last group.
+
+    Samples [n] ascend by group, score and class. Without weights, counts are exact up to 2^53 pairs of samples.
+    """
+    of_groups = np.zeros((len(groups), 2))
+    group = -1
+    for i in range(len(groups)):
+        if i == 0 or groups[i] != groups[i - 1]:
+            group, wins, positive, negative, tied = group + 1, 0.0, 0.0, 0.0, 0.0
+        elif scores[i] != scores[i - 1]:
+            tied = 0.0
+        if is_positive[i]:
+            wins += weights[i] * (negative - tied / 2)
+            positive += weights[i]
+        else:
+            negative, tied = negative + weights[i], tied + weights[i]
+        if positive * negative > 0:
+            of_groups[group] = wins / (positive * negative), positive + negative
+    if np.isnan(scores).any():
+        of_groups[0] = np.nan, 1.0
+    return of_groups

@@ -37,6 +37,8 @@ class Throughput:
     """TFLOP/s of a GPU, on average over the ranks."""
     mfu: float | None
     """`tflops` over the device's peak, 0 to 1; None if that is unknown."""
+    rank_mfu: list[float] | None
+    """The same of each rank."""
 
     def line(self, *, loss: float) -> str:
         """Return it as a line of a log."""
@@ -57,7 +59,7 @@ class ThroughputMeter:
             if throughput is not None:
                 print(throughput.line(loss=average.compute()[0]))
 
-    The counts of a step are summed on the device. Once per interval, their sums over the ranks are read, which waits
+    The counts of a step are summed on the device. Once per interval, those of all ranks are read, which waits
     for the device, so the interval includes all kernels that its steps have launched.
 
     Collective: every rank of the group must call the constructor.
@@ -110,13 +112,15 @@ class ThroughputMeter:
             self._sums[index].add_(count)
         if self._num_steps % self._every:
             return None
+        sums = [self._sums]
         if self._group is not None:
-            dist.all_reduce(self._sums, group=self._group)
-        tokens, pairs, predictions = self._sums.tolist()  # waits for the device
+            sums = [torch.empty_like(self._sums) for _ in range(self._group.size())]
+            dist.all_gather(sums, self._sums, group=self._group)
+        counts = torch.stack(sums).tolist()  # waits for the device
         seconds = max(self._clock() - self._started, 1e-9)
-        ranks = 1 if self._group is None else self._group.size()
-        flops = self._flops.of(Work(tokens=tokens, pairs=pairs, predictions=predictions)).total
-        per_second = int(flops) / ranks / seconds
+        flops = [int(self._flops.of(Work(tokens=t, pairs=p, predictions=n)).total) for t, p, n in counts]
+        tokens, peak = sum(of_rank[0] for of_rank in counts), self._peak_flops
+        per_second = sum(flops) / len(flops) / seconds
         steps = self._in_interval
         self.restart()
         return Throughput(
@@ -126,7 +130,8 @@ class ThroughputMeter:
             tokens=tokens,
             tokens_per_second=tokens / seconds,
             tflops=per_second / 1e12,
-            mfu=None if self._peak_flops is None else per_second / self._peak_flops,
+            mfu=None if peak is None else per_second / peak,
+            rank_mfu=None if peak is None else [one / seconds / peak for one in flops],
         )
 
 

@@ -100,7 +100,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         RankLostError: the store of the group does not respond.
     """
 
-    def __init__(self, seconds: float, *, group: Group | None = None, file: TextIO | None = None) -> None:
+    def __init__(self, seconds: float = 300.0, *, group: Group | None = None, file: TextIO | None = None) -> None:
         if not 0 < seconds < math.inf:
             raise ConfigError(f"seconds must be positive and finite, got {seconds}")
         self._alarm = Alarm(seconds)
@@ -216,12 +216,12 @@ class MemoryUsage:
         """Memory that the caching allocator keeps for later."""
         return self.reserved - self.allocated
 
-    def reason_to_release(self) -> str | None:
-        """Return the reason to release the cache; None if there is no reason, or no cache."""
-        if self.unallocated > self.total / 2:
-            return "more than half of the device is reserved but unallocated"
-        if self.free < 2 * GIB and self.unallocated > 0:
-            return "less than 2 GiB is free"
+    def reason_to_release(self, *, min_free_gib: float, max_unallocated: float) -> str | None:
+        """Return the reason to release the cache, by the limits of a `MemoryWatch`; None: no reason, or no cache."""
+        if self.unallocated > max_unallocated * self.total:
+            return f"more than {max_unallocated:.0%} of the device is reserved but unallocated"
+        if self.free < min_free_gib * GIB and self.unallocated > 0:
+            return f"less than {min_free_gib:g} GiB is free"
         return None
 
     def line(self) -> str:
@@ -234,12 +234,18 @@ class MemoryWatch:
     """Reports the memory of a GPU, and releases the caching allocator's cache before others run out of memory.
 
     Reserved but unallocated memory is not available to NCCL, and may be in pieces too small for the next step.
+    It is released if less than `min_free_gib` GiB is free on the device, or more than the share `max_unallocated` of it
+    is reserved but unallocated; with 0 and 1, never. A ConfigError: no GPU, or a limit out of range.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, min_free_gib: float = 2.0, max_unallocated: float = 0.5) -> None:
         self._device = torch.device(device)
         if self._device.type != "cuda":
             raise ConfigError(f"device is {device}; memory is watched on cuda")
+        if not (min_free_gib >= 0 and 0 <= max_unallocated <= 1):
+            limits = f"{min_free_gib} and {max_unallocated}"
+            raise ConfigError(f"min_free_gib must be at least 0, and max_unallocated a share from 0 to 1, got {limits}")
+        self._limits = {"min_free_gib": min_free_gib, "max_unallocated": max_unallocated}
 
     def usage(self) -> MemoryUsage:
         """Return the current usage, without waiting for the device."""
@@ -250,7 +256,7 @@ class MemoryWatch:
     def check(self) -> MemoryUsage:
         """Return the usage, after releasing the cache if necessary, which waits for the device and logs a warning."""
         before = self.usage()
-        if (reason := before.reason_to_release()) is None:
+        if (reason := before.reason_to_release(**self._limits)) is None:
             return before
         torch.cuda.empty_cache()
         after = self.usage()

@@ -9,8 +9,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from evenrank.cli.reports import render_template, svg
-from evenrank.cli.reports.balance_log import column, cumulative_steps, describe_log, typical_record
-from evenrank.dataloader.balance.metrics import LogRecord, MetricsSummary, combine
+from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
+from evenrank.dataloader.balance.metrics.log_record import LogRecord
+from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, MetricsSummary, Unit, combine, shown_numbers
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")
@@ -22,20 +23,21 @@ _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 _BEFORE, _AFTER = "before balancing", "after balancing"
 
 
-def render_page(records: Sequence[LogRecord], *, name: str) -> str:
+def render_page(log: BalanceLog, *, name: str) -> str:
     """Return the page of a log of at least one record as HTML."""
+    records = log.records
     summary, typical = combine(records), typical_record(records)
     return render_template(
         "balance.html.j2",
         name=name,
-        headline=headline(records, summary),
+        headline=headline(log, summary),
         tiles=tiles(summary),
         records=records,
         records_per_point=records_per_point(len(records)),
         typical=typical,
         has_many_ranks=len(typical.before) > MAX_BARS,
         moved_rows=moved_rows(summary),
-        ratio_svg=ratio_svg(records),
+        idle_svg=idle_svg(records),
         loads_svg=loads_svg(typical),
         moved_svg=moved_svg(records) if summary.moved_bytes else None,
         background_svg=times_svg(records, _BACKGROUND),
@@ -43,26 +45,36 @@ def render_page(records: Sequence[LogRecord], *, name: str) -> str:
     )
 
 
-def headline(records: Sequence[LogRecord], summary: MetricsSummary) -> str:
-    """Return the effect of balancing in one sentence."""
-    if summary.moved_samples == 0:
-        return (
-            f"No sample moved to another rank in {describe_log(records)}: the load of the heaviest rank was "
-            f"{summary.ratio_before:.3f} times the lower bound."
-        )
+def headline(log: BalanceLog, summary: MetricsSummary) -> str:
+    """Return the effect of balancing in one or two sentences: what the cost promises, and what was measured."""
+    share, speedup = Unit.SHARE.show, Unit.SPEEDUP.show
+    promised = (
+        f"By the cost, ranks were idle for {share(summary.idle_before)} of their time before balancing and for "
+        f"{share(summary.idle_after)} after it in {log.describe()}, a speed-up of {speedup(summary.speedup)}."
+    )
+    if not summary.measured_steps:
+        return promised
+    measured = f" Measured, they were idle for {share(summary.measured_idle_after)}"
+    if not summary.compared_steps:
+        return f"{promised}{measured} with balancing."
     return (
-        f"Balancing reduced the load of the heaviest rank from {summary.ratio_before:.3f} to {summary.ratio_after:.3f} "
-        f"times the lower bound in {describe_log(records)}; the cost model expects steps to be {summary.speedup:.2f} "
-        "times as fast."
+        f"{promised}{measured}, and for {share(summary.measured_idle_before)} of the steps left unbalanced for "
+        f"comparison, a speed-up of {speedup(summary.measured_speedup)}."
     )
 
 
 def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:
     """Return the rows of a table: a quantity, its amount per step, the amount that moves, and the share that moves."""
     counts = (("samples", summary.samples, summary.moved_samples), ("tokens", summary.tokens, summary.moved_tokens))
-    rows = [(quantity, f"{total:,.0f}", f"{total * share:,.0f}", _percent(share)) for quantity, total, share in counts]
+    rows = [
+        (quantity, f"{total:,.0f}", f"{total * share:,.0f}", Unit.SHARE.show(share))
+        for quantity, total, share in counts
+    ]
     total_bytes, moved_bytes = map(format_bytes, (summary.sample_bytes, summary.moved_bytes))
-    return [*rows, ("bytes", total_bytes, moved_bytes, _percent(summary.moved_bytes / (summary.sample_bytes or 1)))]
+    return [
+        *rows,
+        ("bytes", total_bytes, moved_bytes, Unit.SHARE.show(summary.moved_bytes / (summary.sample_bytes or 1))),
+    ]
 
 
 def tiles(summary: MetricsSummary) -> list[tuple[str, str, str]]:
@@ -70,22 +82,27 @@ def tiles(summary: MetricsSummary) -> list[tuple[str, str, str]]:
     background, exposed = (
         f"{1e3 * sum(getattr(summary, field) for field in fields):,.2f} ms" for fields in (_BACKGROUND, _EXPOSED)
     )
-    ratio = "heaviest rank / lower bound"
-    moved_bytes = format_bytes(summary.moved_bytes)
+    known = shown_numbers(summary)
+    text = {shown.name: shown.unit.show(known[shown.name]) if shown.name in known else "-" for shown in SHOWN}
+    rank_time = "of rank time, by the cost"
+    compared, measured = f"{summary.compared_steps:,} unbalanced steps", f"{summary.measured_steps:,} balanced steps"
+    measured_tiles = [
+        ("Idle before, measured", text["measured_idle_before"], compared),
+        ("Idle after, measured", text["measured_idle_after"], measured),
+        ("Speed-up, measured", text["measured_speedup"], "unbalanced / balanced step"),
+        ("Time of a step", text["step_seconds"], "measured, balanced"),
+    ]
     return [
-        ("Load before balancing", f"{summary.ratio_before:.3f}", ratio),
-        ("Load after balancing", f"{summary.ratio_after:.3f}", ratio),
-        ("Worst step after balancing", f"{summary.worst_after:.3f}", ratio),
-        ("Expected speed-up", f"{summary.speedup:.2f}x", "by the cost model"),
-        ("Tokens moved", _percent(summary.moved_tokens), "trained on another rank"),
-        ("Bytes moved", moved_bytes, "per step, all ranks together"),
+        ("Idle before balancing", text["idle_before"], rank_time),
+        ("Idle after balancing", text["idle_after"], rank_time),
+        ("Speed-up", text["speedup"], "by the cost"),
+        ("Steps set by one sample", text["one_sample"], f"{summary.longest:,.0f} tokens on average"),
+        *(measured_tiles if summary.measured_steps or summary.compared_steps else []),
+        ("Tokens moved", text["moved_tokens"], "trained on another rank"),
+        ("Bytes moved", format_bytes(summary.moved_bytes), "per step, all ranks together"),
         ("In the background", background, "per step, gather and plan"),
         ("Exposed", exposed, "per step, on the training thread"),
     ]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
 
 
 class Curve(NamedTuple):
@@ -114,14 +131,27 @@ def downsample(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve
     )
 
 
+def column(records: Sequence[LogRecord], field: str) -> NDArray[np.float64]:
+    """Return the values of a field: float64 [records]."""
+    return np.array([getattr(record, field) for record in records], dtype=np.float64)
+
+
+def typical_record(records: Sequence[LogRecord]) -> LogRecord:
+    """Return the record with the median imbalance before balancing."""
+    imbalance = [int(record.before.max()) / max(record.lower_bound, 1) for record in records]
+    return records[int(np.argsort(imbalance, kind="stable")[(len(records) - 1) // 2])]
+
+
 @svg.plot()
-def ratio_svg(axes: Axes, records: Sequence[LogRecord]) -> None:
-    """Draw the load of the heaviest rank over the lower bound, before and after balancing, over the steps."""
-    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
-    _draw(axes, records, "ratio_before", colour=svg.GREY, label=_BEFORE)
-    _draw(axes, records, "ratio_after", colour=svg.BLUE, label=_AFTER)
-    axes.set_ylabel("heaviest rank / lower bound")
-    svg.legend_above(axes)
+def idle_svg(axes: Axes, records: Sequence[LogRecord]) -> None:
+    """Draw the share of rank time that is idle over the steps: before and after, by the cost and as measured."""
+    styles = zip((svg.GREY, svg.BLUE), ("idle_before", "idle_after"), ("compared_steps", "measured_steps"), strict=True)
+    for colour, name, counted_by in styles:
+        _draw(axes, records, name, colour=colour, scale=100, label=f"{name.removeprefix('idle_')} balancing")
+        measured = {"counted_by": counted_by, "label": "measured", "style": ":"}
+        _draw(axes, records, f"measured_{name}", colour=colour, scale=100, **measured)
+    axes.set(ylim=(0, None), ylabel="idle rank time (%)")
+    svg.legend_above(axes, columns=2)
 
 
 @svg.plot()
@@ -180,14 +210,25 @@ def _byte_unit(num_bytes: float) -> tuple[str, float]:
 
 
 def _draw(
-    axes: Axes, records: Sequence[LogRecord], field: str, *, colour: str, scale: float = 1.0, label: str | None = None
+    axes: Axes,
+    records: Sequence[LogRecord],
+    field: str,
+    *,
+    colour: str,
+    scale: float = 1.0,
+    counted_by: str = "steps",
+    label: str | None = None,
+    style: str = "-",
 ) -> None:
-    """Draw a field over the steps: the mean of each point's records, and a band from their minimum to their maximum."""
-    curve = downsample(cumulative_steps(records), column(records, field) * scale)
+    """Draw a number over the steps that have it: the mean of each point, and a band from its minimum to its maximum."""
+    records = [record for record in records if getattr(record, counted_by)]
+    if not records:
+        return
+    curve = downsample(column(records, "seen"), column(records, field) * scale)
     marker = "o" if len(curve.steps) == 1 else None  # a line through one point is invisible
     if records_per_point(len(records)) > 1:
         axes.fill_between(curve.steps, curve.minimum, curve.maximum, color=colour, alpha=0.22, linewidth=0)
-    axes.plot(curve.steps, curve.mean, color=colour, linewidth=1.5, marker=marker, label=label)
+    axes.plot(curve.steps, curve.mean, color=colour, linewidth=1.5, linestyle=style, marker=marker, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(svg.compact))
     axes.set_xlabel("steps")

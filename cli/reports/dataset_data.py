@@ -6,20 +6,24 @@ id is the one that has its row after a `KeyMap` of the mode has renumbered the r
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.cli.gains import Gain
+from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, RANKS, STRATEGIES, make_cost
 from evenrank.cli.simulation import LengthSource, simulate
 from evenrank.core.value_counts import ValueCounts
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.dataloader.routing.key_map import rows_per_rank
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 from evenrank.datasets.store import SequenceStore
 
 _CHUNK = 1 << 22  # elements
 _BINS_PER_DOUBLING = 3
-_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of routing
+_ROUTING_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of routing
 _MAX_ROWS = 1 << 62  # of a KeyMap
 
 
@@ -41,16 +45,6 @@ class ContextValues:
     values: tuple[tuple[str | None, int], ...]  # label (None for missing) and rows of each, most frequent first
     other_values: int  # number of further values
     other_rows: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gain:
-    """The expected effect of each balancing strategy on one number of ranks; see `MetricsSummary`."""
-
-    ranks: int
-    repeated: bool  # the split has fewer rows than a step needs, so rows were drawn with replacement
-    ratios: Mapping[str, float]
-    speedups: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,27 +90,22 @@ def context_values(stores: Mapping[str, SequenceStore], feature: str, *, max_val
 def balancing_gains(
     lengths: NDArray[np.int64],
     *,
-    ranks: Sequence[int] = (8, 64, 256, 1024),
-    batch_size: int = 32,
-    steps: int = 4,
-    max_length: int = 2048,
+    ranks: Sequence[int] = RANKS,
+    batch_size: int = BATCH_SIZE,
+    steps: int = MIN_STEPS,
+    max_length: int = MAX_HISTORY_LENGTH,
     seed: int = 0,
 ) -> tuple[Gain, ...]:
-    """Draw steps from the lengths [rows] of a split, and balance them by the cost of an HSTU model."""
+    """Draw steps from the lengths [rows] of a split, and balance them as `evenrank simulate` does."""
     if len(lengths) == 0:
         return ()
-    # The model of the published balancing results.
-    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True)
+    cost = make_cost("hstu", LAYERS)
     source = LengthSource(lengths=lengths, max_length=max_length)
     gains = []
-    for world_size in ranks:
-        ratios, speedups = {}, {}
-        for strategy in STRATEGIES:
-            balance = BalanceConfig(cost=cost, strategy=strategy)
-            summary = simulate(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed)
-            ratios[strategy], speedups[strategy] = summary.ratio_after, summary.speedup
-        repeated = source.repeats_rows(world_size * batch_size)
-        gains.append(Gain(ranks=world_size, repeated=repeated, ratios=ratios, speedups=speedups))
+    for world_size, strategy in product(ranks, STRATEGIES):
+        balance = BalanceConfig(cost=cost, strategy=strategy)
+        drawn = simulate(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed)
+        gains.append(Gain(world_size, strategy, drawn))
     return tuple(gains)
 
 
@@ -125,7 +114,7 @@ def routing_loads(
     counts: NDArray[np.int64],
     num_embeddings: int,
     *,
-    ranks: Sequence[int] = _RANKS,
+    ranks: Sequence[int] = _ROUTING_RANKS,
     on_ranks: Callable[[int], None] = lambda world_size: None,
 ) -> RoutingLoads | None:
     """Count the distinct ids and the events of each rank, in each mode.

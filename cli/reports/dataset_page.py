@@ -10,9 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from evenrank.cli.gains import Gain, describe_settings
+from evenrank.cli.options import BATCH_SIZE, LAYERS
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
-from evenrank.datasets.schema import ITEM_ID, Manifest
+from evenrank.datasets.schema import ITEM_ID, MAX_HISTORY_LENGTH, Manifest
 from evenrank.datasets.store import SequenceStore
 
 _TRAIN = "train"
@@ -21,9 +23,10 @@ _LAST_DATE_MS = 253_370_764_800_000  # of the year 9998: the calendars of Python
 
 
 class Report(NamedTuple):
-    """The report of a dataset, and what it says about routing, if there are events and a table."""
+    """The report of a dataset, what balancing gains and, if there are events and a table, the loads of routing."""
 
     html: str
+    gains: Sequence[Gain]
     routing: dataset_data.RoutingLoads | None
 
 
@@ -64,13 +67,14 @@ def render_page(
         timeline_svg=timeline_svg(statistics),
         hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
-        gains=gains,
+        gain_rows=gain_rows(gains, len(stores[_TRAIN])) if gains else (),
+        gain_settings=describe_settings(BATCH_SIZE, MAX_HISTORY_LENGTH, "hstu", LAYERS),
         gains_svg=gains_svg(gains) if gains else None,
         routing=routing,
         routing_ids_svg=routing_svg(routing, "distinct ids") if routing else None,
         routing_lookups_svg=routing_svg(routing, "lookups") if routing else None,
     )
-    return Report(html, routing)
+    return Report(html, gains, routing)
 
 
 @svg.plot()
@@ -127,23 +131,34 @@ def hours_svg(axes: Axes, statistics: Statistics) -> None:
     axes.set(ylim=(0, None), xlabel="hour of the day (UTC)", ylabel="events in all")
 
 
+def gain_rows(gains: Sequence[Gain], num_rows: int) -> list[tuple[str, str, str, str, str]]:
+    """Return the rows of a table: ranks, with a star where a step repeats rows, strategy, idle, speed-up, of a step."""
+    rows, ranks = [], 0
+    for gain in gains:
+        median, spread = gain.speedup_of_a_step()
+        shown = f"{gain.ranks:,}{'*' * (gain.ranks * BATCH_SIZE > num_rows)}" if gain.ranks != ranks else ""
+        of_step, ranks = f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}", gain.ranks
+        rows.append((shown, gain.label, f"{gain.summary.idle_after:.1%}", f"{gain.summary.speedup:.2f}x", of_step))
+    return rows
+
+
 @svg.plot(height=3.3)
-def gains_svg(axes: Axes, gains: Sequence[dataset_data.Gain]) -> None:
-    """Draw the load of the heaviest rank over the lower bound, per number of ranks and strategy."""
-    strategies = list(gains[0].ratios)
+def gains_svg(axes: Axes, gains: Sequence[Gain]) -> None:
+    """Draw the share of rank time that is idle, per number of ranks and strategy."""
+    strategies, ranks = (
+        list(dict.fromkeys(values)) for values in zip(*((g.label, g.ranks) for g in gains), strict=True)
+    )
     width = 0.84 / len(strategies)
-    group_centres = np.arange(len(gains))
     colours = (svg.GREY, svg.ORANGE, svg.BLUE, svg.GREEN, svg.RED)[: len(strategies)]
     for index, (strategy, colour) in enumerate(zip(strategies, colours, strict=True)):
-        offset = (index - (len(strategies) - 1) / 2) * width
-        ratios = [gain.ratios[strategy] for gain in gains]
-        bars = axes.bar(group_centres + offset, ratios, width * 0.94, color=colour, label=strategy)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2, rotation=90)  # horizontal ones would touch
+        places = np.arange(len(ranks)) + (index - (len(strategies) - 1) / 2) * width
+        idle = [100 * gain.summary.idle_after for gain in gains if gain.label == strategy]
+        bars = axes.bar(places, idle, width * 0.94, color=colour, label=strategy)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2, rotation=90)  # horizontal ones would touch
     axes.margins(y=0.18)  # room for the numbers above the bars
-    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
-    axes.set_xticks(group_centres, [f"{gain.ranks:,}" for gain in gains])
+    axes.set_xticks(np.arange(len(ranks)), [f"{count:,}" for count in ranks])
     axes.grid(visible=False, axis="x")
-    axes.set(xlabel="ranks", ylabel="heaviest rank / lower bound")
+    axes.set(xlabel="ranks", ylabel="idle rank time (%)")
     svg.legend_above(axes)
 
 

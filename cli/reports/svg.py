@@ -87,5 +87,6 @@ def compact(value: float, _position: int | None = None) -> str:
 
 
 def legend_above(axes: Axes, *, columns: int = 3) -> None:
-    """Put the legend above the plot, where it hides no data."""
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=columns, borderaxespad=0.2, columnspacing=1.2)
+    """Put the legend above the plot, where it hides no data; none if nothing was drawn."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=columns, borderaxespad=0.2, columnspacing=1.2)

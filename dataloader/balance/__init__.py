@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from evenrank.core.optional_imports import naming_extras
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import Cost, HSTUCost, SelfAttentionCost
+from evenrank.dataloader.balance.cost import Cost, HSTUCost, LinearCost, PaddedCost, SelfAttentionCost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
-from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
+from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics, summarize
 from evenrank.dataloader.balance.partition.strategies import (
     STRATEGIES,
     Assignment,
@@ -34,8 +34,10 @@ __all__ = [
     "Cost",
     "HSTUCost",
     "Handle",
+    "LinearCost",
     "MeasuredCost",
     "MetricsSummary",
+    "PaddedCost",
     "PartitionProblem",
     "SelfAttentionCost",
     "StepMetrics",

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self, TypeVar, cast
@@ -27,6 +27,7 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.connection import Connection
 from evenrank.dataloader.balance.ranks.handshake import HandshakeResult, RankReport, handshake
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
@@ -66,14 +67,15 @@ class Handle:
 
 def _check_on_all_ranks(
     batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
-) -> tuple[ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
+) -> tuple[ExchangeDevice, LoaderAdapter[Batch], Callable[[StepMetrics], None] | None, HandshakeResult]:
     """Check this rank's arguments and compare them between ranks, before any process group is created. Collective."""
-    exchange_device, source, report, error = None, None, None, None
+    exchange_device, source, observe, report, error = None, None, None, None, None
     try:
         config.check(exchanges=True)
         source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + 1)
         num_batches = source.length()
         exchange_device = make_device(device)
+        observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
         settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
         report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=num_batches)
     except Exception as raised:  # reported to all ranks
@@ -81,7 +83,7 @@ def _check_on_all_ranks(
     settled = handshake(report, error, members, config.timeout)
     assert source is not None
     assert exchange_device is not None
-    return exchange_device, source, settled
+    return exchange_device, source, observe, settled
 
 
 class Balancer(EpochNode[Batch], Generic[Batch]):
@@ -122,9 +124,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         suppress_fx_tracing_warning()  # before the batches of any other loader
         warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None)
         members = members_of(group, config.timeout)
-        self._device, self._source, result = _check_on_all_ranks(batches, config, device, members)
+        self._device, self._source, self._observe, result = _check_on_all_ranks(batches, config, device, members)
         self._num_steps = result.num_steps
-        self._observe = config.observer(members.rank)
         backend, use_in_thread = self._device.backend, self._device.use_in_thread
         self._connection = Connection(members, result.hosts, config.timeout, backend, use_in_thread)
         with self._connection.aborting():

@@ -1,14 +1,16 @@
 """`BalanceConfig`: the options of balancing, for a Balancer and for a loader that balances itself."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.cost import Cost, describe_cost
-from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.cost import Cost, PaddedCost, counted_tokens, describe_cost
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.metrics.text_log import StepLogger
+from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.partition.strategies import (
     DEFAULT_STRATEGY,
     DEFAULT_TOLERANCE,
@@ -16,18 +18,17 @@ from evenrank.dataloader.balance.partition.strategies import (
     OnOverflow,
     check_options,
 )
-from evenrank.dataloader.balance.writers import StepLogger
 
 EXCHANGES = ("all-to-all", "all-gather")
 
 _NO_EXCHANGE_ONLY = ("pack", "window")
 _EXCHANGE_ONLY = ("exchange", "batch_size", "lookahead")
-_PER_RANK = ("timeout", "on_step", "log_every", "log_window")
+_PER_RANK = ("timeout", "on_step", "log_every", "log_window", "log_loads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """Options of balancing; the same on all ranks, except for `timeout`, `on_step`, `log_every` and `log_window`.
+    """Options of balancing; the same on all ranks, except for `timeout`, `on_step` and those that begin with `log_`.
 
     A Balancer or `build_loader` checks them, so that a mistake on one rank is reported on all ranks.
     """
@@ -52,6 +53,9 @@ class BalanceConfig:
     window: int = 1
     """`build_loader` only. Number of consecutive steps whose samples may change steps among themselves, so that fewer
     steps wait for a long sample. 1: samples stay in their steps."""
+    compare_every: int | None = None
+    """Steps from one that stays unbalanced to the next, at least 2, so that a running job can show what it gains; see
+    `training.StepTimer`. None: all are balanced."""
     exchange: str = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
@@ -65,12 +69,14 @@ class BalanceConfig:
     """How long a collective or a comparison waits for other ranks."""
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
     """Called on the training thread with the metrics of each step, before its batch is handed out; see
-    `evenrank.dataloader.balance.writers`. With no exchange, samples that change ranks count as moved and the times of
-    gathering and exchanging are 0."""
+    `evenrank.dataloader.balance.metrics.writers`. With no exchange, samples that change ranks count as moved and the
+    times of gathering and exchanging are 0."""
     log_every: int | None = None
     """Steps from one line for people in the log of rank 0 to the next; None: no lines."""
     log_window: tuple[int, int] | None = None
     """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
+    log_loads: bool = False
+    """Whether these lines have the loads of all ranks."""
 
     def check(self, *, exchanges: bool) -> None:
         """Check the options for a Balancer, which exchanges samples, or for `build_loader`.
@@ -93,6 +99,19 @@ class BalanceConfig:
             raise ConfigError(f"pack=True decides which samples a step has; leave out window={self.window}")
         if self.pack and self.max_tokens_per_rank is None:
             raise ConfigError("pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it")
+        limited = self.max_tokens_per_rank is not None or self.window > 1
+        if self.compare_every is not None and (
+            type(self.compare_every) is not int or self.compare_every < 2 or limited
+        ):
+            raise ConfigError(
+                f"compare_every must be an integer of at least 2, without window and max_tokens_per_rank, which change "
+                f"which samples a step has or may have, got {self.compare_every!r}"
+            )
+        if self.max_tokens_per_rank is not None and isinstance(self.cost, PaddedCost):
+            raise ConfigError(
+                f"max_tokens_per_rank = {self.max_tokens_per_rank} limits sums of tokens, but a PaddedCost is of "
+                "rows x longest; leave it out, and lower the loader's max_history_length"
+            )
         for name in ("batch_size", "lookahead", "log_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -102,6 +121,8 @@ class BalanceConfig:
                 raise ConfigError(f"log_window must be (start, stop) with 0 <= start < stop, got {self.log_window}")
             if self.log_every is None:
                 raise ConfigError(f"log_window={self.log_window} needs log_every; log_every=1 logs each of these steps")
+        if self.log_loads and self.log_every is None:
+            raise ConfigError("log_loads=True needs log_every, the steps from one line of the log to the next; pass it")
         other, this = ("build_loader", "Balancer") if exchanges else ("Balancer", "build_loader")
         for known in dataclasses.fields(self):
             value = getattr(self, known.name)
@@ -110,12 +131,20 @@ class BalanceConfig:
                     f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
                 )
 
-    def observer(self, rank: int) -> Callable[[StepMetrics], None] | None:
-        """Return the function to call with the metrics of each step on a rank; None if nothing observes them."""
+    def observer(
+        self, rank: int, *, exchanges: bool, data: Callable[[], Mapping[str, Any]]
+    ) -> Callable[[StepMetrics], None] | None:
+        """Return the function to call with the metrics of each step on a rank; None if nothing observes them.
+
+        `exchanges` is that of `check`; `data` returns what the log says of the loader.
+        """
+        if isinstance(self.on_step, BeginsRun):
+            options = self.rank_invariants(exchanges=exchanges) | {"tokens": counted_tokens(self.cost)}
+            self.on_step.begin(options | {"data": data()})
         if self.log_every is None or rank != 0:
             return self.on_step
-        log, on_step = StepLogger(every=self.log_every, window=self.log_window), self.on_step
-        if on_step is None:
+        log = StepLogger(every=self.log_every, window=self.log_window, with_loads=self.log_loads)
+        if (on_step := self.on_step) is None:
             return log
 
         def observe(metrics: StepMetrics) -> None:
@@ -128,7 +157,15 @@ class BalanceConfig:
     def partition_options(self) -> dict[str, Any]:
         """The options of `partition`, by name."""
         names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"padded": isinstance(self.cost, PaddedCost)}
+
+    def balances(self, step: int) -> bool:
+        """Return whether a step of an iteration is balanced: one in `compare_every` stays as it was loaded."""
+        return self.compare_every is None or step % self.compare_every != self.compare_every - 1
+
+    def options_of_step(self, step: int) -> dict[str, Any]:
+        """Return the options of `partition` for a step of an iteration."""
+        return self.partition_options | ({} if self.balances(step) else {"strategy": "none"})
 
     def rank_invariants(self, *, exchanges: bool) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, by name; for `exchanges` see `check`."""

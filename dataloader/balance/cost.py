@@ -15,7 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,3 +312,48 @@ class SelfAttentionCost(LayerCost):
     def operations_per_token(self) -> int:
         """Operations of the products of a token in a layer's forward pass."""
         return 8 * self.hidden * self.heads * self.head_dim + 4 * self.hidden * int(self.ffn_multiplier * self.hidden)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearCost(TokenCost):
+    """The tokens of a sample: of models without attention, or whose attention takes little time."""
+
+    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of tokens, of the same shape."""
+        return history + candidates
+
+
+def counted_tokens(cost: object) -> dict[str, Any] | None:
+    """Return the settings of a cost that say which tokens count, by name; None if it has none."""
+    row = cost.row if isinstance(cost, PaddedCost) else cost
+    if not isinstance(row, TokenCost):
+        return None
+    return {name: getattr(row, name) for name in ("history_key", "interleave_actions", "contextual", "max_tokens")}
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCost:
+    """Cost of models that pad the samples of a rank to the longest: each of its rows costs as much as the longest one.
+
+    A rank with B rows whose longest has s tokens costs B a s + B b s^2, where `row` gives a s + b s^2 to a sample of s
+    tokens alone. Who trains a sample makes no difference, because the longest one of a step sets its time on any rank.
+    `BalanceConfig(window=k)` gives each step samples of similar cost instead.
+    """
+
+    row: TokenCost
+    """Cost of one row."""
+
+    @property
+    def max_cost(self) -> int:
+        """The cost of the most expensive sample that can occur."""
+        return self.row.max_cost
+
+    def __call__(
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the cost of one row as long as each sample: int64 [B]."""
+        return self.row(lengths, num_candidates)
+
+    def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the number of tokens of each sample, without padding: int64 [B]."""
+        return self.row.tokens(lengths)

@@ -113,7 +113,39 @@ class MeasuredCost(TokenCost):
             raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
         times = np.asarray(seconds, dtype=np.float64)
         _check_times(times, len(lengths))
-        sums = _sums(lengths, candidates, max_tokens)
+        return cls._fit(
+            _sums(lengths, candidates, max_tokens),
+            times,
+            history_key=history_key,
+            interleave_actions=interleave_actions,
+            contextual=contextual,
+            max_tokens=max_tokens,
+        )
+
+    @classmethod
+    def fit_sums(
+        cls,
+        tokens: NDArray[np.float64],
+        squares: NDArray[np.float64],
+        seconds: NDArray[np.float64],
+        **counted: Any,
+    ) -> Self:
+        """Fit the cost to steps whose sums are known, such as those of a log: float64 [N] each.
+
+        Args:
+            tokens: sum of the tokens of a step's samples.
+            squares: sum of their squared tokens, which is sum(p) without candidates.
+            seconds: see `fit`.
+            counted: see `fit`: how tokens were counted.
+
+        Raises:
+            ConfigError: see `fit`.
+        """
+        _check_times(seconds, len(tokens))
+        return cls._fit(np.stack([np.ones(len(tokens)), tokens, squares], axis=1), seconds, **counted)
+
+    @classmethod
+    def _fit(cls, sums: NDArray[np.float64], times: NDArray[np.float64], *, max_tokens: int, **counted: Any) -> Self:
         _check_variation(sums)
         coefficients = _fit_non_negative(sums, times)
         r2 = _check_fit(sums, coefficients, times)
@@ -126,11 +158,14 @@ class MeasuredCost(TokenCost):
             seconds_per_step=a,
             steps=len(times),
             r2=r2,
-            history_key=history_key,
-            interleave_actions=interleave_actions,
-            contextual=contextual,
             max_tokens=max_tokens,
+            **counted,
         )
+
+    @property
+    def seconds_per_unit(self) -> float:
+        """Seconds of a cost of 1."""
+        return math.ldexp(1.0, -self.fraction_bits)
 
     def save(self, path: Path | str) -> None:
         """Write the cost to a JSON file, atomically; a DataError if it cannot be written."""

@@ -17,8 +17,8 @@ from evenrank.core.hashing import mix64
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.plan import sample_bytes
-from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced
 from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
@@ -78,7 +78,7 @@ class LocalPlanner:
             end = first + int(loaded.sum())
             of_step = _Known(*(values[..., first:end] for values in known))
             started = time.perf_counter()
-            assignment, costs, tokens, is_real = self._assign(of_step, loaded)
+            assignment, costs, tokens, is_real = self._assign(of_step, loaded, step)
             trained_by = assignment.rank_of[is_real]
             indices = first + np.flatnonzero(trained_by == self._rank)
             plan_seconds = seconds + time.perf_counter() - started
@@ -91,12 +91,23 @@ class LocalPlanner:
                     sample_bytes=_in_rows(sample_bytes(self._schema, of_step.lengths), is_real),
                     epoch=epoch,
                     step=step,
+                    is_balanced=self._config.balances(step),
                     plan_seconds=plan_seconds,
                 )
             plan_hash = self._hash(sample_ids[first:end], trained_by)
             planned.append(LocalPlan(indices, int(of_step.loss_tokens.sum()), plan_hash, metrics))
             first = end
         return planned
+
+    def loads_before(self, samples: Iterable[SampleLengths], num_loaded: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return the loads of the ranks in consecutive steps without balancing, int64 [W] each; see `plan`."""
+        costs, loads = self._known(samples, with_lengths=False).costs, []
+        for loaded in num_loaded:
+            is_real = real_rows(self._schema.batch_size, self._world_size, loaded)
+            of_step, costs = np.split(costs, [int(loaded.sum())])
+            home = unbalanced(is_real, padded=self._config.partition_options["padded"])
+            loads.append(home.loads(_in_rows(of_step, is_real)))
+        return loads
 
     def assign_to_steps(
         self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
@@ -136,7 +147,7 @@ class LocalPlanner:
         return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
 
     def _assign(
-        self, known: "_Known", num_loaded: NDArray[np.int64]
+        self, known: "_Known", num_loaded: NDArray[np.int64], step: int = 0
     ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
         config, world_size, batch_size = self._config, self._world_size, self._schema.batch_size
@@ -146,7 +157,7 @@ class LocalPlanner:
         # Where steps are packed, a sample that is longer than the limit has a rank to itself.
         limit = config.max_tokens_per_rank
         limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
-        assignment = partition(costs, world_size, tokens=limited, num_real=num_real, **config.partition_options)
+        assignment = partition(costs, world_size, tokens=limited, num_real=num_real, **config.options_of_step(step))
         return assignment, costs, tokens, is_real
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:

@@ -18,7 +18,7 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
-from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.ranks import consistency, metadata
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -80,15 +80,18 @@ class StepPlanner:
         consistency.confirm(self.all_gather, step.messages, rank_of, failure, step_name, self.config.strategy)
         return planned
 
-    def _plan(self, schema: BatchSchema, known: metadata.StepMetadata, **measured: Any) -> tuple[Plan, StepMetrics]:
+    def _plan(
+        self, schema: BatchSchema, known: metadata.StepMetadata, *, step: int, **measured: Any
+    ) -> tuple[Plan, StepMetrics]:
         """Return this rank's plan for a step, and its metrics, among them those that were `measured` before."""
         started = time.perf_counter()
-        costs, tokens, options = known.costs, known.tokens, self.config.partition_options
+        costs, tokens, options = known.costs, known.tokens, self.config.options_of_step(step)
         assignment = partition(costs, len(costs), tokens=tokens, num_real=known.num_real, **options)
         plan = make_plan(schema, known, assignment, self.rank)
         measured["plan_seconds"] = time.perf_counter() - started
         lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), costs.size)  # [K, W * B]
         num_bytes = np.where(assignment.rank_of >= 0, sample_bytes(schema, lengths).reshape(costs.shape), 0)
+        measured |= {"step": step, "is_balanced": self.config.balances(step)}
         return plan, measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, **measured)
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:

@@ -10,6 +10,9 @@ samples of the S steps of a window are assigned to these steps before each is ba
 
 W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has a rank with a load of 10. As a window,
 one step has the loads 10 10, the other one 2 2.
+
+Where samples are padded to the longest of their rank, the most expensive sample of a step sets its time. Then samples
+are sorted by cost and steps get neighbours, for which the sum of the steps' largest costs is the least possible.
 """
 
 from dataclasses import dataclass
@@ -54,13 +57,13 @@ class WindowedOrder:
 
     def __init__(self, order: SampleOrder, windows: Windows, assign_window: "AssignWindow") -> None:
         self.windows = windows
-        self._order = order
+        self.underlying = order
         self._assign_window = assign_window
 
     @property
     def num_samples(self) -> int:
         """Positions of an epoch."""
-        return self._order.num_samples
+        return self.underlying.num_samples
 
     def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the positions in the underlying order of the samples at these places: int64 of the same shape."""
@@ -70,18 +73,18 @@ class WindowedOrder:
             first, end = self.windows.bounds(int(places[left[0]]))
             in_window = (first <= places[left]) & (places[left] < end)
             of_window, left = left[in_window], left[~in_window]
-            indices = self._assign_window(self._order, first, end, seed=seed, epoch=epoch)
+            indices = self._assign_window(self.underlying, first, end, seed=seed, epoch=epoch)
             positions[of_window] = indices[places[of_window] - first]
             positions[of_window] += first
         return positions
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at these positions."""
-        return self._order.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
+        return self.underlying.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return everything that the order depends on, besides seed, epoch and costs."""
-        return (*self._order.fingerprint(), "windows", self.windows)
+        return (*self.underlying.fingerprint(), "windows", self.windows)
 
 
 class AssignWindow(Protocol):
@@ -105,6 +108,11 @@ def assign_to_steps(
 
     `costs` and `tokens` are int64 [n] for full steps. Each window needs another seed.
     """
+    order_of_steps = _shuffled(num_steps, seed=seed, epoch=2 * epoch + 1)
+    if config.partition_options["padded"]:
+        step_of = np.empty(len(costs), dtype=np.min_scalar_type(num_steps))
+        step_of[np.argsort(-costs, kind="stable")] = np.repeat(order_of_steps, len(costs) // num_steps)
+        return np.argsort(step_of, kind="stable")
     num_bins = num_steps * world_size
     # Nothing moves between ranks here, so tokens matter for the limit alone.
     limited = None if config.max_tokens_per_rank is None else tokens
@@ -115,7 +123,7 @@ def assign_to_steps(
     by_chance = _shuffled(num_bins, seed=seed, epoch=2 * epoch)
     by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
     step_of_bin = np.empty(num_bins, dtype=np.min_scalar_type(num_steps))  # narrow integers are sorted faster
-    step_of_bin[by_load] = np.repeat(_shuffled(num_steps, seed=seed, epoch=2 * epoch + 1), world_size)
+    step_of_bin[by_load] = np.repeat(order_of_steps, world_size)
     return np.argsort(step_of_bin[bins.rank_of.reshape(-1)], kind="stable")
 
 

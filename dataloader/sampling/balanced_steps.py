@@ -170,6 +170,20 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
         )
         return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign))
 
+    def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
+        """Return the samples of these steps; with metrics if `is_measured`, of loads before also without windows."""
+        sampled = super().sample(iteration, steps, is_measured=is_measured)
+        if is_measured:
+            assert isinstance(iteration.order, WindowedOrder)
+            loaded = replace(iteration, order=iteration.order.underlying)
+            rows = loaded.rows(iteration.schedule.positions_of_all(steps))
+            num_loaded = np.stack([iteration.schedule.num_loaded(step) for step in steps])
+            loads = self._planner.loads_before(self._lengths(rows), num_loaded)
+            for index, (of_step, before) in enumerate(zip(sampled, loads, strict=True)):
+                assert of_step.metrics is not None
+                sampled[index] = of_step._replace(metrics=replace(of_step.metrics, before=before))
+        return sampled
+
     def skipped(self, order: SampleOrder, point: ResumePoint, position: int, *, seed: int) -> SkippedSamples:
         """Return the samples skipped before a position, also in its window, if an iteration stops there."""
         windowed = self.begin(order, point, seed=seed).order

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.batches.schema import BatchSchema, schema_of
 from evenrank.dataloader.collate.gather import group_by_store

@@ -150,7 +150,8 @@ def shard(
     ranks = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
     assert ranks is not None
     env = ShardingEnv.from_process_group(ranks)
-    sharder = EmbeddingCollectionSharder(fused_params={**fused, "prefetch_pipeline": True} if cached else dict(fused))
+    of_caches = {"prefetch_pipeline": True, "gather_uvm_cache_stats": True} if cached else {}
+    sharder = EmbeddingCollectionSharder(fused_params={**fused, **of_caches})
     by_rows = row_wise(compute_kernel="fused_uvm_caching" if cached else "fused")
     collections = _sharded_collections(model)
     local_size = get_local_size(dist.get_world_size())

@@ -1,21 +1,16 @@
 """`TrainConfig`: the settings of a training job. Each is an option of `scripts/train.py` and a key of its TOML file.
 
-The fields of the record are the only list of settings: the command line and the keys of the file are derived from it.
+The fields of the record are the only list of settings: `command.py` derives the command line and the keys of the file.
 """
 
 import dataclasses
-import inspect
-import os
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-import typer
-
-from evenrank.core.errors import ConfigError, EvenrankError
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE
 from evenrank.dataloader.routing import MODES
 
@@ -73,8 +68,9 @@ class TrainConfig:
     model: str = setting("hstu", "The model.", choices=MODELS, kept=True)
     task: str = setting(
         "ranking",
-        "What an HSTU model learns: `ranking` predicts actions and is measured by AUC; `retrieval` predicts the next "
-        "item and is measured by Recall@K and NDCG@K, as semantic-id models are.",
+        "What an HSTU model learns: `ranking` predicts actions and is measured by AUC, GAUC of users, accuracy and "
+        "normalized entropy; `retrieval` predicts the next item and is measured by Recall@K and NDCG@K, as semantic-id "
+        "models are.",
         choices=TASKS,
         kept=True,
         applies_to=HSTU,
@@ -143,6 +139,12 @@ class TrainConfig:
         at_least=1,
         applies_to={"balance": ("no-exchange",)},
     )
+    compare_every: int | None = setting(
+        None,
+        "Leave one step in so many unbalanced, so that the log has the measured speed-up. Default: none.",
+        at_least=2,
+        applies_to=BALANCED,
+    )
     batch_size: int = setting(32, "Samples per data-parallel rank and step.", at_least=1)
     num_workers: int = setting(1, "Threads per rank that collate batches.", at_least=0)
 
@@ -201,28 +203,45 @@ class TrainConfig:
     seed: int = setting(0, "Of weights, order, dropout and random codes.", at_least=0)
 
     eval_every: int | None = setting(None, "Steps between evaluations. Default: after each epoch.", at_least=1)
+    eval_steps: int | None = setting(None, "Steps of an evaluation, the first of the split. Default: all.", at_least=1)
     k: int = setting(10, "K of Recall@K and NDCG@K.", at_least=1, applies_to=RETRIEVAL | SEMANTIC_IDS)
     checkpoint_every: int | None = setting(None, "Steps between checkpoints. Default: after each epoch.", at_least=1)
     keep: int = setting(2, "Checkpoints that are kept; older ones are deleted.", at_least=1)
     log_every: int = setting(10, "Steps between lines of the log.", at_least=1)
+    log_loads: bool = setting(False, "Also log the loads of all ranks, before and after balancing.")
     tensorboard: bool = setting(False, "Write scalars for TensorBoard to OUT/tensorboard.")
     track_attention: int | None = setting(
         None, "Time each attention layer in 10 steps of this run, from this one on.", at_least=0
     )
+    profile: str | None = setting(
+        None,
+        "START:STOP. Profile these steps of this run, counted from 0, on rank 0: a Chrome trace and, on GPUs, a memory "
+        "snapshot in OUT/profile. Default: none.",
+    )
     stall_seconds: float = setting(300.0, "Print all stacks if a step takes this long.", at_least=1)
+    min_free_gib: float = setting(
+        2.0, "GPUs: release the cache of PyTorch's allocator if less than this is free, in GiB.", at_least=0
+    )
+    max_unallocated: float = setting(
+        0.5, "GPUs: release it if more than this share of the device is reserved but unallocated.", at_least=0
+    )
 
     def __post_init__(self) -> None:
-        settings = {name: getattr(self, name) for name in _FIELDS}
-        _check(settings)
+        settings = {name: getattr(self, name) for name in FIELDS}
+        check_settings(settings)
         if self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, got hidden={self.hidden} and heads={self.heads}")
+        if self.max_unallocated > 1:
+            raise ConfigError(f"max_unallocated must be at most 1, got {self.max_unallocated}")
+        if self.profile is not None:
+            _parse_window(self.profile)
         if self.dropout >= 1:
             raise ConfigError(f"dropout must be below 1, got {self.dropout}")
         if self.heads % self.tensor_parallel:
             raise ConfigError(
                 f"tensor_parallel = {self.tensor_parallel} cannot divide heads = {self.heads}; choose a divisor"
             )
-        _check_that_apply(settings, [name for name, value in settings.items() if value != _FIELDS[name].default])
+        check_use(settings, [name for name, value in settings.items() if value != FIELDS[name].default])
 
     def check_that_apply(self, given: Iterable[str]) -> None:
         """Check that settings that were given, maybe with their defaults, apply to the others.
@@ -230,18 +249,30 @@ class TrainConfig:
         Raises:
             ConfigError: one does not, so that it would be ignored.
         """
-        _check_that_apply({name: getattr(self, name) for name in _FIELDS}, given)
+        check_use({name: getattr(self, name) for name in FIELDS}, given)
 
     def uses_bf16(self, device_type: str) -> bool:
         """Return whether layers compute in bfloat16 on a type of device."""
         return self.precision == "bf16" or (self.precision == "auto" and device_type == "cuda")
+
+    @property
+    def profile_window(self) -> tuple[int, int] | None:
+        """The steps to profile, as (start, stop)."""
+        return None if self.profile is None else _parse_window(self.profile)
 
     def kept(self) -> dict[str, Any]:
         """Return the settings that a job must keep when it resumes."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.metadata["kept"]}
 
 
-_FIELDS = {entry.name: entry for entry in dataclasses.fields(TrainConfig)}
+FIELDS = {entry.name: entry for entry in dataclasses.fields(TrainConfig)}
+
+
+def _parse_window(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ConfigError(f"profile must be START:STOP, steps from 0 on, such as 100:110, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def _option(name: str) -> str:
@@ -255,26 +286,26 @@ def _shown(name: str, values: tuple[Any, ...]) -> str:
     return f"{_option(name)} {'other than ' if isinstance(values, AllBut) else ''}{' or '.join(map(str, values))}"
 
 
-class _UnusedError(ConfigError):
+class UnusedError(ConfigError):
     """A setting does not apply to another one."""
 
 
-def _check_that_apply(
+def check_use(
     settings: Mapping[str, Any], given: Iterable[str], in_file: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Check that settings that were given apply to the others; `in_file` has texts for those that a file gave."""
     for name in given:
         if (other := _excluded_by(name, settings)) is not None:
             subject = in_file.get(name, _option(name))
-            applies_to = " or ".join(_shown(*one) for one in _FIELDS[name].metadata["applies_to"].items())
+            applies_to = " or ".join(_shown(*one) for one in FIELDS[name].metadata["applies_to"].items())
             excluding = in_file.get(other, _shown(other, (settings[other],)))
-            raise _UnusedError(f"{subject} applies to {applies_to}, not to {excluding}; leave it out")
+            raise UnusedError(f"{subject} applies to {applies_to}, not to {excluding}; leave it out")
 
 
 def _excluded_by(name: str, settings: Mapping[str, Any]) -> str | None:
     """Return a setting with whose value this one does not apply; None if it applies."""
     excluding = None
-    for other, values in _FIELDS[name].metadata["applies_to"].items():
+    for other, values in FIELDS[name].metadata["applies_to"].items():
         found = _excluded_by(other, settings) or (None if settings[other] in values else other)
         if found is None:
             return None
@@ -287,49 +318,11 @@ def types_of_settings() -> dict[str, Any]:
     return get_type_hints(TrainConfig)
 
 
-def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of a TOML file, overridden by the options that were given.
-
-    Args:
-        file: with a key for each setting that differs from its default; None: all defaults.
-        options: settings by name; None where the command line has none.
-
-    Raises:
-        ConfigError: the file cannot be read, has an unknown key, or a setting is wrong.
-    """
-    settings = {} if file is None else _read_toml(file)
-    in_file = {name: f"{name} = {value} in {file}" for name, value in settings.items() if options.get(name) is None}
-    settings |= {name: value for name, value in options.items() if value is not None}
-    try:
-        _check(settings)
-        defaults = {name: entry.default for name, entry in _FIELDS.items()}
-        _check_that_apply(defaults | settings, settings, in_file)
-        return TrainConfig(**settings)
-    except ConfigError as error:
-        if file is None or isinstance(error, _UnusedError):  # which says where it is
-            raise
-        raise ConfigError(f"{error} (settings are from {file} and the command line)") from error
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    known = types_of_settings()
-    try:
-        settings = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; check --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not TOML: {error}") from error
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise ConfigError(f"{file} has the unknown key {unknown[0]!r}; known keys are {', '.join(known)}")
-    return settings
-
-
-def _check(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
     """Check the type and the range of each setting."""
     for name, kind in types_of_settings().items():
         if name in settings:
-            _check_value(name, settings[name], kind, _FIELDS[name].metadata)
+            _check_value(name, settings[name], kind, FIELDS[name].metadata)
 
 
 def _check_value(name: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> None:
@@ -344,44 +337,3 @@ def _check_value(name: str, value: Any, kind: Any, limits: Mapping[str, Any]) ->
     # Not `value < at_least`, which is false for NaN.
     if limits["at_least"] is not None and value is not None and not value >= limits["at_least"]:
         raise ConfigError(f"{name} must be at least {limits['at_least']}, got {value!r}")
-
-
-_CONFIG = Annotated[
-    Path | None,
-    typer.Option(
-        help="TOML file with settings, under the names of these options; options override it.", metavar="FILE"
-    ),
-]
-
-
-def command_of(run: Callable[[TrainConfig], None]) -> Callable[..., None]:
-    """Return a command for Typer that calls `run` with the settings; its help is the docstring of `run`.
-
-    Each option is None unless it is given, so that the file's settings, then the defaults, apply.
-    """
-
-    def command(config: Path | None = None, **options: Any) -> None:
-        try:
-            run(read_config(config, options))
-        except EvenrankError:
-            # All ranks have the same errors, or a RankError with that of another one; torchrun sets RANK.
-            if os.environ.get("RANK", "0") == "0":
-                raise
-            raise typer.Exit(2) from None
-
-    types = types_of_settings()
-    options = [
-        _parameter(entry.name, types[entry.name], entry.default, entry.metadata["help"], entry.metadata["choices"])
-        for entry in dataclasses.fields(TrainConfig)
-    ]
-    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
-    command.__signature__ = inspect.Signature([config, *options])  # type: ignore[attr-defined]
-    command.__doc__ = run.__doc__
-    return command
-
-
-def _parameter(name: str, kind: Any, default: Any, text: str, choices: tuple[str, ...]) -> inspect.Parameter:
-    shown = f" [{', '.join(choices)}]" if choices else ""
-    shown += "" if default is None else f" [default: {default}]"
-    annotation = Annotated[kind | None, typer.Option(help=text + shown, show_default=False)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

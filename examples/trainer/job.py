@@ -4,18 +4,22 @@ import logging
 import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import typer
 from torch import nn
 
 from evenrank.dataloader import Loader
-from evenrank.dataloader.balance.writers import JsonLines
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.config import Order
+from evenrank.datasets import open_store
+from evenrank.datasets.schema import USER_ID
 from evenrank.training import make_pipeline
+from trainer.balance_log import BalanceLog
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
 from trainer.data import Batches, balance_config, check_names, find_data, open_batches, open_loader
@@ -58,6 +62,8 @@ def train(config: TrainConfig, world: World) -> signal.Signals | None:
 
 
 def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | None:
+    # A rank that evaluates longer would wait for the others, which train already.
+    gather_checked({"eval_every": config.eval_every, "eval_steps": config.eval_steps}, None, dist.group.WORLD)
     world = divide(world, config.tensor_parallel)
     data = find_data(config)
     torch.manual_seed(config.seed)  # for equal weights on all ranks
@@ -67,11 +73,14 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
     with (
         StopSignals() as stop,
         on_all_ranks(lambda: JobLog(out, is_first=world.rank == 0, tensorboard=config.tensorboard)) as log,
-        on_all_ranks(lambda: _balance_log(out, config, world)) as on_step,
-        _open(data, task, config, world, split="train", order="shuffle", on_step=on_step) as (loader, batches),
-        _open(data, task, config, world, split="eval", order="rows") as (_, eval_batches),
-        Monitors(config, world, task, parallel.model, log, eval_every=_eval_every(config, batches)) as monitors,
+        on_all_ranks(lambda: BalanceLog(config, world)) as balance_log,
+        _open(data, task, config, world, balance_log, split="train", order="shuffle") as (loader, batches),
+        _open(data, task, config, world, None, split="eval", order="rows") as (_, eval_batches),
+        Monitors(
+            config, world, task, parallel.model, log, balance_log, eval_every=_eval_every(config, batches)
+        ) as monitors,
     ):
+        user_ids = on_all_ranks(lambda: torch.tensor(open_store(data, "eval").rows[USER_ID], device=world.device))
         pipeline = make_pipeline(
             config.pipeline, parallel.model, parallel.optimizer, world.device, loss=monitors.mean_loss
         )
@@ -82,7 +91,13 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
             pipeline=pipeline,
             loader=loader,
             batches=batches,
-            evaluation=task.evaluation(model=parallel.model, pipeline=pipeline, batches=eval_batches),
+            evaluation=task.evaluation(
+                model=parallel.model,
+                pipeline=pipeline,
+                batches=eval_batches,
+                user_ids=user_ids,
+                max_steps=config.eval_steps,
+            ),
             checkpoints=Checkpoints(
                 out / "checkpoints",
                 keep=config.keep,
@@ -108,12 +123,12 @@ def _open(
     task: Task,
     config: TrainConfig,
     world: World,
+    balance_log: BalanceLog | None,
     *,
     split: str,
     order: Order,
-    on_step: JsonLines | None = None,
 ) -> Iterator[tuple[Loader[Any], Batches[Any]]]:
-    """Open a split; return its loader and its balanced batches."""
+    """Open a split; return its loader and its balanced batches, whose steps a log observes."""
     read = task.read(
         split=split,
         order=order,
@@ -123,7 +138,9 @@ def _open(
         seed=config.seed,
         pin_memory=world.device.type == "cuda",
     )
-    balance = balance_config(config, cost=task.cost, on_step=on_step)
+    balance = balance_config(config, cost=task.cost)
+    if balance_log is not None:
+        balance = balance_log.observe(balance)
     loader = open_loader(data, read, config, world, balance)
     with open_batches(loader, config, world, balance) as batches:
         yield loader, batches
@@ -131,12 +148,6 @@ def _open(
 
 def _eval_every(config: TrainConfig, batches: Batches[Any]) -> int:
     return config.eval_every or len(batches)
-
-
-def _balance_log(out: Path, config: TrainConfig, world: World) -> AbstractContextManager[JsonLines | None]:
-    if world.rank > 0:
-        return nullcontext()
-    return JsonLines(out / "balance.jsonl", every=config.log_every, window=config.log_every)
 
 
 def set_precision(dense: nn.Module, config: TrainConfig, device: torch.device) -> None:

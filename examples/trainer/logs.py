@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -54,20 +54,21 @@ class JobLog:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Write a line of JSON, and its numbers for TensorBoard.
+    def record(self, kind: str, step: int, values: Mapping[str, Any], *, of: str = "") -> None:
+        """Write a line of JSON, and its numbers for TensorBoard: of a list, the least and the largest.
 
         Args:
-            kind: `train` or `eval`, the first part of the scalars' names.
+            kind: such as `train` or `eval`, the first part of the scalars' names.
             step: optimizer steps so far.
-            values: by name.
+            values: by name: numbers, lists of them with a place for each rank, and texts. None is left out.
+            of: what the numbers are of, such as a layer, if there are several at a step; the next part of the names.
         """
         if self._file is not None:
-            shown = {name: value if math.isfinite(value) else None for name, value in values.items()}  # NaN is no JSON
+            shown = {name: _of_json(value) for name, value in values.items() if value is not None}
             self._file.write(json.dumps({"kind": kind, "step": step, **shown}).encode() + b"\n")
         if self._scalars is not None:
-            for name, value in values.items():
-                self._scalars.add_scalar(f"{kind}/{name}", value, step)
+            for name, value in _scalars(values):
+                self._scalars.add_scalar("/".join(part for part in (kind, of, name) if part), value, step)
 
     def has(self, kind: str, step: int) -> bool:
         """Return whether `record` has written such a line, in this run or an earlier one. Collective."""
@@ -92,6 +93,21 @@ class JobLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _of_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_of_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value  # NaN is no JSON
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, list):
+            yield f"{name}/min", min(value)
+            yield f"{name}/max", max(value)
+        elif isinstance(value, int | float):
+            yield name, value
 
 
 def _summary_writer(folder: Path) -> Any:

@@ -17,10 +17,10 @@ from evenrank.training.pipelines import Pipeline
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
 from trainer.data import Batches
+from trainer.evaluation import Evaluation
 from trainer.logs import JobLog
 from trainer.monitors import Monitors
 from trainer.parallel import Parallel
-from trainer.tasks import Evaluation
 from trainer.world import World
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -123,7 +123,7 @@ class Training:
             self._evaluate()
         while self.step < last_step and stopped_by is None:
             until = min(last_step, self.step - self.step % self.eval_every + self.eval_every)
-            stopped_by = self._train(islice(batches, until - self.step))
+            stopped_by = self._train(batches, until)
             if stopped_by is None:
                 self._evaluate()
         self._save()
@@ -136,11 +136,11 @@ class Training:
         steps_left = self.batches.remaining_batches() + (epochs_left - 1) * len(self.batches) if epochs_left > 0 else 0
         return min(self.step + steps_left, self.config.max_steps or self.step + steps_left)
 
-    def _train(self, batches: Iterator[JaggedBatch]) -> signal.Signals | None:
-        """Train these batches; return the signal that ended it early."""
+    def _train(self, batches: Iterator[JaggedBatch], until: int) -> signal.Signals | None:
+        """Train up to a step; return the signal that ended it early."""
         checkpoint_every = self.config.checkpoint_every or len(self.batches)
         self._prepare_step()
-        for done in run_pipeline(self.pipeline, batches):
+        for done in run_pipeline(self.pipeline, islice(batches, until - self.step)):
             self.step += 1
             self.last_batch = done.batch
             self.log.advance()
@@ -149,10 +149,12 @@ class Training:
                 return stopped_by
             if self.step % checkpoint_every == 0:
                 self._save()
-            self._prepare_step()
+            if self.step < until:
+                self._prepare_step()
         return None
 
     def _prepare_step(self) -> None:
+        self.monitors.begin_step()
         # Dropout depends on seed, step and rank alone, so there is no state of random generators to save.
         # Ranks that divide a layer's heads drop units of their own.
         torch.manual_seed((self.config.seed * 1_000_003 + self.step) * self.world.size + self.world.rank)

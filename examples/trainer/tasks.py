@@ -1,14 +1,12 @@
 """`make_task`: the model of a job, its batches and its metrics: ranking and retrieval with HSTU, or semantic ids."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from evenrank.core.errors import ConfigError
@@ -18,10 +16,17 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable, read_codes
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest, read_manifest
-from evenrank.training import BinaryAUC, RankingMetrics, batch_work, decoder_flops, hstu_flops, label_bits, run_pipeline
+from evenrank.training import (
+    BinaryAUC,
+    ClassificationMetrics,
+    RankingMetrics,
+    batch_work,
+    decoder_flops,
+    hstu_flops,
+    label_bits,
+)
 from evenrank.training.attention_timing import LayerFlops
 from evenrank.training.flops import ModelFlops, Work, causal_work
-from evenrank.training.pipelines import Pipeline
 from hstu.config import HSTUConfig, feature_of, tables
 from hstu.embeddings import Embeddings
 from hstu.layer import HSTUAttention, attention_flops
@@ -32,64 +37,9 @@ from semantic_ids.config import DecoderConfig
 from semantic_ids.decoder import DecoderLayer
 from semantic_ids.model import SemanticIdModel
 from trainer.config import TrainConfig
-from trainer.data import Batches
+from trainer.evaluation import ActionEvaluation, Evaluation, RankingEvaluation
 from trainer.routing import make_key_maps
 from trainer.world import World
-
-
-@dataclass(kw_only=True, slots=True)
-class Evaluation(ABC):
-    """A model and the batches of a split."""
-
-    model: nn.Module
-    """What is trained."""
-    pipeline: Pipeline[Any]
-    """Of the model."""
-    batches: Batches[Any]
-
-    @torch.no_grad()
-    def run(self) -> dict[str, float]:
-        """Return the metrics by name, the same on all ranks. Collective: every rank must call this."""
-        self.model.eval()
-        metrics = self._measure()
-        self.model.train()
-        return metrics
-
-    @abstractmethod
-    def _measure(self) -> dict[str, float]: ...
-
-
-@dataclass(kw_only=True, slots=True)
-class AUCEvaluation(Evaluation):
-    """The AUC of each task over all labels."""
-
-    auc: BinaryAUC
-    targets: Callable[[Tensor], Tensor]
-    """From labels [n] to what each task should predict, [n, tasks]."""
-
-    def _measure(self) -> dict[str, float]:
-        self.auc.reset()
-        for step in run_pipeline(self.pipeline, self.batches):
-            _, logits = step.output
-            self.auc.update(logits, self.targets(step.batch.labels.values()))
-        values = self.auc.compute()
-        return {"auc": values[0]} if len(values) == 1 else {f"auc_{task}": value for task, value in enumerate(values)}
-
-
-@dataclass(kw_only=True, slots=True)
-class RankingEvaluation(Evaluation):
-    """Recall@K and NDCG@K of the last item of each sample among all items."""
-
-    metrics: RankingMetrics
-    places: Callable[[Any], Tensor]
-    """From a batch to the place of each target in its ranking: 1 is the best, 0 means that it was not found."""
-
-    def _measure(self) -> dict[str, float]:
-        self.metrics.reset()
-        device = next(self.model.parameters()).device
-        for batch in self.batches:
-            self.metrics.update(self.places(batch.to(device, non_blocking=True)))
-        return {name: value for name, value in self.metrics.compute().items() if not name.startswith("mrr")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +73,7 @@ class Task:
 
 
 def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
-    """Predict the action of each event of the history from those before it; measured by AUC."""
+    """Predict the action of each event of the history from those before it; see `ActionEvaluation`."""
     shape = _shape(config, manifest)
     # A batch has whole actions for one task, and their low bits for several.
     is_single = config.num_tasks == 1
@@ -132,13 +82,14 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     key_maps = _key_maps(config, configs, world)
     model = HSTURanking(_embeddings(config, configs), shape, num_tasks=config.num_tasks, targets=targets)
     auc = BinaryAUC(config.num_tasks, group=world.data, device=world.device)
+    metrics = ClassificationMetrics(config.num_tasks, group=world.data, device=world.device)
     return Task(
         read=partial(LoaderConfig, user_id=config.user_id, num_tasks=config.num_tasks, key_maps=key_maps),
         key_maps=key_maps,
         model=model,
         dense=model.dense,
         num_tasks=config.num_tasks,
-        evaluation=partial(AUCEvaluation, auc=auc, targets=targets),
+        evaluation=partial(ActionEvaluation, auc=auc, metrics=metrics, targets=targets),
         **_flops_and_work(config, shape, head=(config.hidden, config.hidden, config.num_tasks)),
     )
 

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -100,8 +100,7 @@ def on_all_ranks(function: Callable[[], Result]) -> Result:
         error = DataError(f"{raised.filename}: {raised.strerror}; check the path and its permissions")
     except Exception as raised:
         error = raised
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else one_line(error))
+    messages = gather(None if error is None else one_line(error))
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
@@ -117,3 +116,10 @@ def on_first_rank(function: Callable[[], None]) -> None:
         Exception: see `on_all_ranks`.
     """
     on_all_ranks(function if dist.get_rank() == 0 else lambda: None)
+
+
+def gather(value: Result) -> list[Result]:
+    """Return the picklable values of all ranks. Collective: every rank must call this."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

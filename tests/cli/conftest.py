@@ -1,19 +1,11 @@
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from evenrank.cli.main import main
 from tests.cli.programs import Evenrank, Finished
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a new folder, which is the current one during the test."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

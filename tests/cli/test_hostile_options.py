@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from evenrank.cli.fit import fit_command
 from evenrank.cli.inspect_balance import inspect_balance_command
 from evenrank.cli.inspect_dataset import inspect_command
 from evenrank.cli.main import run_command
@@ -13,8 +14,8 @@ from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
 from evenrank.core.errors import RankError
-from tests.dataloader.balance.test_writers import STEPS
-from tests.dataloader.balance.test_writers import write as write_log
+from tests.dataloader.balance.metrics.example_steps import STEPS
+from tests.dataloader.balance.metrics.example_steps import write as write_log
 
 VALUES = ["nan", "inf", "-1", "0", "0.5", "1e308", str(2**31), str(2**63), str(2**100), "9" * 5000, "", "[/x]"]
 VALUES += ["\x1b[31m", "\udcff", ",", "none"]
@@ -37,7 +38,11 @@ DISTRIBUTIONS += ["zipf:exponent=100,high=none", "clipped-zipf:exponent=inf", "h
 FURTHER: dict[tuple[str, str | None], list[str]] = {
     ("preprocess", "--split"): SPLITS,
     ("preprocess", "--lengths"): DISTRIBUTIONS,
-    ("simulate", None): [*DISTRIBUTIONS, "\u0663:mean=\u0663"],
+    **{
+        (name, "--cost"): [":", "a:", ":a", ".:a", "a:b", "os:path.x", "padded:"]
+        for name in ("simulate", "inspect_balance")
+    },
+    ("simulate", None): ["log.jsonl", "log.npy", *DISTRIBUTIONS, "\u0663:mean=\u0663"],
 }
 # Where a value that is accepted takes a second.
 FEWER = {(name, "--html"): ["", "9" * 5000, "[/x]", "\udcff", "."] for name in ("inspect", "metrics")}
@@ -48,6 +53,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "inspect": (inspect_command, ["DATA"]),
     "simulate": (simulate_command, ["uniform:high=9", "--ranks", "2", "--batch-size", "2", "--steps", "1"]),
     "metrics": (metrics_command, ["log.jsonl"]),
+    "fit": (fit_command, ["log.jsonl"]),
     "inspect_balance": (inspect_balance_command, ["DATA"]),
 }
 
@@ -80,6 +86,7 @@ def test_hostile_values_of_options(
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     (here / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
     write_log(here / "log.jsonl", *STEPS)
+    (here / "log.npy").write_bytes(b"\x93NUMPY")
     before = sorted(here.rglob("*"))
     if name == "inspect_balance":
         for variable in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenrank.cli.demo import draw_loads
-from evenrank.cli.inspect_balance import Walk, check_seen, load_table, walk_epoch
+from evenrank.cli.gains import gains_table
+from evenrank.cli.inspect_balance import Walk, check_seen, walk_epoch
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, balance
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
-from tests.dataloader.balance.test_writers import step
+from tests.dataloader.balance.metrics.example_steps import step
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -83,7 +84,7 @@ def test_each_sample_has_to_be_seen_exactly_once(seen_by_rank: list[list[int]], 
 def _walked(strategy: str, after: list[list[int]]) -> Walk:
     before = [[30, 10], [10, 20]]
     metrics = [
-        dataclasses.replace(step(n, before=before[n], after=loads), lower_bound=sum(loads) // 2, moved_samples=n)
+        step(n, before=before[n], after=loads, lower_bound=sum(loads) // 2, moved_samples=n)
         for n, loads in enumerate(after)
     ]
     return Walk(strategy=strategy, num_samples=8, metrics=metrics)
@@ -95,11 +96,12 @@ WALKS = [_walked("none", [[30, 10], [10, 20]]), _walked("lpt-swap", [[20, 20], [
 def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(load_table(WALKS))
-    rows = {cells[0]: cells[1:] for line in capture.get().splitlines() if (cells := line.split())}
-    # Ratios 30/20 and 20/15; idle 1 - 70/100; speed-up (30 + 20) / (20 + 15); one of eight samples moved.
-    assert rows["none"] == ["1.417", "1.417", "1.500", "30.0%", "30.0%", "1.00x", "12%", "250.00"]
-    assert rows["lpt-swap"] == ["1.417", "1.000", "1.000", "30.0%", "0.0%", "1.43x", "12%", "250.00"]
+        console.print(gains_table([walk.gain(2) for walk in WALKS]))
+    rows = {cells[1]: cells for line in capture.get().splitlines() if len(cells := line.split()) > 8}
+    # Idle 1 - 70/100; speed-up (30 + 20) / (20 + 15), of the steps 30 / 20 and 20 / 15; plans of 0 and 500 ms.
+    common = ["2", "none", "30.0%", "30.0%", "1.00x", "1.00", "±", "0.00", "0%", "25%", "250"]
+    assert rows["none"] == common
+    assert rows["lpt-swap"] == ["2", "lpt-swap", "30.0%", "0.0%", "1.43x", "1.42", "±", "0.08", "0%", "25%", "250"]
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import evenrank as package
@@ -12,8 +15,8 @@ from evenrank.dataloader.balance import STRATEGIES
 from evenrank.datasets import open_store
 from evenrank.preprocess.sources.catalog import CATALOG
 from tests.cli.programs import BIN, EVENRANK, ROOT, Evenrank, run_program
-from tests.dataloader.balance.test_writers import STEPS
-from tests.dataloader.balance.test_writers import write as write_log
+from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS
+from tests.dataloader.balance.metrics.example_steps import write as write_log
 from tests.preprocess.decoded import decode, read_rows
 from tests.preprocess.sources.test_catalog import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
@@ -123,7 +126,42 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ),
         ("preprocess --dataset synthetic --by-date", "--by-date applies to --requests SECONDS, which is missing; add "),
         ("preprocess --dataset synthetic --stride 4", "--stride applies to --window, which is missing; add it"),
-        ("simulate nowhere", "'nowhere' is neither a folder nor a distribution; pass a folder written by `evenrank "),
+        (
+            "simulate nowhere",
+            "'nowhere' is no source of lengths; pass a folder written by `evenrank preprocess`, a .npy ",
+        ),
+        ("simulate run.txt", "'run.txt' is no source of lengths; "),
+        ("simulate nowhere.npy", "nowhere.npy cannot be read: No such file or directory; "),
+        ("simulate empty.npy", "empty.npy cannot be read (No data left in file); write the lengths again"),
+        ("simulate empty.parquet", "empty.parquet cannot be read (Could not open Parquet input"),
+        ("simulate bad.npy", "bad.npy must have one column of integers, the lengths, none negative; it has float64 of"),
+        ("simulate negative.npy", "negative.npy must have one column of integers, the lengths, none negative; it has"),
+        ("simulate none.npy", "none.npy has no lengths; choose another"),
+        ("simulate two.parquet", "two.parquet must have one column of integers, the lengths, none negative; it has "),
+        ("simulate empty.jsonl", "empty.jsonl has no lengths; choose another"),
+        (
+            "simulate run.jsonl --max-history-length 512",
+            "--max-history-length applies to lengths of histories, not to run.jsonl; change one of them",
+        ),
+        ("simulate run.jsonl --split train", "--split applies to datasets, not to run.jsonl; change one of them"),
+        ("simulate zipf --fixed-ms 5", "--fixed-ms applies to --step-ms, which is missing; add it"),
+        ("simulate zipf --step-ms 5", "--step-ms applies to --fixed-ms, which is missing; add it"),
+        ("simulate zipf --step-ms 5 --fixed-ms 5", "--fixed-ms 5 is a part of --step-ms 5, so it must be less"),
+        ("simulate zipf --window 999 --ranks 4096", "4,096 ranks with --batch-size 32 and --window 999 are more than"),
+        (
+            "simulate zipf --cost quadratic",
+            "--cost quadratic is unknown; give hstu, self-attention, linear, padded, a ",
+        ),
+        ("simulate zipf --cost .", "--cost . is not a regular file; give one that `evenrank fit` wrote"),
+        ("simulate zipf --cost no_module:cost", "--cost no_module:cost cannot be imported (No module named 'no_mod"),
+        ("simulate zipf --cost math:costs", "--cost math:costs cannot be imported (module 'math' has no attribute"),
+        ("simulate zipf --cost math:pi", "--cost math:pi is a float; give a function of lengths, num_candidates"),
+        ("simulate zipf --cost .math:pi", "--cost .math:pi cannot be imported (the 'package' argument is required"),
+        ("simulate zipf --cost :pi", "--cost :pi cannot be imported (Empty module name); check the names"),
+        ("simulate zipf --cost broken:cost", "--cost broken:cost cannot be imported ("),
+        ("fit nowhere.jsonl", "nowhere.jsonl cannot be read: No such file or directory; "),
+        ("fit run.jsonl", "run.jsonl has no measured times; train with a StepTimer(JsonLines(...), ...) as on_step"),
+        ("fit timed.jsonl", "6 steps are too few to fit a cost; time at least 20"),
         ("simulate zipf:exponent=x", "exponent must be float, got 'x'"),
         ("simulate zipf --ranks 8,x", "--ranks must be comma-separated integers such as 8,64, got '8,x'"),
         ("simulate zipf --ranks 0", "--ranks must be at least 1, got 0"),
@@ -135,11 +173,20 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
             "simulate zipf --strategy none,karmarkar-karp --tolerance 0.01",
             "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy none,karmarkar-karp;",
         ),
-        ("simulate zipf --layers 8 --cost c.json", "--layers applies to the cost of an HSTU model, not to --cost c"),
+        (
+            "simulate zipf --layers 8 --cost c.json",
+            "--layers applies to the costs hstu, self-attention and padded, not ",
+        ),
         ("simulate zipf --cost none.json", "none.json cannot be read as a measured cost"),
-        ("metrics nowhere.jsonl", "nowhere.jsonl cannot be read: No such file or directory; give a file that "),
+        ("simulate zipf --cost padded:none.json", "none.json cannot be read as a measured cost"),
+        ("metrics nowhere.jsonl", "nowhere.jsonl cannot be read: No such file or directory; check the path and its "),
+        ("metrics run.jsonl timed.jsonl --html a.html", "--html a.html is a page of one log, got 2 logs; leave it out"),
+        (
+            "metrics run.jsonl empty.jsonl",
+            "empty.jsonl has no record yet; the job writes one after every `every` steps",
+        ),
         ("metrics empty.jsonl", "empty.jsonl has no record yet; the job writes one after every `every` steps"),
-        ("metrics bad.jsonl", "bad.jsonl has no record; line 1 is not a record of balancing metrics: 'steps' is"),
+        ("metrics bad.jsonl", "bad.jsonl has no record; line 1 is not a record of balancing metrics: 'step"),
         ("metrics run.jsonl --html run.jsonl", "run.jsonl is the log, which the page would replace; choose"),
         ("metrics run.jsonl --html .", ". is a folder; --html needs the name of a file"),
         ("metrics run.jsonl --html run.jsonl/x.html", "run.jsonl/x.html could not be written: "),
@@ -148,7 +195,14 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
 def test_a_mistake_is_one_line_and_exits_with_2(here: Path, evenrank: Evenrank, arguments: str, message: str) -> None:
     write_log(here / "run.jsonl", *STEPS)
     (here / "empty.jsonl").touch()
+    write_log(here / "timed.jsonl", *TIMED_STEPS)
     (here / "bad.jsonl").write_text('{"epoch": 0}\n')
+    (here / "broken.py").write_text("def cost(\n")
+    for name in ("empty.npy", "empty.parquet", "run.txt"):
+        (here / name).touch()
+    for name, values in (("bad", [1.5]), ("negative", [1, -1]), ("none", np.zeros(0, dtype=np.int64))):
+        np.save(here / f"{name}.npy", values)
+    pq.write_table(pa.table({"a": [1], "b": [2]}), here / "two.parquet")
     before = {path.name: path.read_bytes() for path in here.iterdir()}
     run = evenrank(*arguments.split())
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
@@ -292,8 +346,9 @@ def test_an_epoch_under_torchrun_sees_each_sample_once_and_shows_progress_on_one
     assert steps[-1][0] == steps[-1][1]
     assert run.stderr.count("\x1b[?25l") == 3  # rank 0 hides the cursor during two spinners and a bar
     assert "on 2 ranks: each seen exactly once and unaltered" in printed
-    row = next(line.split() for line in printed.splitlines() if line.strip().startswith("lpt-swap"))
-    assert float(row[1]) > 1.05 > float(row[2])
+    row = next(line.split() for line in printed.splitlines() if line.split()[1:2] == ["lpt-swap"])
+    idle_before, idle_after = (float(cell.removesuffix("%")) for cell in row[2:4])
+    assert idle_before > 5 > idle_after
 
 
 def test_inspecting_balance_without_torchrun_shows_the_command_to_run(small_dataset: Path) -> None:
@@ -307,10 +362,12 @@ def test_inspecting_balance_without_torchrun_shows_the_command_to_run(small_data
 def test_the_demo_ends_with_a_table_of_all_strategies_and_a_plot(tmp_path: Path) -> None:
     run = run_program(sys.executable, "-m", "evenrank", "demo", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
-    rows = {cells[0]: cells[1:] for line in run.stdout.splitlines() if (cells := line.split())}
-    for strategy in STRATEGIES:
-        assert len(rows[strategy]) == 8
-    assert float(rows["lpt-swap"][1]) < float(rows["karmarkar-karp"][1]) < float(rows["none"][1])
-    assert rows["lpt-swap*"][:7] == [*rows["lpt-swap"][:6], "0%"]
+    rows = {cells[1]: cells for line in run.stdout.splitlines() if (cells := line.split())[:1] == ["4"]}
+    assert list(rows) == [*STRATEGIES, "lpt-swap*"]
+    before, after = ([float(row[column].removesuffix("%")) for row in rows.values()] for column in (2, 3))
+    assert after[0] == before[0] > 10 * max(after[1:])
+    assert len(set(before)) == 1
+    assert rows["lpt-swap*"][2:9] == rows["lpt-swap"][2:9]
+    assert rows["lpt-swap*"][9] == "0%"
     assert "13,999 samples, each seen exactly once and unaltered" in run.stdout
     assert (tmp_path / "out" / "demo" / "balance.png").read_bytes().startswith(b"\x89PNG")

@@ -12,8 +12,8 @@ from packaging.version import Version
 from evenrank.core.errors import ConfigError, MissingPackageError
 from evenrank.core.optional_imports import EXTRAS, TorchReleaseWarning, check_releases, check_torch, naming_extras
 from evenrank.core.torch_releases import DEFAULT, TESTED
-from tests.dataloader.balance.test_writers import STEPS
-from tests.dataloader.balance.test_writers import write as write_log
+from tests.dataloader.balance.metrics.example_steps import STEPS
+from tests.dataloader.balance.metrics.example_steps import write as write_log
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,7 +34,7 @@ def _names(extra: str) -> set[str]:
         if requirement.name == "evenrank":
             names = names.union(*(_names(other) for other in requirement.extras))
         else:
-            names.add(requirement.name.replace("-", "_"))
+            names.add(requirement.name.replace("-", "_").removesuffix("_skinny"))
     return names
 
 
@@ -72,6 +72,17 @@ def test_tables_need_less_than_pages(tmp_path: Path, small_dataset: Path, comman
     run = _run("", command, path, "--html", "a.html", hidden=hidden, cwd=tmp_path)
     assert (run.returncode, text in run.stdout) == (2, True), run.stdout
     assert run.stderr == f"error: the package {hidden} is not installed; run pip install 'evenrank[reports]'\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+def test_metrics_without_matplotlib_are_a_table_and_a_hint(tmp_path: Path) -> None:
+    write_log(tmp_path / "log.jsonl", *STEPS)
+    run = _run("", "metrics", "log.jsonl", hidden="matplotlib jinja2", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    lines = run.stdout.splitlines()
+    assert "idle before balancing, by the cost" in run.stdout
+    hint = "no report: the package matplotlib is not installed; run pip install 'evenrank[reports]'"
+    assert lines[-1] == hint
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 

@@ -34,7 +34,7 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.balance.writers import JsonLines
+from evenrank.dataloader.balance.metrics.writers import JsonLines
 from tests.dataloader.balance.costs import Ints, Lengths
 
 # What goes wrong on one rank, in one step. STOPPED is for a moment, STOPPED_LONG beyond the timeout; LOADER_RAISES is a

@@ -33,8 +33,19 @@ def test_an_interval_has_the_sums_of_its_steps() -> None:
         clock.now += 0.5 + step
         results.append(meter.step(_work(100 + step, 7, 3)))
     # 3 x (10 x 201 + 4 x 14 + 2 x 6) operations in 2 s, and with 205 tokens in 6 s.
-    first = Throughput(step=2, steps=2, step_ms=1000, tokens=201, tokens_per_second=100.5, tflops=3117e-12, mfu=3.117)
-    last = Throughput(step=4, steps=2, step_ms=3000, tokens=205, tokens_per_second=205 / 6, tflops=1059e-12, mfu=1.059)
+    first, last = (
+        Throughput(
+            step=step,
+            steps=2,
+            step_ms=500 * seconds,
+            tokens=tokens,
+            tokens_per_second=tokens / seconds,
+            tflops=mfu / 1e9,
+            mfu=mfu,
+            rank_mfu=[mfu],
+        )
+        for step, seconds, tokens, mfu in ((2, 2, 201, 3.117), (4, 6, 205, 1.059))
+    )
     assert results == [None, first, None, last]
 
 
@@ -70,7 +81,7 @@ def test_a_restart_on_one_rank_alone_does_not_mix_counts_with_what_others_reduce
 
 def test_a_line_of_the_log() -> None:
     tokens: dict[str, Any] = {"tokens": 1234567, "tokens_per_second": 8.6e5}
-    throughput = Throughput(step=300, steps=100, step_ms=14.26, tflops=212.34, mfu=0.2146, **tokens)
+    throughput = Throughput(step=300, steps=100, step_ms=14.26, tflops=212.34, mfu=0.2146, rank_mfu=[0.2146], **tokens)
     line = "step 300 | loss 0.6932 | tokens 1,234,567 | 14.3 ms | 212.3 TFLOP/s | MFU"
     assert throughput.line(loss=0.69315) == f"{line} 21.5 %"
     assert replace(throughput, mfu=None).line(loss=0.69315) == f"{line} unknown"
@@ -85,11 +96,12 @@ def _measure(rank: int, world_size: int) -> Any:
     return meter.step(_work(10 * (rank + 1), rank, 0)), alone
 
 
-def test_ranks_of_the_group_are_summed_and_speeds_are_those_of_one(ranks: RankPool) -> None:
+def test_ranks_of_the_group_are_summed_and_speeds_are_those_of_one_and_of_each(ranks: RankPool) -> None:
     for rank, (throughput, alone) in enumerate(ranks.run(2, _measure)):
         # 30 tokens and 1 pair: 3 x (300 + 4) operations of two ranks in 2 s.
         assert (throughput.tokens, throughput.tokens_per_second) == (30, 15)
-        assert throughput.tflops == pytest.approx(228e-12)
+        assert throughput.tflops == pytest.approx(228e-12) == 1e-9 * throughput.mfu
+        assert throughput.rank_mfu == [3 * 10 * 10 / 2 / 1e3, 3 * (10 * 20 + 4) / 2 / 1e3]
         assert alone.tokens == 10 + rank
 
 

@@ -207,14 +207,47 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("unallocated", "free", "reason"),
     [
-        (40 * GIB + 1, 10 * GIB, "more than half of the device is reserved but unallocated"),
+        (40 * GIB + 1, 10 * GIB, "more than 50% of the device is reserved but unallocated"),
         (GIB, 2 * GIB - 1, "less than 2 GiB is free"),
         *[(40 * GIB, 10 * GIB, None), (GIB, 2 * GIB, None), (0, 0, None)],  # at last, there is nothing to release
     ],
 )
-def test_the_limits_are_half_of_the_device_and_two_gibibytes(unallocated: int, free: int, reason: str | None) -> None:
+def test_the_limits_are_half_of_the_device_and_two_gibibytes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unallocated: int, free: int, reason: str | None
+) -> None:
+    assert _warnings_of(MemoryWatch("cuda"), monkeypatch, caplog, unallocated, free) == ([reason] if reason else [])
+
+
+def _warnings_of(
+    watch: MemoryWatch,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unallocated: int,
+    free: int,
+) -> list[str]:
+    """Return the reasons for which a watch releases the cache of a device of 80 GiB."""
     usage = MemoryUsage(allocated=5 * GIB, reserved=5 * GIB + unallocated, free=free, total=80 * GIB)
-    assert usage.reason_to_release() == reason
+    monkeypatch.setattr(watch, "usage", lambda: usage)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="evenrank"):
+        assert watch.check() == usage
+    return [message.partition("; ")[2].partition(", so ")[0] for message in caplog.messages]
+
+
+def test_other_limits_are_arguments(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    watch = MemoryWatch("cuda", min_free_gib=0.5, max_unallocated=0.25)
+    for unallocated, free, reasons in (
+        (20 * GIB, GIB // 2, []),
+        (20 * GIB + 1, GIB // 2, ["more than 25% of the device is reserved but unallocated"]),
+        (GIB, GIB // 2 - 1, ["less than 0.5 GiB is free"]),
+    ):
+        assert _warnings_of(watch, monkeypatch, caplog, unallocated, free) == reasons
+    never = MemoryWatch("cuda", min_free_gib=0, max_unallocated=1)
+    assert _warnings_of(never, monkeypatch, caplog, 75 * GIB, 0) == []
+    for least, share in ((-1.0, 0.5), (float("nan"), 0.5), (2.0, -0.1), (2.0, 1.1), (2.0, float("nan"))):
+        with pytest.raises(ConfigError, match=f"max_unallocated a share from 0 to 1, got {least} and {share}"):
+            MemoryWatch("cuda", min_free_gib=least, max_unallocated=share)
 
 
 class _Filling(MemoryWatch):
@@ -233,7 +266,7 @@ def test_releasing_the_cache_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: 
     with caplog.at_level(logging.WARNING, logger="evenrank"):
         assert [watch.check().reserved for _ in range(2)] == [GIB, GIB]
     assert caplog.messages == [
-        "memory: 1.0 GiB allocated, 51.0 reserved, 29.0 free of 80.0; more than half of the device is reserved but "
+        "memory: 1.0 GiB allocated, 51.0 reserved, 29.0 free of 80.0; more than 50% of the device is reserved but "
         "unallocated, so 50.0 GiB of cache were released"
     ]
     with pytest.raises(ConfigError, match="device is cpu; memory is watched on cuda"):
@@ -256,7 +289,7 @@ def test_on_a_gpu_a_large_cache_is_released(caplog: pytest.LogCaptureFixture) ->
         after = watch.check()
     assert after.unallocated < GIB
     assert after.free > start.free - 2 * GIB
-    assert "more than half of the device is reserved but unallocated" in caplog.text
+    assert "more than 50% of the device is reserved but unallocated" in caplog.text
     assert kept.sum() == GIB // 4
 
 

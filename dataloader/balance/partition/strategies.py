@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,11 +96,21 @@ class Assignment:
 
     rank_of: NDArray[np.int32]
     """[W, B]: the rank that trains row j of rank r; -1 where that row is padding."""
+    padded: bool = False
+    """See `partition`."""
 
-    def loads(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the load of each rank, int64 [W], given the cost (or tokens) of each row, int64 [W, B] or [W * B]."""
+    def loads(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the load of each rank, [W], given the cost of each row: int64 or float64, [W, B] or [W * B]."""
         is_real = self.rank_of >= 0
-        return sums_by_rank(costs.reshape(is_real.shape)[is_real], self.rank_of[is_real], len(is_real))
+        real, rank_of = values.reshape(is_real.shape)[is_real], self.rank_of[is_real]
+        if self.padded:
+            largest = np.zeros(len(is_real), dtype=values.dtype)
+            np.maximum.at(largest, rank_of, real)
+            padded: NDArray[Any] = largest * is_real.shape[1]
+            return padded
+        if values.dtype.kind == "f":
+            return np.bincount(rank_of, weights=real, minlength=len(is_real))
+        return sums_by_rank(real, rank_of, len(is_real))
 
     @property
     def moved(self) -> NDArray[np.bool_]:
@@ -120,6 +130,7 @@ def partition(
     tolerance: float = DEFAULT_TOLERANCE,
     max_tokens_per_rank: int | None = None,
     on_overflow: OnOverflow = "raise",
+    padded: bool = False,
 ) -> Assignment:
     """Decide which rank trains which sample of a step, with an equal number of rows on each rank.
 
@@ -141,6 +152,8 @@ def partition(
         max_tokens_per_rank: limit to the sum of `tokens` of each rank. Where the strategy exceeds it, samples are
             assigned by tokens first, and costs are levelled within the limit.
         on_overflow: if that fails too: `raise`, or `warn` and return the assignment that exceeds the limit least.
+        padded: each of a rank's B rows costs as much as its most expensive sample, to whose length all are padded. The
+            most expensive sample of the step then sets its time, whoever trains it, so every sample stays.
 
     Raises:
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
@@ -156,6 +169,8 @@ def partition(
     batch_size = costs.size // world_size
     is_real = real_rows(batch_size, world_size, num_real)
     slot_costs = _by_slot("costs", costs, is_real)
+    if padded:
+        return unbalanced(is_real, padded=True)
     order = argsort_descending(slot_costs)
     bound = int(heaviest_load_bound(slot_costs, order, world_size))
     problem = PartitionProblem(
@@ -173,6 +188,12 @@ def partition(
     return Assignment(rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)))
 
 
+def unbalanced(is_real: NDArray[np.bool_], *, padded: bool = False) -> Assignment:
+    """Return the assignment in which every row stays on its rank, given which rows are samples: [W, B]."""
+    home = np.arange(len(is_real), dtype=np.int32)[:, np.newaxis]
+    return Assignment(rank_of=np.where(is_real, home, np.int32(PADDING)), padded=padded)
+
+
 def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overflow: str) -> None:
     """Raise a ConfigError if an option of `partition` is out of range."""
     if not 0 <= tolerance < 1:
@@ -183,9 +204,11 @@ def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overf
         raise ConfigError(f"on_overflow must be one of {', '.join(get_args(OnOverflow))}, got {on_overflow!r}")
 
 
-def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
+def lower_bound(costs: NDArray[np.int64], world_size: int, *, padded: bool = False) -> int:
     """Return a load that the heaviest of `world_size` ranks has at least, given costs, int64 [W * B], 0 for padding."""
     slot_costs = np.ascontiguousarray(costs.reshape(-1), dtype=np.int64)
+    if padded:
+        return int(slot_costs.max()) * (len(slot_costs) // world_size)
     return int(heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size))
 
 

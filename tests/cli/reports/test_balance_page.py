@@ -5,22 +5,24 @@ import numpy as np
 import pytest
 
 from evenrank.cli.reports import balance_page
-from evenrank.cli.reports.balance_log import read_json_lines
-from evenrank.cli.reports.balance_page import headline, render_page
-from evenrank.dataloader.balance.metrics import StepMetrics, combine
-from evenrank.dataloader.balance.writers import JsonLines
-from tests.cli.programs import EVENRANK, run_program
+from evenrank.cli.reports.balance_page import headline, render_page, typical_record
+from evenrank.dataloader.balance.metrics.log_reader import BalanceLog, read_json_lines
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, combine
 from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of, text_of
-from tests.dataloader.balance.test_writers import STEPS, step, write
+from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, step, timed, write
 
 SCRIPT = "<script>alert('x')</script>"
 SECTIONS = ["tiles", "loads", "moved", "times"]
 
 
-def _page(tmp_path: Path, *steps: StepMetrics, name: str = "log.jsonl") -> str:
+def _log(tmp_path: Path, *steps: StepMetrics, **options: int) -> BalanceLog:
     (tmp_path / "log.jsonl").unlink(missing_ok=True)
-    write(tmp_path / "log.jsonl", *steps)
-    return render_page(read_json_lines(tmp_path / "log.jsonl").records, name=name)
+    write(tmp_path / "log.jsonl", *steps, **options)
+    return read_json_lines(tmp_path / "log.jsonl")
+
+
+def _page(tmp_path: Path, *steps: StepMetrics, name: str = "log.jsonl") -> str:
+    return render_page(_log(tmp_path, *steps), name=name)
 
 
 def test_a_point_stands_for_consecutive_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,45 +47,88 @@ def test_bytes_are_formatted_with_units() -> None:
     assert {num_bytes: balance_page.format_bytes(num_bytes) for num_bytes in texts} == texts
 
 
-STAYS = dataclasses.replace(step(0, before=(7,), after=(7,)), moved_samples=0, moved_tokens=0, moved_bytes=0)
+STAYS = step(0, before=(7,), after=(7,), moved_samples=0, moved_tokens=0, moved_bytes=0)
 
 
-def test_the_headline_states_the_effect_of_balancing(tmp_path: Path) -> None:
-    texts = []
-    for number, steps in enumerate((STEPS, [STAYS])):
-        write(tmp_path / str(number), *steps)
-        records = read_json_lines(tmp_path / str(number)).records
-        texts.append(headline(records, combine(records)))
-    assert texts == [
-        "Balancing reduced the load of the heaviest rank from 1.900 to 1.150 times the lower bound in 5 steps on 2 "
-        "ranks; the cost model expects steps to be 1.65 times as fast.",
-        "No sample moved to another rank in 1 step on 1 rank: the load of the heaviest rank was 1.750 times the lower "
-        "bound.",
-    ]
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (
+            STEPS,
+            "By the cost, ranks were idle for 44.7% of their time before balancing and for 8.7% after it in 5 steps "
+            "on 2 ranks, a speed-up of 1.65x.",
+        ),
+        (
+            TIMED_STEPS,
+            "By the cost, ranks were idle for 33.3% of their time before balancing and for 0.0% after it in 4 steps "
+            "on 2 ranks, a speed-up of 1.50x. Measured, they were idle for 6.2%, and for 31.2% of "
+            "the steps left unbalanced for comparison, a speed-up of 2.00x.",
+        ),
+        (
+            TIMED_STEPS[:2],
+            "By the cost, ranks were idle for 33.3% of their time before balancing and for 0.0% after it in 2 steps "
+            "on 2 ranks, a speed-up of 1.50x. Measured, they were idle for 6.2% with balancing.",
+        ),
+    ],
+)
+def test_the_headline_states_the_effect_of_balancing(tmp_path: Path, steps: list[StepMetrics], text: str) -> None:
+    log = _log(tmp_path, *steps)
+    assert headline(log, combine(log.records)) == text
 
 
 def test_the_page_has_the_numbers(tmp_path: Path) -> None:
-    text = text_of(_page(tmp_path, *STEPS)).replace("\N{NO-BREAK SPACE}", " ")
+    text = text_of(_page(tmp_path, *STEPS))
     for tile in (
-        "Load before balancing 1.900 heaviest rank / lower bound",
-        "Load after balancing 1.150 heaviest rank",
-        "Worst step after balancing 1.500 heaviest rank",
-        "Expected speed-up 1.65x",
-        "Tokens moved 25.0 %",
+        "Idle before balancing 44.7% of rank time, by the cost",
+        "Idle after balancing 8.7% of rank time, by the cost",
+        "Speed-up 1.65x by the cost",
+        "Steps set by one sample 0.0% 16 tokens on average",
+        "Tokens moved 25.0%",
         "Bytes moved 80 bytes",
         "In the background 650.00 ms",  # 250 to gather, 400 to plan
         "Exposed 125.00 ms",
     ):
         assert tile in text, tile
-    assert "samples 4 1 25.0 % tokens 40 10 25.0 % bytes 320 bytes 80 bytes 25.0 %" in text
+    assert "measured" not in text[: text.index("Loads")]
+    assert "samples 4 1 25.0% tokens 40 10 25.0% bytes 320 bytes 80 bytes 25.0%" in text
     assert "typical step, epoch 0, step 1." in text  # 8 is the median of 6, 8, 10, 8, 6
     assert "Records: 5; the last is epoch 1, step 1." in text
     assert "downsampled" not in text
 
 
+def test_what_was_measured_is_beside_what_was_promised(tmp_path: Path) -> None:
+    html = _page(tmp_path, *TIMED_STEPS)
+    text = text_of(html)
+    for tile in (
+        "Idle before, measured 31.2% 1 unbalanced steps",
+        "Idle after, measured 6.2% 2 balanced steps",
+        "Speed-up, measured 2.00x unbalanced / balanced step",
+        "Time of a step 1,000.00 ms measured, balanced",
+    ):
+        assert tile in text, tile
+    assert html.count(">measured<") == 2
+    uncompared = text_of(_page(tmp_path, *TIMED_STEPS[:2]))
+    assert "Speed-up, measured - unbalanced / balanced step" in uncompared
+
+
+def test_a_log_of_unbalanced_steps_alone_has_a_page(tmp_path: Path) -> None:
+    # As of compare_every=2 with a record of every other step.
+    unbalanced = timed(1, compute=(1, 2), wait=(1, 0), is_balanced=False)
+    log = _log(tmp_path, STEPS[0], unbalanced, every=2)
+    assert [record.steps for record in log.records] == [0]
+    text = text_of(render_page(log, name="log"))
+    assert "Idle before, measured 25.0% 1 unbalanced steps" in text
+
+
+@pytest.mark.parametrize(("heaviest", "chosen"), [([9], 9), ([9, 5, 7], 7), ([4, 8, 5, 6], 5), ([5, 5, 9], 5)])
+def test_the_typical_record_has_the_median_imbalance(tmp_path: Path, heaviest: list[int], chosen: int) -> None:
+    records = _log(tmp_path, *(step(0, before=(load, 1)) for load in heaviest)).records
+    assert typical_record(records).before.max() == chosen
+
+
 def test_the_page_is_self_contained_and_escapes_text(tmp_path: Path) -> None:
     html = _page(tmp_path, *STEPS, name=SCRIPT)
-    assert html == render_page(read_json_lines(tmp_path / "log.jsonl").records, name=SCRIPT)
+    assert html == render_page(read_json_lines(tmp_path / "log.jsonl"), name=SCRIPT)
     assert sections_of(html) == SECTIONS
     assert html.count("<svg") == 5
     assert external_parts(html) == []
@@ -104,25 +149,6 @@ def test_the_page_states_how_it_shows_unusual_logs(tmp_path: Path) -> None:
     assert "The drop from the left end of a curve" in text
     slow, quick = (dataclasses.replace(step(0), plan_seconds=seconds) for seconds in (90.0, 0.1))
     assert text_of(_page(tmp_path, slow, *[quick] * 99)).count("cut off: up to 90,000.0 ms") == 1
-
-
-def test_the_command_prints_a_table_and_then_the_path_of_the_page(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "run.jsonl", every=2, window=2) as log:
-        for metrics in STEPS[:4]:
-            log(metrics)
-    run = run_program(EVENRANK, "metrics", "run.jsonl", cwd=tmp_path)
-    assert (run.returncode, run.stderr) == (0, "")
-    lines = run.stdout.splitlines()
-    assert max(map(len, lines)) < 80
-    assert lines[0] == "run.jsonl: 4 steps on 2 ranks"
-    rows = [line.split() for line in lines]
-    assert ["mean", "per", "step", "all", "steps", "last", "2"] in rows
-    assert [row[-2:] for row in rows if "load" in row] == [["2.000", "2.250"], ["1.062", "1.125"], ["1.250", "1.250"]]
-    assert ["expected", "speed-up", "1.88x", "2.00x"] in rows  # of 6, 8, 10, 8 and 4, 4, 5, 4
-    assert ["tokens", "moved", "25.0%", "25.0%"] in rows
-    assert ["in", "the", "background:", "plan", "(ms)", "375.00", "500.00"] in rows
-    assert lines[-1] == "report: run-report.html"
-    assert (tmp_path / "run-report.html").read_text().count("<svg") == 5
 
 
 @needs_chromium

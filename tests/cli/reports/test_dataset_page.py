@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenrank.cli.options import STRATEGIES
 from evenrank.cli.reports import dataset_data, dataset_page
 from evenrank.cli.reports.dataset_page import render_page
 from evenrank.dataloader.routing import MODES
@@ -116,29 +117,38 @@ def test_context_values_have_labels() -> None:
 
 
 def test_equal_lengths_leave_nothing_to_gain() -> None:
-    # Whatever is longer than 2048 costs the same, because it is cut.
-    (gain,) = dataset_data.balancing_gains(np.array([2048, 2048, 5000, 100_000]), ranks=[2], batch_size=2)
-    assert not gain.repeated
-    assert gain.ratios == gain.speedups == {"none": 1, "karmarkar-karp": 1, "lpt-swap": 1, "min-move": 1}
+    # Whatever is longer than 512 costs the same, because it is cut.
+    gains = dataset_data.balancing_gains(np.array([512, 512, 5000, 100_000]), ranks=[2], batch_size=2)
+    assert [(gain.ranks, gain.label) for gain in gains] == [(2, strategy) for strategy in STRATEGIES]
+    for gain in gains:
+        assert (gain.summary.idle_before, gain.summary.idle_after, gain.summary.speedup) == (0, 0, 1)
+        assert (gain.summary.steps, gain.speedup_of_a_step()) == (200, (1, 0))
 
 
-def test_the_gain_is_the_mean_over_the_drawn_steps() -> None:
+def test_the_gain_is_that_of_all_drawn_steps() -> None:
     # Every step has all four rows, of two tokens per event. In a third of the draws, one rank loads both long ones.
-    long, short = (24 * (10 * s * 1024**2 + 2 * s**2 * 1024) for s in (4000, 200))
-    (gain,) = dataset_data.balancing_gains(np.array([2000, 100, 2000, 100]), ranks=[2], batch_size=2, steps=30)
-    worst_ratio = 2 * long / (long + short)
-    num_worst = round((gain.ratios["none"] - 1) * 30 / (worst_ratio - 1))
-    assert 0 < num_worst < 30
-    assert gain.ratios["none"] == pytest.approx((num_worst * worst_ratio + 30 - num_worst) / 30)
-    assert gain.ratios["karmarkar-karp"] == gain.ratios["lpt-swap"] == 1
-    assert gain.speedups["lpt-swap"] == pytest.approx(gain.ratios["none"])
+    long, short = (24 * (10 * s * 1024**2 + 2 * s**2 * 1024) for s in (1000, 200))
+    lengths = np.array([500, 100, 500, 100])
+    none, _, lpt_swap, _ = dataset_data.balancing_gains(lengths, ranks=[2], batch_size=2, steps=30)
+    num_worst = sum(int(step.before.max()) > int(step.before.min()) for step in none.steps)
+    assert 0 < num_worst < 15
+    heaviest = num_worst * 2 * long + (30 - num_worst) * (long + short)
+    idle = 1 - 30 * (long + short) / heaviest
+    assert (none.summary.idle_after, lpt_swap.summary.idle_before) == pytest.approx((idle, idle))
+    assert (none.summary.speedup, lpt_swap.summary.idle_after) == (1, 0)
+    assert lpt_swap.summary.speedup == pytest.approx(heaviest / (30 * (long + short)))
+    assert lpt_swap.speedup_of_a_step() == pytest.approx((1, (2 * long / (long + short) - 1) / 2))
 
 
 def test_a_small_split_is_drawn_from_repeatedly() -> None:
-    gains = dataset_data.balancing_gains(np.array([5, 9, 0]), ranks=[1, 4], batch_size=2)
-    assert [(gain.ranks, gain.repeated) for gain in gains] == [(1, False), (4, True)]
+    gains = dataset_data.balancing_gains(np.array([5, 9, 0]), ranks=[1, 64], steps=2)
+    rows = dataset_page.gain_rows(gains, num_rows=32)
+    assert [row[:2] for row in rows] == [
+        (ranks if strategy == "none" else "", strategy) for ranks in ("1", "64*") for strategy in STRATEGIES
+    ]
+    assert rows[0][2:] == ("0.0%", "1.00x", "1.00 ± 0.00")
     assert dataset_data.balancing_gains(np.array([], dtype=np.int64)) == ()
-    assert dataset_data.balancing_gains(np.array([0]), ranks=[2], batch_size=1)[0].speedups["lpt-swap"] == 1
+    assert dataset_data.balancing_gains(np.array([0]), ranks=[2], batch_size=1)[0].summary.speedup == 1
 
 
 def test_the_page_is_self_contained_and_escapes_text() -> None:
@@ -159,7 +169,7 @@ def test_what_a_dataset_lacks_is_left_out() -> None:
     options = {"statistics": OPTIONS["statistics"]}
     lacking: dict[str, Any] = {"options": options, "sources": (), "contextual": {}, "context_labels": {}}
     manifest = dataclasses.replace(MANIFEST, splits=no_rows, **lacking)
-    html, routing = render_page(manifest, {**STORES, "train": EMPTY}, name="empty")
+    html, _, routing = render_page(manifest, {**STORES, "train": EMPTY}, name="empty")
     assert routing is None
     assert sections_of(html) == [name for name in SECTIONS if name != "context"]
     assert html.count("<svg") == 4
@@ -168,7 +178,7 @@ def test_what_a_dataset_lacks_is_left_out() -> None:
 
 
 def test_the_page_shows_the_routing_of_the_items() -> None:
-    html, routing = render_page(MANIFEST, STORES, name="tiny")
+    html, _, routing = render_page(MANIFEST, STORES, name="tiny")
     assert routing is not None
     assert (routing.num_embeddings, routing.most_frequent[0]) == (31, 8 * 5 / 7)
     section = text_of(html[html.index('<section id="routing"') : html.index('<section id="sources"')])

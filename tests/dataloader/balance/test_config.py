@@ -3,10 +3,13 @@ from typing import Any
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import BalanceConfig
+from evenrank.dataloader.balance import BalanceConfig, LinearCost, PaddedCost
 from tests.dataloader.balance.costs import one_per_sample
 
 WINDOW = "log_window must be (start, stop) with 0 <= start < stop"
+COMPARE = "compare_every must be an integer of at least 2, without window and max_tokens_per_rank, which change which "
+COMPARE += "samples a step has or may have"
+PADDED = PaddedCost(LinearCost(interleave_actions=False))
 PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
 
 
@@ -22,6 +25,16 @@ PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
         (None, {"log_every": 1, "log_window": (5, 5)}, f"{WINDOW}, got (5, 5)"),
         (None, {"log_every": 1, "log_window": (-1, 5)}, f"{WINDOW}, got (-1, 5)"),
         (None, {"log_window": (2, 5)}, "log_window=(2, 5) needs log_every; log_every=1 logs each of these steps"),
+        (
+            None,
+            {"log_loads": True},
+            "log_loads=True needs log_every, the steps from one line of the log to the next; p",
+        ),
+        (None, {"compare_every": 1}, f"{COMPARE}, got 1"),
+        (None, {"compare_every": 2.0}, f"{COMPARE}, got 2.0"),
+        (None, {"compare_every": 4, "max_tokens_per_rank": 9}, f"{COMPARE}, got 4"),
+        (False, {"compare_every": 4, "window": 2}, f"{COMPARE}, got 4"),
+        (None, {"cost": PADDED, "max_tokens_per_rank": 9}, "max_tokens_per_rank = 9 limits sums of tokens, but a Pad"),
         (True, {"exchange": "pigeon"}, "exchange must be one of all-to-all, all-gather, got 'pigeon'"),
         (True, {"lookahead": 0}, "lookahead must be at least 1, got 0"),
         (True, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
@@ -40,16 +53,24 @@ PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
 def test_options_out_of_range_or_without_effect_are_errors(exchanges: bool | None, options: Any, message: str) -> None:
     for either in (True, False) if exchanges is None else (exchanges,):
         with pytest.raises(ConfigError) as raised:
-            BalanceConfig(cost=one_per_sample, **options).check(exchanges=either)
+            BalanceConfig(**{"cost": one_per_sample, **options}).check(exchanges=either)
         assert str(raised.value).startswith(message)
 
 
 def test_ranks_compare_the_options_that_decide_on_batches() -> None:
     plain = BalanceConfig(cost=one_per_sample)
-    per_rank = BalanceConfig(cost=one_per_sample, on_step=print, log_every=5, log_window=(0, 3))
-    common = {"cost", "strategy", "tolerance", "max_tokens_per_rank", "on_overflow"}
+    per_rank = BalanceConfig(cost=one_per_sample, on_step=print, log_every=5, log_window=(0, 3), log_loads=True)
+    common = {"cost", "strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "compare_every"}
     for exchanges, own in ((True, {"exchange", "lookahead", "batch_size"}), (False, {"window", "pack"})):
         compared = plain.rank_invariants(exchanges=exchanges)
         assert compared.keys() == common | own
         assert compared["cost"] == "one_per_sample"
         assert per_rank.rank_invariants(exchanges=exchanges) == compared
+
+
+def test_one_step_in_so_many_stays_unbalanced() -> None:
+    config = BalanceConfig(cost=one_per_sample, strategy="min-move", compare_every=3)
+    config.check(exchanges=True)
+    assert [step for step in range(9) if not config.balances(step)] == [2, 5, 8]
+    assert [config.options_of_step(step)["strategy"] for step in (1, 2)] == ["min-move", "none"]
+    assert all(BalanceConfig(cost=one_per_sample).balances(step) for step in range(9))

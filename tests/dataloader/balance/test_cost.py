@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import HSTUCost, MeasuredCost, SelfAttentionCost
-from evenrank.dataloader.balance.cost import cost_shift, count_tokens, describe_cost, scaled_costs
+from evenrank.dataloader.balance import HSTUCost, LinearCost, MeasuredCost, PaddedCost, SelfAttentionCost
+from evenrank.dataloader.balance.cost import cost_shift, count_tokens, counted_tokens, describe_cost, scaled_costs
 from tests.dataloader.balance.costs import Ints
 
 Model = Callable[..., HSTUCost | SelfAttentionCost]
@@ -183,3 +183,19 @@ def test_ranks_compare_every_parameter_of_a_cost(make: Model) -> None:
     names = [entry.name for entry in dataclasses.fields(cost)]
     described = {describe_cost(dataclasses.replace(cost, **{name: _CHANGED[name]})) for name in names}
     assert len(described | {describe_cost(cost)}) == len(names) + 1
+
+
+def test_linear_and_padded_costs_are_those_of_single_samples() -> None:
+    options: dict[str, Any] = {"interleave_actions": True, "contextual": ("user_id",), "max_tokens": 50}
+    lengths = {"item_id": np.array([3, 0]), "action": np.array([3, 0]), "user_id": np.array([1, 1])}
+    linear = LinearCost(**options)
+    assert linear(lengths, NONE_OF_TWO).tolist() == linear.tokens(lengths).tolist() == [7, 1]
+    assert linear.max_cost == 50
+    attention = SelfAttentionCost(hidden=2, heads=1, head_dim=2, layers=1, ffn_multiplier=1, **options)
+    padded = PaddedCost(attention)
+    assert padded(lengths, NONE_OF_TWO).tolist() == attention(lengths, NONE_OF_TWO).tolist()
+    assert (padded.tokens(lengths).tolist(), padded.max_cost) == ([7, 1], attention.max_cost)
+    assert describe_cost(padded) == f"PaddedCost(row={attention!r})"
+    counted = {"history_key": "item_id", "interleave_actions": True, "contextual": ("user_id",), "max_tokens": 50}
+    assert counted_tokens(linear) == counted_tokens(padded) == counted
+    assert counted_tokens(lambda lengths, candidates: candidates) is None

@@ -255,3 +255,15 @@ def test_a_file_that_cannot_be_read_or_written_is_named_and_an_old_one_kept(tmp_
     for name, reason in (("none", "No such file"), ("text", "Expecting value")):
         with pytest.raises(DataError, match=f"{name}.json cannot be read as a measured cost: .*{reason}"):
             MeasuredCost.load(tmp_path / f"{name}.json")
+
+
+def test_sums_of_steps_are_fitted_as_their_samples_are() -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, (30, 8))
+    tokens, squares = lengths.sum(axis=1).astype(np.float64), (lengths.astype(np.float64) ** 2).sum(axis=1)
+    seconds = 0.01 + 1e-5 * tokens + 1e-8 * squares
+    counted: dict[str, Any] = {"interleave_actions": False, "max_tokens": 1000}
+    of_sums = MeasuredCost.fit_sums(tokens, squares, seconds, **counted)
+    assert of_sums == MeasuredCost.fit(lengths, seconds, **counted)
+    assert of_sums.linear * of_sums.seconds_per_unit == pytest.approx(1e-5)
+    with pytest.raises(ConfigError, match="there must be one time for each step, got 30 steps and"):
+        MeasuredCost.fit_sums(tokens, squares, seconds[1:], **counted)

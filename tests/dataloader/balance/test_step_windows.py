@@ -1,3 +1,4 @@
+import itertools
 from typing import Any
 
 import numpy as np
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.dataloader.balance import BalanceConfig, LinearCost, PaddedCost
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows, assign_to_steps
 from evenrank.datasets.distributions import Lognormal
@@ -17,7 +18,7 @@ from tests.dataloader.balance.costs import Ints, one_per_sample
 def _assign(costs: Ints, num_steps: int, world_size: int, tokens: Ints | None = None, **options: Any) -> Ints:
     shape: dict[str, int] = {"num_steps": num_steps, "world_size": world_size}
     shape |= {name: options.pop(name, 0) for name in ("seed", "epoch")}
-    config = BalanceConfig(cost=one_per_sample, **options)
+    config = BalanceConfig(**{"cost": one_per_sample, **options})
     return assign_to_steps(costs, costs if tokens is None else tokens, config=config, **shape).reshape(num_steps, -1)
 
 
@@ -126,3 +127,40 @@ def test_an_order_within_windows_keeps_the_samples_of_each_window() -> None:
     assert order.rows(places, seed=5, epoch=6).tolist() == [position + 1 for position in expected]
     assert order.positions(np.array([24, 12, 3]), seed=5, epoch=6).tolist() == [24, 17, 10]
     assert order.fingerprint() != rows.fingerprint()
+
+
+PADDED = PaddedCost(LinearCost(interleave_actions=False))
+
+
+@given(
+    num_steps=st.integers(1, 6),
+    world_size=st.integers(1, 4),
+    batch_size=st.integers(1, 4),
+    seed=st.integers(0, 1 << 62),
+    high=st.sampled_from([0, 1, 10, 1 << 40]),
+)
+def test_steps_of_padded_samples_have_the_least_sum_of_longest_ones(
+    num_steps: int, world_size: int, batch_size: int, seed: int, high: int
+) -> None:
+    costs = np.random.default_rng(seed).integers(0, high, num_steps * world_size * batch_size, endpoint=True)
+    steps = _assign(costs, num_steps, world_size, seed=seed, cost=PADDED)
+    assert sorted(steps.reshape(-1).tolist()) == list(range(len(costs)))
+    assert (np.diff(steps, axis=1) > 0).all()
+    longest = costs[steps].max(axis=1)
+    size = world_size * batch_size
+    assert sorted(longest.tolist()) == sorted(costs)[size - 1 :: size]  # those of neighbours in the order of costs
+    assert longest.sum() <= costs.reshape(num_steps, -1).max(axis=1).sum()
+
+
+def test_no_other_steps_of_padded_samples_are_shorter() -> None:
+    costs = np.array([5, 1, 4, 2, 9, 9])
+    longest = costs[_assign(costs, 3, 2, cost=PADDED)].max(axis=1).sum()
+    others = (costs[list(order)].reshape(3, 2).max(axis=1).sum() for order in itertools.permutations(range(6)))
+    assert longest == min(others) == 9 + 5 + 2
+
+
+def test_steps_of_padded_samples_come_in_a_random_order() -> None:
+    costs = np.arange(16)
+    longest = [tuple(costs[_assign(costs, 4, 2, seed=seed, cost=PADDED)].max(axis=1).tolist()) for seed in range(200)]
+    assert len(set(longest)) == 24
+    assert np.bincount([of_steps[0] for of_steps in longest])[[3, 7, 11, 15]].min() > 25

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, StepMetrics, no_exchange
+from evenrank.dataloader.balance import BalanceConfig, PaddedCost, StepMetrics, no_exchange
 from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.state.resume_point import _FORMAT
 from tests.dataloader.balance.costs import COST, Ints, Lengths
@@ -67,13 +67,16 @@ def _state_within_a_window(path: Path, world_size: int, stop: int) -> dict[str, 
 @given(
     world_size=st.integers(1, 8),
     window=st.integers(2, 9),
+    cost=st.sampled_from([COST, PaddedCost(COST)]),
     options=st.builds(
         dict, batch_size=st.integers(1, 9), order=st.sampled_from(["shuffle", "rows", "time"]), drop_last=st.booleans()
     ),
 )
-def test_each_window_has_its_samples_once(small_dataset: Path, world_size: int, window: int, options: Any) -> None:
+def test_each_window_has_its_samples_once(
+    small_dataset: Path, world_size: int, window: int, cost: Any, options: Any
+) -> None:
     unbalanced = _steps(_iterate(_loaders(small_dataset, world_size, None, **options)))
-    loaders = _loaders(small_dataset, world_size, {"window": window}, **options)
+    loaders = _loaders(small_dataset, world_size, {"window": window, "cost": cost}, **options)
     assert [len(loader) for loader in loaders] == [len(unbalanced)] * world_size
     steps = _steps(_iterate(loaders))
     assert [len(step) for step in steps] == [len(step) for step in unbalanced]
@@ -129,6 +132,7 @@ SHAPES = st.fixed_dictionaries(
             st.just({"pack": True, "max_tokens_per_rank": 90}),
             st.fixed_dictionaries({"window": st.integers(2, 6)}),
             st.fixed_dictionaries({"window": st.integers(2, 6), "strategy": st.just("min-move")}),
+            st.fixed_dictionaries({"window": st.integers(2, 6), "cost": st.just(PaddedCost(COST))}),
         ),
     }
 )
@@ -272,3 +276,34 @@ def test_each_step_is_balanced_like_any_other(small_dataset: Path, options: dict
             load = int(COST({"item_id": lengths, "action": lengths}, np.zeros_like(lengths)).sum())
             assert [of_rank[step].after[rank] for of_rank in metrics] == [load] * 4
             assert int(lengths.sum()) <= options.get("max_tokens_per_rank", 1 << 62)
+
+
+@pytest.mark.parametrize("cost", [COST, PaddedCost(COST)], ids=["sums", "padded"])
+def test_loads_before_are_those_of_the_steps_without_windows(small_dataset: Path, cost: Any) -> None:
+    state = _state_within_a_window(small_dataset, 3, 3)
+    for start in (None, state):
+        measured: list[list[StepMetrics]] = [[], []]
+        ways: tuple[dict[str, Any], ...] = ({"strategy": "none"}, {"window": 4})
+        for balance, metrics in zip(ways, measured, strict=True):
+            loaders = _loaders(small_dataset, 2, {**balance, "cost": cost, "on_step": metrics.append})
+            list(_load(loaders, start)[1] if start else loaders[1])
+        unbalanced, windowed = measured
+        assert len(windowed) > 10
+        assert [step.before.tolist() for step in windowed] == [step.before.tolist() for step in unbalanced]
+        assert [step.after.tolist() for step in windowed] != [step.before.tolist() for step in unbalanced]
+        assert sum(step.tokens for step in windowed) == sum(step.tokens for step in unbalanced)
+
+
+def test_padded_ranks_train_on_samples_of_similar_length(small_dataset: Path) -> None:
+    metrics: list[StepMetrics] = []
+    balance = {"window": 4, "cost": PaddedCost(COST), "on_step": metrics.append}
+    loaders = [_loaders(small_dataset, 2, {**balance, "on_step": None})[1], _loaders(small_dataset, 2, balance)[0]]
+    of_ranks = [[batch.features["item_id"].lengths().numpy() for batch in loader] for loader in reversed(loaders)]
+    for lengths, of_step in zip(zip(*of_ranks, strict=True), metrics, strict=True):
+        longest = [int(of_rank.max()) for of_rank in lengths]
+        assert of_step.rank_tokens.tolist() == [4 * one for one in longest]
+        assert of_step.after.tolist() == [4 * int(COST.of_tokens(np.array(one), np.array(0))) for one in longest]
+        assert of_step.longest == max(longest)
+        assert of_step.lower_bound == int(of_step.after.max())
+    padding = [sum(int(step.rank_tokens.sum()) for step in metrics), sum(step.tokens for step in metrics)]
+    assert padding[0] < 1.7 * padding[1]

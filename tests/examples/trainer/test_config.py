@@ -1,48 +1,19 @@
 import contextlib
 import dataclasses
-import inspect
 import json
-import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from evenrank.core.errors import ConfigError
-from trainer.config import TrainConfig, command_of, read_config, types_of_settings
-
-ROOT = Path(__file__).resolve().parents[3]
+from trainer.command import read_config
+from trainer.config import TrainConfig, types_of_settings
 
 
 @pytest.fixture
 def toml(tmp_path: Path) -> Path:
     return tmp_path / "settings.toml"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("hiden = 32", "has the unknown key 'hiden'; known keys are data, out, model, task"),
-        ("hidden = ", "is not TOML"),
-        ("hidden = true", "hidden must be of type int, got True"),
-        ("learning_rate = nan", "learning_rate must be at least 0, got nan"),
-        ("batch_size = 0", "batch_size must be at least 1, got 0"),
-        ("heads = 3", "hidden must be a multiple of heads, got hidden=64 and heads=3"),
-        ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
-        ("dropout = 1.0", "dropout must be below 1, got 1.0"),
-        ("tensor_parallel = 4", "tensor_parallel = 4 cannot divide heads = 2; choose a divisor"),
-        ("k = 7", "settings.toml applies to --task retrieval or --model semantic-ids, not to --task ranking; leave it"),
-    ],
-)
-def test_a_mistake_in_the_file_is_an_error_with_its_value_and_the_file(toml: Path, text: str, message: str) -> None:
-    toml.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_config(toml, {})
-    assert message in str(caught.value)
-    assert str(toml) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 SEMANTIC_IDS = {"model": "semantic-ids"}
@@ -86,10 +57,19 @@ COMMON = {
     *("data", "out", "model", "user_id", "max_history_length", "balance", "strategy", "tolerance", "cost", "window"),
     *("max_tokens_per_rank", "batch_size", "num_workers", "hidden", "heads", "layers", "dropout", "pipeline"),
     *("precision", "epochs", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "seed", "eval_every"),
-    *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds"),
+    *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds", "compare_every"),
+    *("log_loads", "profile", "min_free_gib", "max_unallocated"),
+    "eval_steps",
 }
 CHOSEN = {"ranking": ("task", "ranking"), "retrieval": ("task", "retrieval"), "semantic-ids": ("model", "semantic-ids")}
-VALUES = {"codes": "x.npy", "data": "data", "cost": "cost.json", "balance": "no-exchange", "embeddings": "sharded"}
+VALUES = {
+    "codes": "x.npy",
+    "profile": "5:7",
+    "data": "data",
+    "cost": "cost.json",
+    "balance": "no-exchange",
+    "embeddings": "sharded",
+}
 
 
 @pytest.mark.parametrize("model", UNUSED)
@@ -125,6 +105,11 @@ def test_a_missing_file_or_codes_of_another_model_are_an_error_before_anything_i
         TrainConfig(codes="missing.pt")
 
 
+def test_steps_can_only_be_compared_with_balanced_ones() -> None:
+    with pytest.raises(ConfigError, match="--compare-every applies to --balance other than none, not to --balance non"):
+        TrainConfig(balance="none", compare_every=5)
+
+
 def test_every_setting_applies_to_some_job_and_has_a_help() -> None:
     sharded = {"embeddings": "sharded", "balance": "no-exchange"}
     usable = set()
@@ -136,25 +121,3 @@ def test_every_setting_applies_to_some_job_and_has_a_help() -> None:
                 usable.add(name)
     assert usable == types_of_settings().keys()
     assert all(entry.metadata["help"].endswith(".") for entry in dataclasses.fields(TrainConfig))
-
-
-def test_every_setting_is_an_option_with_its_type_which_overrides_the_file_and_that_the_defaults(toml: Path) -> None:
-    toml.write_text("hidden = 32\nheads = 4\nlearning_rate = 1\n")
-    seen: list[TrainConfig] = []
-    app = typer.Typer()
-    app.command()(command_of(seen.append))
-    given = "--heads 8 --max-steps 3 --dropout 0.25 --tensorboard --attention padded --precision fp32"
-    result = CliRunner().invoke(app, ["--config", str(toml), *given.split()])
-    assert result.exit_code == 0, result.output
-    options = {"heads": 8, "max_steps": 3, "dropout": 0.25, "tensorboard": True, "attention": "padded"}
-    assert seen == [TrainConfig(hidden=32, learning_rate=1, precision="fp32", **options)]  # type: ignore[arg-type]
-    parameters = inspect.signature(command_of(seen.append)).parameters
-    types = {name: get_args(parameter.annotation)[0] for name, parameter in parameters.items() if name != "config"}
-    assert types == {name: kind | None for name, kind in types_of_settings().items()}
-
-
-def test_the_settings_that_come_with_the_trainer_are_right() -> None:
-    files = sorted((ROOT / "examples" / "trainer" / "configs").glob("*.toml"))
-    assert files
-    for file in files:
-        assert math.isfinite(read_config(file, {}).learning_rate)

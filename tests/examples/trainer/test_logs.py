@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evenrank.core.errors import ConfigError, DataError
 from trainer.lock import FolderLock
@@ -22,6 +23,26 @@ def test_an_incomplete_line_of_a_killed_job_is_removed_and_numbers_are_json(tmp_
         {"kind": "train", "step": 1, "loss": 0.5},
         {"kind": "eval", "step": 2, "auc": None, "loss": 0.25},
     ]
+
+
+def test_values_of_ranks_and_texts_are_lines_and_numbers_are_scalars_of_tensorboard(tmp_path: Path) -> None:
+    with JobLog(tmp_path, is_first=True, tensorboard=True) as log:
+        log.record("memory", 7, {"free": [3, 1, 2], "mfu": None})
+        log.record("cache", 7, {"tables": "items", "hits": 5, "shares": [0.5, math.inf]}, of="items")
+    assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [
+        {"kind": "memory", "step": 7, "free": [3, 1, 2]},
+        {"kind": "cache", "step": 7, "tables": "items", "hits": 5, "shares": [0.5, None]},
+    ]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert scalars == {
+        "memory/free/min": [(7, 1)],
+        "memory/free/max": [(7, 3)],
+        "cache/items/hits": [(7, 5)],
+        "cache/items/shares/min": [(7, 0.5)],
+        "cache/items/shares/max": [(7, math.inf)],
+    }
 
 
 def test_a_missing_tensorboard_is_an_error_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,28 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from evenrank.core.errors import ConfigError, DataError, RankError
 from evenrank.dataloader.collate.semantic_ids import read_codes
-from evenrank.datasets import read_manifest
+from evenrank.datasets import open_store, read_manifest
+from evenrank.training import BinaryAUC, ClassificationMetrics
 from tests.conftest import make_small_dataset
-from tests.examples.trainer.jobs import SHARDED, check_failures, log_lines, run, settings, together, train_on_cpu
+from tests.examples.trainer.jobs import (
+    SHARDED,
+    Trained,
+    check_failures,
+    log_lines,
+    run,
+    settings,
+    together,
+    train_on_cpu,
+)
 from tests.ranks import RankPool
 from trainer.config import TrainConfig, types_of_settings
 from trainer.data import check_names
+from trainer.evaluation import ActionEvaluation
 from trainer.job import run_job
 
 
@@ -35,13 +48,17 @@ def test_a_job_that_dies_within_a_window_finishes_it(ranks: RankPool, small_data
     assert sorted(chain(*done, *elsewhere.values())) == sorted(chain(*samples.values()))
 
 
+OF_ACTIONS = ("auc", "gauc", "accuracy", "normalized_entropy")
 ROUTED = {**SHARDED, "pipeline": "none", "routing": "roundrobin"}
 
 
 @pytest.mark.parametrize(
     ("options", "metrics"),
     [
-        ({"num_tasks": 2, "user_id": True, "balance": "all-gather"}, {"auc_0", "auc_1"}),
+        (
+            {"num_tasks": 2, "user_id": True, "balance": "all-gather"},
+            {f"{name}_{task}" for name in OF_ACTIONS for task in "01"},
+        ),
         ({"task": "retrieval", "k": 5, "precision": "bf16", **ROUTED}, {"recall@5", "ndcg@5"}),
         ({"model": "semantic-ids", "code_levels": 2, "codebook_size": 8}, {"recall@10", "ndcg@10"}),
     ],
@@ -53,7 +70,7 @@ def test_every_task_trains_and_is_measured(
     ranks.run(2, run, settings(tmp_path, small_dataset, batch_size=12, learning_rate=0.01, **options))
     (evaluation,) = log_lines(tmp_path, "eval")
     assert evaluation.keys() - {"kind", "step"} == metrics
-    assert all(0 <= evaluation[name] <= 1 for name in metrics)
+    assert all(0 <= evaluation[name] <= (2 if "entropy" in name else 1) for name in metrics)
     losses = [line["loss"] for line in log_lines(tmp_path, "train")]
     assert losses[-1] < losses[0]
 
@@ -95,6 +112,76 @@ def test_a_job_resumes_with_its_own_data_and_codes_alone(ranks: RankPool, small_
     np.save(moved, table[:, ::-1])
     message = message.format("codes", codes, read_codes(moved).describe())
     check_failures(ranks.try_run(2, run, job(3, moved)), message)
+
+
+Evaluated = tuple[Tensor, Tensor, Tensor]  # logits, targets, users
+
+
+def _run_watched(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Trained, list[list[Evaluated]]]:
+    """Run a job; return what it trained, and the labels of each step of each evaluation on this rank."""
+    evaluations: list[list[Evaluated]] = []
+    reset, update = ActionEvaluation._measure, BinaryAUC.update
+
+    def begin(evaluation: ActionEvaluation) -> dict[str, float]:
+        evaluations.append([])
+        return reset(evaluation)
+
+    def note(metric: BinaryAUC, scores: Tensor, targets: Tensor, *, groups: Tensor) -> None:
+        evaluations[-1].append((scores.clone(), targets, groups))
+        update(metric, scores, targets, groups=groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ActionEvaluation, "_measure", begin)
+        patch.setattr(BinaryAUC, "update", note)
+        return run(rank, world_size, options), evaluations
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"balance": "no-exchange"}, {**SHARDED, "num_workers": 0}],
+    ids=["balancer", "no exchange", "read ahead by a pipeline"],
+)
+def test_eval_steps_bound_each_evaluation_and_change_nothing_else(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def job(out: str, **more: Any) -> tuple[Any, list[list[list[Evaluated]]], list[dict[str, Any]]]:
+        of_job = settings(tmp_path / out, small_dataset, batch_size=8, eval_every=3, max_steps=7, **options, **more)
+        parts = ranks.run(2, _run_watched, of_job)
+        trained = together([trained for trained, _ in parts])
+        return trained, [evaluations for _, evaluations in parts], log_lines(tmp_path / out, "eval")
+
+    trained, evaluations, whole = job("whole")
+    num_steps = len(evaluations[0][0])
+    assert num_steps > 2
+    bounded, bounded_evaluations, lines = job("bounded", eval_steps=2)
+    assert bounded == trained
+    store = open_store(small_dataset, "eval")
+    labels = np.repeat(store.rows["user_id"][: 2 * 2 * 8], store.lengths[: 2 * 2 * 8].clip(max=40))
+    assert [len(of_rank) for of_rank in bounded_evaluations] == [3, 3]  # after steps 3, 6 and 7
+    for index, line in enumerate(lines):
+        of_ranks = [of_rank[index] for of_rank in bounded_evaluations]
+        assert [len(steps) for steps in of_ranks] == [2, 2]
+        logits, targets, users = map(torch.cat, zip(*(step for steps in of_ranks for step in steps), strict=True))
+        assert sorted(users.tolist()) == sorted(labels.tolist())
+        auc, of_labels = BinaryAUC(), ClassificationMetrics()
+        auc.update(logits, targets, groups=users)
+        of_labels.update(logits, targets)
+        expected = {"auc": auc.compute()[0], "gauc": auc.compute_grouped()[0], **of_labels.compute()}
+        assert {name: line[name] for name in OF_ACTIONS} == {name: expected[name] for name in OF_ACTIONS}
+    _, _, more_than_all = job("more than all", eval_steps=num_steps + 1)
+    assert more_than_all == whole
+    assert lines != whole
+
+
+def _run_differently(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    run(rank, world_size, {**options, "eval_steps": 2 + rank})
+
+
+def test_eval_steps_that_differ_between_ranks_are_an_error_on_all_ranks(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    failures = ranks.try_run(2, _run_differently, settings(tmp_path, small_dataset, max_steps=1))
+    check_failures(failures, "eval_steps differs between ranks: 2 on rank 0, 3 on rank 1", kinds=[RankError])
 
 
 class _Watched(TrainConfig):

@@ -51,9 +51,10 @@ def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_
     steps = [line["step"] for line in log_lines(tmp_path / "out", "train")]
     assert steps == list(range(1, len(steps) + 1))  # each once, over both runs
     (evaluation,) = log_lines(tmp_path / "out", "eval")
-    assert last == f"step {steps[-1]} | auc {evaluation['auc']:.4f}"
+    names = ("auc", "gauc", "accuracy", "normalized_entropy")
+    assert last == " | ".join([f"step {steps[-1]}", *(f"{name} {evaluation[name]:.4f}" for name in names)])
     assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
-    assert (tmp_path / "out" / "balance.jsonl").exists()
+    assert sorted(path.name for path in (tmp_path / "out").glob("balance*")) == ["balance-2.jsonl", "balance.jsonl"]
 
 
 @pytest.mark.gpu
@@ -61,12 +62,25 @@ def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_
 def test_a_job_on_a_gpu_trains_in_bfloat16_and_resumes(small_dataset: Path, tmp_path: Path, pipeline: str) -> None:
     arguments = ["--data", str(small_dataset), "--out", str(tmp_path), *SMALL, "--heads", "1", "--hidden", "64"]
     for epochs in (1, 2):
-        options = [*arguments, *SHARDED, "--pipeline", pipeline, "--epochs", str(epochs)]
+        options = [*arguments, *SHARDED, "--pipeline", pipeline, "--epochs", str(epochs), "--profile", "1:3"]
         job = _run(*options, PYTHONPATH=str(ROOT / "typings"))
         assert job.returncode == 0, job.stderr
     steps = [line["step"] for line in log_lines(tmp_path, "train")]
     assert steps == list(range(1, len(steps) + 1))
     assert [line["step"] for line in log_lines(tmp_path, "eval")] == [len(steps) // 2, len(steps)]
+    memory = log_lines(tmp_path, "memory")
+    assert [line["step"] for line in memory] == steps
+    assert all(0 < line["allocated"][0] <= line["reserved"][0] < line["total"][0] for line in memory)
+    caches = log_lines(tmp_path, "embedding_cache")
+    assert [line["step"] for line in caches] == (steps if pipeline == "prefetch" else [])
+    if caches:
+        assert caches[0]["misses"] > 0
+        assert sum(line["hits"] for line in caches) > 0
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {
+        f"steps-{first}-{first + 1}.{kind}"
+        for first in (2, len(steps) // 2 + 2)
+        for kind in ("trace.json", "memory.pickle")
+    }
 
 
 def _losses_on_gpus(data: Path, out: Path, num_ranks: int, *arguments: str) -> list[float]:

@@ -258,3 +258,23 @@ def test_tiny_cases_come_close_to_the_optimum_which_is_not_below_the_bound(world
     assert num_tight >= 15  # of 60
     assert np.mean(ratios) < 1.02
     assert max(ratios) < 1.25
+
+
+@given(steps())
+def test_padded_samples_stay_and_every_row_costs_as_much_as_the_most_expensive_one(step: Step) -> None:
+    costs, num_real = step
+    world_size, batch_size = costs.shape
+    assignment = partition(costs, world_size, num_real=num_real, padded=True)
+    is_real = np.arange(batch_size) < num_real[:, np.newaxis]
+    home = np.broadcast_to(np.arange(world_size)[:, np.newaxis], costs.shape)
+    assert assignment.rank_of.tolist() == np.where(is_real, home, -1).tolist()
+    assert not assignment.moved.any()
+    real = np.where(is_real, costs, 0)
+    assert assignment.loads(real).tolist() == (batch_size * real.max(axis=1)).tolist()
+    assert assignment.loads(real.astype(np.float64)).tolist() == (batch_size * real.max(axis=1)).tolist()
+    assert lower_bound(real, world_size, padded=True) == batch_size * real.max() == assignment.loads(real).max()
+
+
+def test_sums_of_floats_are_loads_too() -> None:
+    assignment = partition(np.array([4, 1, 3, 2]), 2)
+    assert assignment.loads(np.array([4.5, 1.5, 3.5, 2.5])).tolist() == [6, 6]

@@ -11,7 +11,7 @@ from end_to_end.reports.scaling import scale, scaled_runs, simulated_compute
 from end_to_end.reports.scaling_section import write_section
 from end_to_end.results import EVEN
 from evenrank.cli.simulation import LengthSource, simulate
-from evenrank.dataloader.balance import BalanceConfig
+from evenrank.dataloader.balance import BalanceConfig, summarize
 from evenrank.datasets.distributions import Lognormal
 from tests.scripts.bench.end_to_end import made_up
 from tests.scripts.bench.end_to_end.made_up_times import LENGTHS, OVERHEAD, compute_ms, timed
@@ -32,7 +32,7 @@ def test_without_noise_the_speedup_is_that_of_the_simulator() -> None:
         assert compute.shape == (30, 8)
         heaviest[strategy] = compute.max(axis=1).mean()
         planned = "none" if strategy == UNBALANCED else strategy
-        summary = simulate(source, BalanceConfig(cost=cost, strategy=planned), 8, batch_size=4, steps=30)
+        summary = summarize(simulate(source, BalanceConfig(cost=cost, strategy=planned), 8, batch_size=4, steps=30))
         assert heaviest[UNBALANCED] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
         assert tokens == pytest.approx(summary.tokens / 8)
     drawn, even = (simulated_compute(cost, source, 4, batch_size=4, strategy=s, steps=5)[0] for s in (UNBALANCED, EVEN))

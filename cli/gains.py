@@ -1,0 +1,86 @@
+"""What balancing gains, as one table: of `simulate`, `inspect`, `inspect-balance` and `demo`."""
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from evenrank.cli import console
+from evenrank.cli.options import CostShape
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics
+
+EXPLANATION = """\
+idle        share of rank time, of all steps together, spent waiting for the
+            heaviest rank of each step
+speed-up    total time of the steps before balancing / after; of a step: the
+            median of single steps, and half of their 5-95 % range
+one         steps whose time one sample sets: more balancing is no help
+moved       share of tokens whose samples are trained on another rank
+plan        median time to plan a step, on one thread of this machine
+All of it is what the cost says; training measures it (training.StepTimer).
+"""
+
+
+def describe_settings(batch_size: int, max_history_length: int | None, cost: str, layers: CostShape | None) -> str:
+    """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
+    lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
+    of_layers = f" of {layers.layers} layers of width {layers.hidden} with {layers.heads} heads" if layers else ""
+    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{of_layers}"
+
+
+class Gain(NamedTuple):
+    """The steps of one way to balance on one number of ranks."""
+
+    ranks: int
+    label: str  # the strategy
+    steps: "Sequence[StepMetrics]"
+    window: int = 1
+    has_exchange: bool = True
+    unit: float = 1.0  # in which loads are, as a multiple of that of the cost
+    fixed: float = 0.0  # part of all loads that balancing cannot change, in units of the cost
+
+    @property
+    def summary(self) -> "MetricsSummary":
+        """All steps together."""
+        from evenrank.dataloader.balance.metrics.step_metrics import summarize
+
+        return summarize(self.steps)
+
+    def speedup_of_a_step(self) -> tuple[float, float]:
+        """Return the median of the speed-ups of single steps or windows, and half of their 5-95 % range."""
+        import numpy as np
+
+        if not self.steps:
+            return 1.0, 0.0
+        starts = np.arange(0, len(self.steps), self.window)
+        before, after = (
+            np.add.reduceat(np.array([int(loads.max()) for loads in of_steps], dtype=np.float64), starts)
+            for of_steps in ([step.before for step in self.steps], [step.after for step in self.steps])
+        )
+        low, median, high = np.percentile(before / np.maximum(after, 1), (5, 50, 95)).tolist()
+        return median, (high - low) / 2
+
+
+def gains_table(gains: Sequence[Gain]) -> "Table":
+    """Return a table with a row for each gain, less than 80 columns wide."""
+    headers = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "one")
+    table = console.new_table(*headers, "moved", "plan\n(ms)", left=["strategy"], narrow=True)
+    for gain in gains:
+        summary = gain.summary
+        median, spread = gain.speedup_of_a_step()
+        plan_ms = 1e3 * statistics.median([step.plan_seconds for step in gain.steps] or [0.0])
+        table.add_row(
+            f"{gain.ranks:,}",
+            gain.label,
+            f"{summary.idle_before:.1%}",
+            f"{summary.idle_after:.1%}",
+            f"{summary.speedup:.2f}x",
+            f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}",
+            f"{summary.one_sample:.0%}",
+            f"{summary.moved_tokens if gain.has_exchange else 0:.0%}",
+            f"{plan_ms:.2f}" if plan_ms < 10 else f"{plan_ms:.0f}",
+        )
+    return table

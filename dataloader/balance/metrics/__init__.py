@@ -1,0 +1,1 @@
+"""Metrics of balancing, and where they are written."""

@@ -1,0 +1,105 @@
+"""Read the log of a job. Needs no torch: logs are read on machines without GPUs too.
+
+Unknown fields are ignored, and lines that are not records are skipped, such as the incomplete last line of a job that
+was killed.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evenrank.core import files
+from evenrank.core.errors import DataError
+from evenrank.dataloader.balance.metrics.log_record import RUN, LogRecord, RunRecord
+
+_LARGEST = 1 << 63  # loads are int64, and no other number is larger; sums of these do not overflow float64
+_FLOATS = ("rank_squares", "compute_seconds", "wait_seconds")  # the arrays that are not int64
+_OPTIONAL = ("compute_seconds", "wait_seconds")
+
+
+class BalanceLog(NamedTuple):
+    """A log: the run, its records, and the number of lines that are none, such as the last one of a killed job."""
+
+    run: RunRecord | None
+    records: list[LogRecord]
+    skipped: int
+
+    def describe(self) -> str:
+        """Return the numbers of steps and ranks, of a log with records."""
+        steps, ranks = self.records[-1].seen, len(self.records[-1].before)
+        return f"{steps:,} step{'s' * (steps != 1)} on {ranks:,} rank{'s' * (ranks != 1)}"
+
+
+def read_json_lines(path: Path) -> BalanceLog:
+    """Read a log; lines that cannot be read are counted."""
+    with files.open_regular(path) as file:
+        lines = [line for line in file.read().split(b"\n") if line.strip()]
+    parsed: list[LogRecord | RunRecord] = []
+    first_error = ""
+    for number, line in enumerate(lines, 1):
+        try:
+            parsed.append(parse_line(line))
+        except ValueError as error:
+            first_error = first_error or f"line {number} is not a record of balancing metrics: {error}"
+    if lines and not parsed:
+        raise DataError(f"{path} has no record; {first_error}; give a file that on_step=JsonLines(FILE) wrote")
+    runs = [record for record in parsed if isinstance(record, RunRecord)]
+    if len(runs) > 1:
+        raise DataError(
+            f"{path} has records of {len(runs)} runs, {runs[0].id} and {runs[1].id}; give one file for each run"
+        )
+    records = [record for record in parsed if isinstance(record, LogRecord)]
+    return BalanceLog(runs[0] if runs else None, records, len(lines) - len(parsed))
+
+
+def parse_line(line: bytes) -> LogRecord | RunRecord:
+    """Parse a line of a log; a ValueError says why it is not a record."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:  # json would call every line "line 1"
+        raise ValueError("it is not JSON") from error
+    if not isinstance(entry, dict):
+        raise ValueError("it is not an object")
+    if RUN in entry:
+        return _parse_run(entry[RUN])
+    values = {field.name: _value(entry, field.name, field.type) for field in dataclasses.fields(LogRecord)}
+    if values["seen"] < 1:
+        raise ValueError("'seen' is below 1")
+    of_ranks = [name for name in ("after", "rank_tokens", *_FLOATS) if values[name] is not None]
+    if differing := [name for name in of_ranks if len(values[name]) != len(values["before"])]:
+        raise ValueError(f"'before' and {differing[0]!r} differ in length")
+    return LogRecord(**values)
+
+
+def _parse_run(run: Any) -> RunRecord:
+    kinds = {"id": str, "started": str, "ranks": int, "versions": dict, "options": dict}
+    if not isinstance(run, dict) or any(not isinstance(run.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"{RUN!r} is {json.dumps(run)[:40]}")
+    return RunRecord(**{name: run[name] for name in kinds})
+
+
+def _value(entry: dict[str, Any], key: str, kind: Any) -> Any:
+    """Return the value of a field of the type `kind`: int, float, bool or an array."""
+    if key not in entry:
+        raise ValueError(f"{key!r} is missing")
+    value: Any = entry[key]
+    is_known = type(value) is bool if kind is bool else _is_count(value) if kind is int else value is None
+    if is_known and (value is not None or key in _OPTIONAL):
+        return value
+    if kind is float and _is_number(value):
+        return float(value)
+    is_array = kind not in (bool, int, float) and isinstance(value, list) and len(value) > 0
+    if is_array and all(map(_is_number if key in _FLOATS else _is_count, value)):
+        return np.array(value, dtype=np.float64 if key in _FLOATS else np.int64)
+    raise ValueError(f"{key!r} is {json.dumps(value)[:40]}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= _LARGEST  # type: ignore[operator]

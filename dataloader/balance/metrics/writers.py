@@ -1,0 +1,279 @@
+"""Write the metrics of a training job: to a file of JSON lines, TensorBoard, Weights & Biases, or MLflow.
+
+A writer is the `on_step` of a `BalanceConfig`, usually on rank 0 only, because only the times differ between ranks:
+
+    with JsonLines("out/balance.jsonl") as log, Balancer(loader, BalanceConfig(cost=cost, on_step=log)) as balancer:
+        ...
+
+A `training.StepTimer` passes steps on to any number of writers, with their measured times.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any, Protocol, Self, runtime_checkable
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.optional_imports import naming_extras
+from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
+
+_MAX_PARAM = 500  # characters of a parameter of MLflow
+_PACKAGES = ("evenrank", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+
+
+@runtime_checkable
+class BeginsRun(Protocol):
+    """An `on_step` that is told the options of the run before its first step; optional."""
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Take the options of the balance, and of the loader as `data`; values can be of any type."""
+
+
+class Writer(ABC):
+    """Writes numbers after every `every` steps, over the last `window` steps.
+
+    Args:
+        every: steps from one record to the next.
+        window: steps that a record summarizes.
+    """
+
+    def __init__(self, every: int, window: int) -> None:
+        for name, value in (("every", every), ("window", window)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        self._every = every
+        self._last_steps: deque[StepMetrics] = deque(maxlen=window)
+        self._options: Mapping[str, Any] = {}
+        self._seen = 0  # steps
+        self._closed = False
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Take the options of the run; see `BeginsRun`."""
+        self._options = {**self._options, **options}
+
+    def __call__(self, metrics: StepMetrics) -> None:
+        """Take the metrics of the next step. A DataError if a record cannot be written; the writer is closed then."""
+        if self._closed:
+            raise ConfigError(f"this {type(self).__name__} is closed; create a new one")
+        self._last_steps.append(metrics)
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self._write(tuple(self._last_steps))
+
+    def close(self) -> None:
+        """Stop writing; steps since the last record are dropped. Closing twice does nothing."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _write(self, steps: Sequence[StepMetrics]) -> None: ...
+
+
+class JsonLines(Writer):
+    """Writes one line of JSON per record to a file of its own; `evenrank metrics FILE` shows it.
+
+    The first line is the run, see `log_record`. A line takes about 1 kB, 60 bytes more for each rank, and 5 for each
+    row of a batch. Each is passed to the operating system at once, so a job that is killed loses none. If the file
+    exists, it is another run's, and this one's gets a number: log-2.jsonl for log.jsonl. Missing parent folders are
+    created.
+
+    Args:
+        path: of the file; the attribute `path` has the number.
+        every: see `Writer`.
+        window: see `Writer`.
+        options: what to say of the run, besides the options of the balance: any values that JSON can express.
+
+    Raises:
+        ConfigError: `every` or `window` is below 1.
+        DataError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        window: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(every, window)
+        self.path = Path(path)
+        self._options = options or {}
+        try:
+            with contextlib.suppress(FileExistsError):  # if the parent is a file, creating the log reports it
+                self.path.parent.mkdir(parents=True)
+            self._file = self._create()
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be written: {_reason(error)}; choose another file") from error
+
+    def _create(self) -> FileIO:
+        first, number = self.path, 1
+        while True:
+            try:
+                return FileIO(self.path, "x")  # unbuffered, so that nothing is lost when the process is killed
+            except FileExistsError:
+                if self.path.is_dir():
+                    raise
+                number += 1
+                self.path = first.with_stem(f"{first.stem}-{number}")
+
+    def close(self) -> None:
+        """Close the file; steps since the last record are dropped."""
+        super().close()
+        self._file.close()
+
+    def _write(self, steps: Sequence[StepMetrics]) -> None:
+        record = LogRecord.of(steps, seen=self._seen)
+        lines = [record.to_json()]
+        if self._seen == self._every:
+            lines.insert(0, new_run(len(record.before), self._options).to_json())
+        remaining = memoryview("".join(f"{json.dumps(line, default=str)}\n" for line in lines).encode())
+        try:
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.close()  # the next record would continue a half-written line
+            raise DataError(
+                f"{self.path} could not be written: {_reason(error)}; free some space, or train without the log"
+            ) from error
+
+
+def new_run(ranks: int, options: Mapping[str, Any]) -> RunRecord:
+    """Return the record of a run that begins now."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return RunRecord(id=secrets.token_hex(8), started=started, ranks=ranks, versions=versions, options=options)
+
+
+class _Scalars(Writer):
+    """Writes the numbers that people look at under the names `balance/...`, by the steps that this writer has seen.
+
+    A new writer starts at step 1 again, so a resumed job is another run.
+    """
+
+    def _write(self, steps: Sequence[StepMetrics]) -> None:
+        numbers = {f"balance/{name}": value for name, value in shown_numbers(summarize(steps)).items()}
+        self._write_scalars(numbers, self._seen)
+
+    @abstractmethod
+    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None: ...
+
+
+class TensorBoard(_Scalars):
+    """Writes scalars for TensorBoard; give a resumed job a folder of its own, which TensorBoard shows as another run.
+
+    Args:
+        log_dir: folder of the event file; created if missing.
+        every: see `Writer`.
+        window: see `Writer`.
+
+    Raises:
+        ConfigError: `every` or `window` is below 1.
+        MissingPackageError: the package `tensorboard` is not installed.
+        DataError: the folder cannot be written.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
+        super().__init__(every, window)
+        with naming_extras():
+            from torch.utils.tensorboard import SummaryWriter
+        self._log_dir = log_dir
+        try:
+            self._events = SummaryWriter(str(log_dir))
+        except OSError as error:
+            raise DataError(f"{log_dir} cannot be written: {_reason(error)}; choose another folder") from error
+
+    def close(self) -> None:
+        """Write pending scalars and close the event file."""
+        super().close()
+        self._events.close()
+
+    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None:
+        try:
+            for name, value in numbers.items():
+                self._events.add_scalar(name, value, step)
+        except OSError as error:
+            self._closed = True
+            raise DataError(
+                f"{self._log_dir} could not be written: {_reason(error)}; free some space, or train without the log"
+            ) from error
+
+
+class WandB(_Scalars):
+    """Logs to a run of Weights & Biases, with the options of the balance in its config under `balance`.
+
+    Args:
+        run: what `wandb.init` returned; it stays open.
+        every: see `Writer`.
+        window: see `Writer`.
+    """
+
+    def __init__(self, run: Any, *, every: int = 10, window: int = 100) -> None:
+        super().__init__(every, window)
+        self._run = run
+        run.define_metric("balance/*", step_metric="balance/step")  # the job may log at other steps
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Take the options of the run; see `BeginsRun`."""
+        self._run.config.update({"balance": json.loads(json.dumps(options, default=str))}, allow_val_change=True)
+
+    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log({**numbers, "balance/step": step})
+
+
+class MLflow(_Scalars):
+    """Logs to a run of MLflow, with the options of the balance as its parameters `balance.NAME`.
+
+    MLflow does not let parameters change, so a job that continues with other options needs a run of its own.
+
+    Args:
+        run_id: of the run, such as `mlflow.active_run().info.run_id`; it stays open.
+        tracking_uri: of the server or folder; None: that of MLflow.
+        every: see `Writer`.
+        window: see `Writer`.
+
+    Raises:
+        ConfigError: `every` or `window` is below 1.
+        MissingPackageError: the package `mlflow` is not installed.
+    """
+
+    def __init__(self, run_id: str, *, tracking_uri: str | None = None, every: int = 10, window: int = 100) -> None:
+        super().__init__(every, window)
+        with naming_extras():
+            from mlflow import MlflowClient, entities
+        self._client, self._entities, self._run_id = MlflowClient(tracking_uri=tracking_uri), entities, run_id
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Take the options of the run; see `BeginsRun`."""
+        texts = {name: json.dumps(value, default=str)[:_MAX_PARAM] for name, value in options.items()}
+        params = [self._entities.Param(f"balance.{name}", text) for name, text in texts.items()]
+        self._client.log_batch(self._run_id, params=params)
+
+    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None:
+        now = round(1e3 * time.time())
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in numbers.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

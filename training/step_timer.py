@@ -1,0 +1,205 @@
+"""`StepTimer`: how long each rank computes in a step, and how long it then waits for the others.
+
+Ranks leave the collective that ends a step together. So a step has two spans: until a rank has done its own part, and
+from there until the next such collective ends. The rank that waits least is the slowest one.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.metrics.writers import BeginsRun
+from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within
+from evenrank.training.attention_timing import Clock
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+_MAX_UNTRAINED = 1000  # steps: more than any pipeline has in flight
+
+
+class StepTimer:
+    """Measures each rank's time to compute and to wait, and passes steps on to writers with these times.
+
+        timer = StepTimer(*writers, device=device)      # writers on rank 0, none on the others
+        loader = build_loader(..., balance=BalanceConfig(cost=cost, on_step=timer))
+        for batch in loader:
+            loss = scale_loss(model(batch), batch)
+            timer.watch(loss)
+            loss.backward()                             # in which DistributedDataParallel waits for the other ranks
+            optimizer.step()
+        timer.close()
+
+    Times are of CUDA events, which are read when the device has passed them, or of the host's clock: nothing waits for
+    the device. Collectives of the forward and backward pass, such as those of sharded embeddings, count as computing.
+    Ranks exchange times through the store of their group every few steps, without a collective. The first step is not
+    measured, nor the first one after `restart`. Each batch is a step: of one that is handed out last in an iteration
+    and not trained, nothing is written.
+
+    Args:
+        writers: called on rank 0 with the metrics of each step, in their order, up to two intervals late: an `on_step`
+            of any kind, such as `JsonLines`.
+        device: where steps are trained.
+        every: steps from one exchange of times to the next, the same on all ranks.
+        group: the ranks that wait for one another; None: the default process group or, without one, this process alone.
+
+    Raises:
+        ConfigError: `every` is below 1.
+        RankLostError: the store of the group does not respond.
+    """
+
+    def __init__(
+        self,
+        *writers: Callable[[StepMetrics], None],
+        device: torch.device | str = "cpu",
+        every: int = 50,
+        group: Group | None = None,
+    ) -> None:
+        if every < 1:
+            raise ConfigError(f"every must be at least 1, got {every}")
+        self._clock = Clock(device)
+        self._every = every
+        self._members = members_of(group, _STORE_TIMEOUT, "step-timer")
+        self._writers = writers if self._members.rank == 0 else ()
+        self._store = HashStore() if self._members.store is None else self._members.substore("times")
+        self._last_release: Any = None
+        self._arrival: Any = None
+        self._marks: deque[tuple[Any, Any, Any]] = deque()  # release before, arrival and release of each step
+        self._planned: deque[StepMetrics] = deque()
+        self._untrained = 0  # of these
+        self._closed = False
+        # Blocks of `every` steps; a rank's last block, which may be empty, has fewer.
+        self._published = 0
+        self._merged: float = 0  # infinity after a last block
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Take the options of the run; see `metrics.writers.BeginsRun`."""
+        for writer in self._writers:
+            if isinstance(writer, BeginsRun):
+                writer.begin(options)
+
+    def __call__(self, metrics: StepMetrics) -> None:
+        """Take the metrics of the next step, before it is trained.
+
+        A ConfigError if many steps are taken and none is measured.
+        """
+        if not self._writers:
+            return
+        if metrics.step == 0:  # the last iteration may have been left before its last batch was trained
+            for _ in range(self._untrained):
+                self._planned.pop()
+            self._untrained = 0
+        self._planned.append(metrics)
+        self._untrained += 1
+        if self._untrained > _MAX_UNTRAINED:
+            raise ConfigError(
+                f"{self._untrained} steps were taken and not measured; call watch(loss) or waiting() in each step"
+            )
+
+    def watch(self, loss: Tensor) -> None:
+        """Measure the step whose gradients `loss.backward()` computes; the wait is that after its last gradient.
+
+        A ConfigError if the loss needs no gradient.
+        """
+        if not loss.requires_grad:
+            raise ConfigError(
+                "the loss requires no gradient, so it has no backward pass to watch; use waiting() instead"
+            )
+        loss.register_hook(lambda _: _after_backward(self._arrive))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure a step whose ranks wait for one another within this context, such as in an all-reduce."""
+        self._arrival = self._clock.mark()
+        yield
+        self._release()
+
+    def restart(self) -> None:
+        """Do not count the time until the next step, as of an evaluation or a checkpoint."""
+        self._last_release = None
+
+    def close(self) -> None:
+        """Write the steps that are left. Waits for the device and, on rank 0, for the times of all ranks.
+
+        Steps that other ranks have not trained are left out. Closing twice does nothing.
+        """
+        if not self._closed:
+            self._closed = True
+            self._clock.wait()
+            self._publish(final=True)
+            self._merge(final=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def _arrive(self) -> None:
+        self._arrival = self._clock.mark()
+        _after_backward(self._release)  # after those of DistributedDataParallel, which wait for the gradients
+
+    def _release(self) -> None:
+        release = self._clock.mark()
+        self._untrained = max(self._untrained - 1, 0)
+        self._marks.append((self._last_release, self._arrival, release))
+        self._last_release = release
+        if len(self._marks) >= self._every:
+            self._publish()
+            self._merge()
+
+    def _publish(self, *, final: bool = False) -> None:
+        """Publish the times of blocks of steps, milliseconds [steps, 2]; NaN where a step was not measured."""
+        while final or (len(self._marks) >= self._every and self._clock.has_passed(self._marks[self._every - 1][-1])):
+            marks = [self._marks.popleft() for _ in range(min(self._every, len(self._marks)))]
+            times = np.array([self._times(*of_step) for of_step in marks])
+            key, value = f"{self._published}/{self._members.rank}", times.tobytes().hex()
+            within(_STORE_TIMEOUT, partial(self._store.set, key, value))
+            self._published += 1
+            final = final and len(marks) == self._every
+
+    def _times(self, before: Any, arrival: Any, release: Any) -> tuple[float, float]:
+        computing = math.nan if before is None else self._clock.milliseconds(before, arrival)
+        return computing, self._clock.milliseconds(arrival, release)
+
+    def _merge(self, *, final: bool = False) -> None:
+        """Pass on the steps of the blocks that all ranks have published; in the end, wait for them."""
+        while self._merged < self._published and self._members.rank == 0:
+            keys = [f"{self._merged}/{rank}" for rank in range(self._members.world_size)]
+            if not final and not within(_STORE_TIMEOUT, partial(self._store.check, keys)):
+                return
+            blocks = [within(_STORE_TIMEOUT, partial(self._store.get, key)) for key in keys]
+            for key in keys:
+                within(_STORE_TIMEOUT, partial(self._store.delete_key, key))
+            times = [np.frombuffer(bytes.fromhex(block.decode())).reshape(-1, 2) / 1e3 for block in blocks]
+            steps = min(map(len, times))
+            for compute, wait in np.array([of_rank[:steps] for of_rank in times]).transpose(1, 2, 0):
+                if self._planned:
+                    self._write(self._planned.popleft(), compute, wait)
+            self._merged = self._merged + 1 if steps == self._every else math.inf
+
+    def _write(self, metrics: StepMetrics, compute: NDArray[np.float64], wait: NDArray[np.float64]) -> None:
+        if not np.isnan(compute).any():
+            metrics = dataclasses.replace(metrics, compute_seconds=compute, wait_seconds=wait)
+        for writer in self._writers:
+            writer(metrics)
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that runs, after those that were added before."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
