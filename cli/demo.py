@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.gains import EXPLANATION, describe_settings, gains_table
+from evenrank.cli.gains import describe_settings, print_gains
 from evenrank.cli.inspect_balance import Walk, walk_epoch
 from evenrank.cli.options import BATCH_SIZE, LAYERS, STRATEGIES, make_cost
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
@@ -70,10 +70,8 @@ def demo_command(
         on_stage("drawing")
         title = f"{_NUM_RANKS} ranks, {BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
         draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
-    console.print_result(gains_table([walk.gain(_NUM_RANKS) for walk in walks]))
-    console.print_result(
-        EXPLANATION + "*           no exchange: every rank plans from lengths, and reads what it trains on\n"
-    )
+    note = "*           no exchange: every rank plans from lengths, and reads what it trains on"
+    print_gains([walk.gain(_NUM_RANKS) for walk in walks], note)
     console.print_result(f"every strategy: {walks[0].num_samples:,} samples, each seen exactly once and unaltered")
     console.print_result(f"plot: {plot}")
 

@@ -12,15 +12,14 @@ if TYPE_CHECKING:
 
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics
 
-EXPLANATION = """\
+_EXPLANATION = """\
 idle        share of rank time, of all steps together, spent waiting for the
             heaviest rank of each step
 speed-up    total time of the steps before balancing / after; of a step: the
             median of single steps, and half of their 5-95 % range
+bound       heaviest load after balancing / the least possible, mean of steps
 one         steps whose time one sample sets: more balancing is no help
 moved       share of tokens whose samples are trained on another rank
-plan        median time to plan a step, on one thread of this machine
-All of it is what the cost says; training measures it (training.StepTimer).
 """
 
 
@@ -64,14 +63,22 @@ class Gain(NamedTuple):
         return median, (high - low) / 2
 
 
+def print_gains(gains: Sequence[Gain], *notes: str) -> None:
+    """Print the table of gains, what its columns mean, and further notes."""
+    console.print_result(gains_table(gains))
+    medians = [1e3 * statistics.median([step.plan_seconds for step in gain.steps] or [0.0]) for gain in gains]
+    plan = f"Planning a step took {min(medians):.2g} to {max(medians):.2g} ms, on one thread of this machine."
+    said = "The rest is what the cost says; training measures it (training.StepTimer)."
+    console.print_result("\n".join([_EXPLANATION.rstrip(), *notes, plan, said, ""]))
+
+
 def gains_table(gains: Sequence[Gain]) -> "Table":
     """Return a table with a row for each gain, less than 80 columns wide."""
-    headers = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "one")
-    table = console.new_table(*headers, "moved", "plan\n(ms)", left=["strategy"], narrow=True)
+    headers = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "bound", "one")
+    table = console.new_table(*headers, "moved", left=["strategy"], narrow=True)
     for gain in gains:
         summary = gain.summary
         median, spread = gain.speedup_of_a_step()
-        plan_ms = 1e3 * statistics.median([step.plan_seconds for step in gain.steps] or [0.0])
         table.add_row(
             f"{gain.ranks:,}",
             gain.label,
@@ -79,8 +86,8 @@ def gains_table(gains: Sequence[Gain]) -> "Table":
             f"{summary.idle_after:.1%}",
             f"{summary.speedup:.2f}x",
             f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}",
+            f"{summary.ratio_after:.3f}",
             f"{summary.one_sample:.0%}",
             f"{summary.moved_tokens if gain.has_exchange else 0:.0%}",
-            f"{plan_ms:.2f}" if plan_ms < 10 else f"{plan_ms:.0f}",
         )
     return table

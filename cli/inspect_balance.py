@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.gains import EXPLANATION, Gain, describe_settings, gains_table
+from evenrank.cli.gains import Gain, describe_settings, print_gains
 from evenrank.cli.options import (
     BATCH_SIZE,
     HAS_LAYERS,
@@ -92,8 +92,7 @@ def inspect_balance_command(
         if is_first:
             shape = CostShape(hidden, heads, layers) if HAS_LAYERS.holds(ctx.params) else None
             console.print_result(f"{path}: {describe_settings(batch_size, max_history_length, cost, shape)}")
-            console.print_result(gains_table([walk.gain(dist.get_world_size())]))
-            console.print_result(EXPLANATION)
+            print_gains([walk.gain(dist.get_world_size())])
             console.print_result(
                 f"{walk.num_samples:,} samples in {len(walk.metrics):,} steps on {dist.get_world_size()} ranks: each "
                 "seen exactly once and unaltered"

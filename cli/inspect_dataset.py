@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from evenrank.cli import console
-from evenrank.cli.gains import EXPLANATION, describe_settings, gains_table
+from evenrank.cli.gains import describe_settings, print_gains
 from evenrank.cli.options import BATCH_SIZE, LAYERS, DatasetFolder, file_option, page_path, write_page
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
@@ -58,8 +58,7 @@ def inspect_command(
         write_page(page, report.html)
     if report.gains:
         console.print_result(f"Steps of {describe_settings(BATCH_SIZE, MAX_HISTORY_LENGTH, 'hstu', LAYERS)}:")
-        console.print_result(gains_table(report.gains))
-        console.print_result(EXPLANATION)
+        print_gains(report.gains)
     if report.routing is not None:
         console.print_result(_ROUTING.format(rows=report.routing.num_embeddings))
         for table in routing_tables(report.routing):

@@ -125,7 +125,7 @@ def simulate_command(
         raise ConfigError(f"--fixed-ms {fixed_ms:g} is a part of --step-ms {step_ms:g}, so it must be less")
     strategies = _parse_strategies(strategy)
 
-    from evenrank.cli.gains import EXPLANATION, describe_settings, gains_table
+    from evenrank.cli.gains import describe_settings, print_gains
     from evenrank.cli.simulation import open_source
     from evenrank.dataloader.balance import BalanceConfig
 
@@ -148,8 +148,7 @@ def simulate_command(
     cut = None if lengths.of_tokens else max_history_length
     settings = describe_settings(batch_size, cut, cost, shape if HAS_LAYERS.holds(ctx.params) else None)
     console.print_result(f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1))
-    console.print_result(gains_table(gains))
-    console.print_result(EXPLANATION)
+    print_gains(gains)
     if repeated := [f"{world_size:,}" for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
         console.print_result(
             f"With {', '.join(repeated)} ranks a step has more samples than there are lengths, so they were drawn with "

@@ -140,7 +140,9 @@ class BalanceConfig:
         """
         if isinstance(self.on_step, BeginsRun):
             options = self.rank_invariants(exchanges=exchanges) | {"tokens": counted_tokens(self.cost)}
-            self.on_step.begin(options | {"data": data()})
+            self.on_step.begin(
+                options | {"data": {name: value for name, value in data().items() if name not in options}}
+            )
         if self.log_every is None or rank != 0:
             return self.on_step
         log = StepLogger(every=self.log_every, window=self.log_window, with_loads=self.log_loads)

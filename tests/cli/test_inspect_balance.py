@@ -98,10 +98,9 @@ def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
     with console.capture() as capture:
         console.print(gains_table([walk.gain(2) for walk in WALKS]))
     rows = {cells[1]: cells for line in capture.get().splitlines() if len(cells := line.split()) > 8}
-    # Idle 1 - 70/100; speed-up (30 + 20) / (20 + 15), of the steps 30 / 20 and 20 / 15; plans of 0 and 500 ms.
-    common = ["2", "none", "30.0%", "30.0%", "1.00x", "1.00", "±", "0.00", "0%", "25%", "250"]
-    assert rows["none"] == common
-    assert rows["lpt-swap"] == ["2", "lpt-swap", "30.0%", "0.0%", "1.43x", "1.42", "±", "0.08", "0%", "25%", "250"]
+    # Idle 1 - 70/100; speed-up (30 + 20) / (20 + 15), of the steps 30 / 20 and 20 / 15; bounds of 20 and 15.
+    assert rows["none"] == ["2", "none", "30.0%", "30.0%", "1.00x", "1.00", "±", "0.00", "1.417", "0%", "25%"]
+    assert rows["lpt-swap"] == ["2", "lpt-swap", "30.0%", "0.0%", "1.43x", "1.42", "±", "0.08", "1.000", "0%", "25%"]
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:
