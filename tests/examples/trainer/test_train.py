@@ -60,7 +60,7 @@ def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_
 @pytest.mark.gpu
 @pytest.mark.parametrize("pipeline", ["none", "sparse-dist", "prefetch"])
 def test_a_job_on_a_gpu_trains_in_bfloat16_and_resumes(small_dataset: Path, tmp_path: Path, pipeline: str) -> None:
-    arguments = ["--data", str(small_dataset), "--out", str(tmp_path), *SMALL, "--heads", "1", "--hidden", "64"]
+    arguments = ["--data", str(small_dataset), "--out", str(tmp_path), *SMALL[2:], "--heads", "1", "--hidden", "64"]
     for epochs in (1, 2):
         options = [*arguments, *SHARDED, "--pipeline", pipeline, "--epochs", str(epochs), "--profile", "1:3"]
         job = _run(*options, PYTHONPATH=str(ROOT / "typings"))
