@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from evenrank.cli import console
-from evenrank.cli.options import CostShape
+from evenrank.cli.options import BATCH_SIZE, COSTS_OF_LAYERS, LAYERS, CostShape
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,11 +24,16 @@ moved       share of tokens whose samples are trained on another rank
 """
 
 
-def describe_settings(batch_size: int, max_history_length: int | None, cost: str, layers: CostShape | None) -> str:
+def describe_settings(
+    batch_size: int = BATCH_SIZE,
+    max_history_length: int | None = MAX_HISTORY_LENGTH,
+    cost: str = "hstu",
+    shape: CostShape = LAYERS,
+) -> str:
     """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
     lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
-    of_layers = f" of {layers.layers} layers of width {layers.hidden} with {layers.heads} heads" if layers else ""
-    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{of_layers}"
+    layers = f" of {shape.layers} layers of width {shape.hidden} with {shape.heads} heads"
+    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * (cost in COSTS_OF_LAYERS)}"
 
 
 class Gain(NamedTuple):
@@ -62,6 +68,21 @@ class Gain(NamedTuple):
         low, median, high = np.percentile(before / np.maximum(after, 1), (5, 50, 95)).tolist()
         return median, (high - low) / 2
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the row of the table."""
+        summary, (median, spread) = self.summary, self.speedup_of_a_step()
+        return (
+            f"{self.ranks:,}",
+            self.label,
+            f"{summary.idle_before:.1%}",
+            f"{summary.idle_after:.1%}",
+            f"{summary.speedup:.2f}x",
+            f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}",
+            f"{summary.ratio_after:.3f}",
+            f"{summary.one_sample:.0%}",
+            f"{summary.moved_tokens if self.has_exchange else 0:.0%}",
+        )
+
 
 def print_gains(gains: Sequence[Gain], *notes: str) -> None:
     """Print the table of gains, what its columns mean, and further notes."""
@@ -77,17 +98,5 @@ def gains_table(gains: Sequence[Gain]) -> "Table":
     headers = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "bound", "one")
     table = console.new_table(*headers, "moved", left=["strategy"], narrow=True)
     for gain in gains:
-        summary = gain.summary
-        median, spread = gain.speedup_of_a_step()
-        table.add_row(
-            f"{gain.ranks:,}",
-            gain.label,
-            f"{summary.idle_before:.1%}",
-            f"{summary.idle_after:.1%}",
-            f"{summary.speedup:.2f}x",
-            f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}",
-            f"{summary.ratio_after:.3f}",
-            f"{summary.one_sample:.0%}",
-            f"{summary.moved_tokens if gain.has_exchange else 0:.0%}",
-        )
+        table.add_row(*gain.cells())
     return table

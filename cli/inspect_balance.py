@@ -70,7 +70,8 @@ def inspect_balance_command(
         )
 
     check_conditions(ctx, HAS_LAYERS)
-    model = make_cost(cost, CostShape(hidden, heads, layers))
+    shape = CostShape(hidden, heads, layers)
+    model = make_cost(cost, shape)
     with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
@@ -90,7 +91,6 @@ def inspect_balance_command(
         is_first = dist.get_rank() == 0
         walk = walk_epoch(path, config, BalanceConfig(cost=model, strategy=strategy), show_progress=is_first)
         if is_first:
-            shape = CostShape(hidden, heads, layers) if HAS_LAYERS.holds(ctx.params) else None
             console.print_result(f"{path}: {describe_settings(batch_size, max_history_length, cost, shape)}")
             print_gains([walk.gain(dist.get_world_size())])
             console.print_result(

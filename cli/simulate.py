@@ -25,6 +25,7 @@ from evenrank.cli.options import (
     MaxHistoryLength,
     check_conditions,
     make_cost,
+    needing,
 )
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
@@ -49,8 +50,8 @@ _CONDITIONS = (
     Condition(
         ("max_history_length",), "lengths of histories", ("source",), lambda v: not v["source"].endswith(".jsonl")
     ),
-    Condition(("step_ms",), "--fixed-ms", ("fixed_ms",), lambda v: v["fixed_ms"] is not None),
-    Condition(("fixed_ms",), "--step-ms", ("step_ms",), lambda v: v["step_ms"] is not None),
+    needing("fixed_ms", "step_ms"),
+    needing("step_ms", "fixed_ms"),
 )
 
 
@@ -129,7 +130,8 @@ def simulate_command(
     from evenrank.cli.simulation import open_source
     from evenrank.dataloader.balance import BalanceConfig
 
-    model = make_cost(cost, CostShape(hidden, heads, layers))
+    shape = CostShape(hidden, heads, layers)
+    model = make_cost(cost, shape)
     with console.stages() as on_stage:
         on_stage(f"opening {source}")
         lengths = open_source(source, split, max_history_length)
@@ -144,9 +146,7 @@ def simulate_command(
         balance.check(exchanges=False)
     with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
         gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
-    shape = CostShape(hidden, heads, layers)
-    cut = None if lengths.of_tokens else max_history_length
-    settings = describe_settings(batch_size, cut, cost, shape if HAS_LAYERS.holds(ctx.params) else None)
+    settings = describe_settings(batch_size, None if lengths.of_tokens else max_history_length, cost, shape)
     console.print_result(f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1))
     print_gains(gains)
     if repeated := [f"{world_size:,}" for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
