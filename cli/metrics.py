@@ -92,15 +92,13 @@ def metrics_command(
 
 def metrics_table(summaries: "dict[str, MetricsSummary]") -> "Table":
     """Return a table with a column for each summary by its name; numbers that none of them has are left out."""
-    from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, shown_numbers
+    from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, shown_texts
 
-    numbers = [shown_numbers(summary) for summary in summaries.values()]
+    texts = [shown_texts(summary) for summary in summaries.values()]
     table = console.new_table("", *summaries, left=[""])
-    for shown in SHOWN:
-        if any(shown.name in known for known in numbers):
-            table.add_row(
-                shown.label, *(shown.unit.show(known[shown.name]) if shown.name in known else "-" for known in numbers)
-            )
+    for label in (shown.label for shown in SHOWN):
+        if any(label in known for known in texts):
+            table.add_row(label, *(known.get(label, "-") for known in texts))
     return table
 
 

@@ -243,6 +243,12 @@ def shown_numbers(summary: MetricsSummary) -> dict[str, float]:
     return {shown.name: getattr(summary, shown.name) for shown in SHOWN if getattr(summary, shown.counted_by)}
 
 
+def shown_texts(summary: MetricsSummary) -> dict[str, str]:
+    """Return the same numbers as texts, by their labels."""
+    known = shown_numbers(summary)
+    return {shown.label: shown.unit.show(known[shown.name]) for shown in SHOWN if shown.name in known}
+
+
 def summarize(steps: Sequence[StepMetrics]) -> MetricsSummary:
     """Summarize steps; no steps give a summary of perfect balance."""
     return combine([_summarize_step(step) for step in steps])
@@ -273,17 +279,12 @@ _AS_IN_A_STEP = (
 
 
 def _summarize_step(step: StepMetrics) -> MetricsSummary:
-    measured: dict[str, Any] = {}
+    timed, seconds, idle = 0, 0.0, 0.0
     if step.compute_seconds is not None and step.wait_seconds is not None:
         compute = step.compute_seconds
-        seconds = float((compute + step.wait_seconds).mean()), float(compute.max() - compute.mean())
-        names = ("step_seconds", "idle_seconds")
-        measured = dict(
-            zip(names if step.is_balanced else (f"compared_{name}" for name in names), seconds, strict=True)
-        )
-        measured["measured_steps" if step.is_balanced else "compared_steps"] = 1
+        timed, seconds, idle = 1, float((compute + step.wait_seconds).mean()), float(compute.max() - compute.mean())
     if not step.is_balanced:
-        return MetricsSummary(**measured)
+        return MetricsSummary(compared_steps=timed, compared_step_seconds=seconds, compared_idle_seconds=idle)
     return MetricsSummary(
         steps=1,
         heaviest_before=int(step.before.max()),
@@ -294,6 +295,8 @@ def _summarize_step(step: StepMetrics) -> MetricsSummary:
         one_sample=float(step.lasts_one_sample),
         moved_samples=step.moved_samples / step.samples if step.samples else 0.0,
         moved_tokens=step.moved_tokens / step.tokens if step.tokens else 0.0,
+        measured_steps=timed,
+        step_seconds=seconds,
+        idle_seconds=idle,
         **{name: getattr(step, name) for name in _AS_IN_A_STEP},
-        **measured,
     )
