@@ -7,26 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenrank.cli import console
-from evenrank.cli.options import (
-    BATCH_SIZE,
-    HAS_LAYERS,
-    LAYERS,
-    MIN_STEPS,
-    RANKS,
-    STRATEGIES,
-    BatchSize,
-    Condition,
-    CostName,
-    CostShape,
-    Heads,
-    Hidden,
-    Layers,
-    MaxHistoryLength,
-    check_conditions,
-    make_cost,
-    needing,
-)
+from evenrank.cli import console, options
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
@@ -39,19 +20,19 @@ _MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
 _TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 _IDLE = 0.01  # share of idle time from which on the table is followed by what would help
 _CONDITIONS = (
-    HAS_LAYERS,
-    Condition(("split",), "datasets", ("source",), lambda v: Path(v["source"]).is_dir()),
-    Condition(
+    options.HAS_LAYERS,
+    options.Condition(("split",), "datasets", ("source",), lambda v: Path(v["source"]).is_dir()),
+    options.Condition(
         ("tolerance",),
         f"--strategy {' and '.join(_TOLERANT_STRATEGIES)}",
         ("strategy",),
         lambda v: not set(_TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(v["strategy"])),
     ),
-    Condition(
+    options.Condition(
         ("max_history_length",), "lengths of histories", ("source",), lambda v: not v["source"].endswith(".jsonl")
     ),
-    needing("fixed_ms", "step_ms"),
-    needing("step_ms", "fixed_ms"),
+    options.needing("fixed_ms", "step_ms"),
+    options.needing("step_ms", "fixed_ms"),
 )
 
 
@@ -67,11 +48,11 @@ def simulate_command(
             show_default=False,
         ),
     ],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = ",".join(map(str, RANKS)),
-    batch_size: BatchSize = BATCH_SIZE,
-    strategy: Annotated[str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")] = ",".join(
-        STRATEGIES
-    ),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = ",".join(map(str, options.RANKS)),
+    batch_size: options.BatchSize = options.BATCH_SIZE,
+    strategy: Annotated[
+        str, typer.Option(help=f"Strategies, comma-separated: {', '.join(options.STRATEGIES)}.")
+    ] = ",".join(options.STRATEGIES),
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -85,13 +66,13 @@ def simulate_command(
     ] = 1,
     steps: Annotated[
         int, typer.Option(help="Steps to draw for each row of the table.", min=1, max=1_000_000)
-    ] = MIN_STEPS,
+    ] = options.MIN_STEPS,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    max_history_length: MaxHistoryLength = MAX_HISTORY_LENGTH,
-    cost: CostName = "hstu",
-    hidden: Hidden = LAYERS.hidden,
-    heads: Heads = LAYERS.heads,
-    layers: Layers = LAYERS.layers,
+    max_history_length: options.MaxHistoryLength = MAX_HISTORY_LENGTH,
+    cost: options.CostName = "hstu",
+    hidden: options.Hidden = options.LAYERS.hidden,
+    heads: options.Heads = options.LAYERS.heads,
+    layers: options.Layers = options.LAYERS.layers,
     step_ms: Annotated[
         float | None, typer.Option(help="Time of a step without balancing, of which --fixed-ms is a part.", min=0)
     ] = None,
@@ -115,7 +96,7 @@ def simulate_command(
         evenrank simulate out/balance.jsonl --cost out/cost.json
         evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
     """
-    check_conditions(ctx, *_CONDITIONS)
+    options.check_conditions(ctx, *_CONDITIONS)
     world_sizes = _parse_world_sizes(ranks)
     if max(world_sizes) * batch_size * window > _MAX_SAMPLES:
         raise ConfigError(
@@ -130,8 +111,8 @@ def simulate_command(
     from evenrank.cli.simulation import open_source
     from evenrank.dataloader.balance import BalanceConfig
 
-    shape = CostShape(hidden, heads, layers)
-    model = make_cost(cost, shape)
+    shape = options.CostShape(hidden, heads, layers)
+    model = options.make_cost(cost, shape)
     with console.stages() as on_stage:
         on_stage(f"opening {source}")
         lengths = open_source(source, split, max_history_length)
@@ -234,6 +215,6 @@ def _parse_world_sizes(text: str) -> list[int]:
 
 def _parse_strategies(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in STRATEGIES]:
-        raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(STRATEGIES)}")
+    if unknown := [name for name in names if name not in options.STRATEGIES]:
+        raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(options.STRATEGIES)}")
     return names

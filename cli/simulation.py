@@ -13,14 +13,7 @@ from numpy.typing import NDArray
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import (
-    Cost,
-    PaddedCost,
-    cost_shift,
-    count_tokens,
-    counted_tokens,
-    scaled_costs,
-)
+from evenrank.dataloader.balance.cost import Cost, PaddedCost, cost_shift, count_tokens, counted_tokens, scaled_costs
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step

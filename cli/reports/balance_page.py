@@ -36,7 +36,6 @@ def render_page(log: BalanceLog, *, name: str) -> str:
         records_per_point=records_per_point(len(records)),
         typical=typical,
         has_many_ranks=len(typical.before) > MAX_BARS,
-        moved_rows=moved_rows(summary),
         idle_svg=idle_svg(records),
         loads_svg=loads_svg(typical),
         moved_svg=moved_svg(records) if summary.moved_bytes else None,
@@ -63,20 +62,6 @@ def headline(log: BalanceLog, summary: MetricsSummary) -> str:
         f"{promised}{measured}, and for {share(summary.measured_idle_before)} in the {summary.compared_steps:,} left "
         f"unbalanced for comparison, a speed-up of {speedup(summary.measured_speedup)}."
     )
-
-
-def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:
-    """Return the rows of a table: a quantity, its amount per step, the amount that moves, and the share that moves."""
-    counts = (("samples", summary.samples, summary.moved_samples), ("tokens", summary.tokens, summary.moved_tokens))
-    rows = [
-        (quantity, f"{total:,.0f}", f"{total * share:,.0f}", Unit.SHARE.show(share))
-        for quantity, total, share in counts
-    ]
-    total_bytes, moved_bytes = map(format_bytes, (summary.sample_bytes, summary.moved_bytes))
-    return [
-        *rows,
-        ("bytes", total_bytes, moved_bytes, Unit.SHARE.show(summary.moved_bytes / (summary.sample_bytes or 1))),
-    ]
 
 
 class Curve(NamedTuple):
@@ -170,12 +155,6 @@ def times_svg(axes: Axes, records: Sequence[LogRecord], fields: Sequence[str]) -
         axes.text(1, 1.03, f"cut off: up to {longest:,.1f} ms", transform=axes.transAxes, ha="right", fontsize=8)
     axes.set_ylabel("ms per step")
     svg.legend_above(axes)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return 1,500,000 as 1.5 MB."""
-    unit, unit_bytes = _byte_unit(num_bytes)
-    return f"{num_bytes / unit_bytes:,.1f} {unit}" if unit_bytes > 1 else f"{num_bytes:.0f} bytes"
 
 
 def _byte_unit(num_bytes: float) -> tuple[str, float]:
