@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics
 
-_EXPLANATION = """\
+HEADERS = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "bound", "one", "moved")
+EXPLANATION = """\
 idle        share of rank time, of all steps together, spent waiting for the
             heaviest rank of each step
 speed-up    total time of the steps before balancing / after; of a step: the
@@ -90,13 +91,12 @@ def print_gains(gains: Sequence[Gain], *notes: str) -> None:
     medians = [1e3 * statistics.median([step.plan_seconds for step in gain.steps] or [0.0]) for gain in gains]
     plan = f"Planning a step took {min(medians):.2g} to {max(medians):.2g} ms, on one thread of this machine."
     said = "The rest is what the cost says; training measures it (training.StepTimer)."
-    console.print_result("\n".join([_EXPLANATION.rstrip(), *notes, plan, said, ""]))
+    console.print_result("\n".join([EXPLANATION.rstrip(), *notes, plan, said, ""]))
 
 
 def gains_table(gains: Sequence[Gain]) -> "Table":
     """Return a table with a row for each gain, less than 80 columns wide."""
-    headers = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "bound", "one")
-    table = console.new_table(*headers, "moved", left=["strategy"], narrow=True)
+    table = console.new_table(*HEADERS, left=["strategy"], narrow=True)
     for gain in gains:
         table.add_row(*gain.cells())
     return table

@@ -66,11 +66,8 @@ def metrics_command(
             console.print_result(f"skipped {log.skipped:,} line{'s' * (log.skipped != 1)} that could not be read")
     summaries = [combine(log.records) for log in found]
     if len(logs) > 1:
-        for table in (
-            metrics_table(dict(zip(_short_names(logs), summaries, strict=True))),
-            differences_table(logs, found),
-        ):
-            console.print_result(table)
+        console.print_result(metrics_table(dict(zip(_short_names(logs), summaries, strict=True))))
+        console.print_result(differences_table(logs, found))
         return
     (path,), (log,), last = logs, found, found[0].records[-1]
     console.print_result(

@@ -178,11 +178,6 @@ def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> No
         f"--batch-size {batch_size}": (dataclasses.replace(drawn, batch_size=batch_size), balance),
         shorter: (dataclasses.replace(drawn, source=dataclasses.replace(source, max_length=cut)), balance),
     }
-    others = {
-        text: (other, config)
-        for text, (other, config) in others.items()
-        if gain.ranks * other.batch_size * config.window <= _MAX_SAMPLES
-    }
     summary = gain.summary
     console.print_result(
         f"With {gain.ranks:,} ranks, one sample sets the time of {summary.one_sample:.0%} of the steps; the most "
@@ -191,7 +186,8 @@ def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> No
     changed = {"as above": gain}
     with console.steps("comparing", len(others) * drawn.steps) as on_step:
         for text, (other, config) in others.items():
-            changed[text] = other.gain(gain.ranks, config, fixed=gain.fixed, on_step=on_step)
+            if gain.ranks * other.batch_size * config.window <= _MAX_SAMPLES:
+                changed[text] = other.gain(gain.ranks, config, fixed=gain.fixed, on_step=on_step)
     table = console.new_table("instead", "idle after", "time per sample", left=["instead"], narrow=True)
     for text, one in changed.items():
         relative = _time_per_sample(one) / _time_per_sample(gain)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from evenrank.cli.gains import Gain, describe_settings
+from evenrank.cli.gains import EXPLANATION, HEADERS, Gain, describe_settings
 from evenrank.cli.options import BATCH_SIZE
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
@@ -67,8 +67,11 @@ def render_page(
         timeline_svg=timeline_svg(statistics),
         hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
-        gain_rows=gain_rows(gains, len(stores[_TRAIN])) if gains else (),
+        gains=gains,
+        gain_headers=HEADERS,
         gain_settings=describe_settings(),
+        gain_explanation=EXPLANATION,
+        repeating=[gain.ranks for gain in gains if gain.ranks * BATCH_SIZE > len(stores[_TRAIN])],
         gains_svg=gains_svg(gains) if gains else None,
         routing=routing,
         routing_ids_svg=routing_svg(routing, "distinct ids") if routing else None,
@@ -129,17 +132,6 @@ def hours_svg(axes: Axes, statistics: Statistics) -> None:
     axes.set_xticks(range(0, 25, 6))
     axes.yaxis.set_major_formatter(FuncFormatter(svg.compact))
     axes.set(ylim=(0, None), xlabel="hour of the day (UTC)", ylabel="events in all")
-
-
-def gain_rows(gains: Sequence[Gain], num_rows: int) -> list[tuple[str, str, str, str, str]]:
-    """Return the rows of a table: ranks, with a star where a step repeats rows, strategy, idle, speed-up, of a step."""
-    rows, ranks = [], 0
-    for gain in gains:
-        shown, label, _, idle, speedup, of_step, *_ = gain.cells()
-        shown += "*" * (gain.ranks * BATCH_SIZE > num_rows)
-        rows.append((shown if gain.ranks != ranks else "", label, idle, speedup, of_step))
-        ranks = gain.ranks
-    return rows
 
 
 @svg.plot(height=3.3)
