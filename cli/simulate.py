@@ -210,7 +210,7 @@ def _parse_world_sizes(text: str) -> list[int]:
 
 
 def _parse_strategies(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
+    names = text.split(",")
     if unknown := [name for name in names if name not in options.STRATEGIES]:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(options.STRATEGIES)}")
     return names
