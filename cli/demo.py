@@ -15,10 +15,8 @@ from evenrank.cli import console
 from evenrank.cli.gains import describe_settings, print_gains
 from evenrank.cli.inspect_balance import Walk, walk_epoch
 from evenrank.cli.options import BATCH_SIZE, LAYERS, STRATEGIES, make_cost
-from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 _NUM_RANKS = 4
-_SETTINGS = describe_settings(BATCH_SIZE, MAX_HISTORY_LENGTH, "hstu", LAYERS)
 _WORK, _IDLE, _LIMIT = "#3b6ea8", "#e8e3d9", "#c0392b"
 # Strategies, and whether samples are exchanged.
 _WAYS = [*((strategy, True) for strategy in STRATEGIES), ("lpt-swap", False)]
@@ -59,7 +57,7 @@ def demo_command(
             f"{data}: {train.rows:,} users, {train.interactions:,} interactions; median history length "
             f"{train.lengths['p50']:,}, longest {train.lengths['max']:,}"
         )
-        console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), {_SETTINGS}:")
+        console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), {describe_settings()}:")
         with console.stages() as on_stage:
             on_stage(f"starting {_NUM_RANKS} processes")
             for process in compiled:

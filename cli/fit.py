@@ -63,10 +63,10 @@ def _timed_ranks(path: Path, log: "BalanceLog") -> tuple[Any, Any, Any]:
     timed = [record for record in log.records if record.compute_seconds is not None]
     if not timed:
         raise DataError(f"{path} has no measured times; train with a StepTimer(JsonLines(...), ...) as on_step")
-    columns = (
-        [getattr(record, name) for record in timed] for name in ("rank_tokens", "rank_squares", "compute_seconds")
+    tokens, squares, seconds = (
+        np.concatenate([getattr(record, name) for record in timed]).astype(np.float64)
+        for name in ("rank_tokens", "rank_squares", "compute_seconds")
     )
-    tokens, squares, seconds = (np.concatenate(column).astype(np.float64) for column in columns)
     return tokens, squares, seconds
 
 

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from evenrank.cli import console
-from evenrank.cli.options import CostShape
+from evenrank.cli.options import BATCH_SIZE, COSTS_OF_LAYERS, LAYERS, CostShape
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics
 
-_EXPLANATION = """\
+HEADERS = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "bound", "one", "moved")
+EXPLANATION = """\
 idle        share of rank time, of all steps together, spent waiting for the
             heaviest rank of each step
 speed-up    total time of the steps before balancing / after; of a step: the
@@ -23,11 +25,16 @@ moved       share of tokens whose samples are trained on another rank
 """
 
 
-def describe_settings(batch_size: int, max_history_length: int | None, cost: str, layers: CostShape | None) -> str:
+def describe_settings(
+    batch_size: int = BATCH_SIZE,
+    max_history_length: int | None = MAX_HISTORY_LENGTH,
+    cost: str = "hstu",
+    shape: CostShape = LAYERS,
+) -> str:
     """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
     lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
-    of_layers = f" of {layers.layers} layers of width {layers.hidden} with {layers.heads} heads" if layers else ""
-    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{of_layers}"
+    layers = f" of {shape.layers} layers of width {shape.hidden} with {shape.heads} heads"
+    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * (cost in COSTS_OF_LAYERS)}"
 
 
 class Gain(NamedTuple):
@@ -62,6 +69,21 @@ class Gain(NamedTuple):
         low, median, high = np.percentile(before / np.maximum(after, 1), (5, 50, 95)).tolist()
         return median, (high - low) / 2
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the row of the table."""
+        summary, (median, spread) = self.summary, self.speedup_of_a_step()
+        return (
+            f"{self.ranks:,}",
+            self.label,
+            f"{summary.idle_before:.1%}",
+            f"{summary.idle_after:.1%}",
+            f"{summary.speedup:.2f}x",
+            f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}",
+            f"{summary.ratio_after:.3f}",
+            f"{summary.one_sample:.0%}",
+            f"{summary.moved_tokens if self.has_exchange else 0:.0%}",
+        )
+
 
 def print_gains(gains: Sequence[Gain], *notes: str) -> None:
     """Print the table of gains, what its columns mean, and further notes."""
@@ -69,25 +91,12 @@ def print_gains(gains: Sequence[Gain], *notes: str) -> None:
     medians = [1e3 * statistics.median([step.plan_seconds for step in gain.steps] or [0.0]) for gain in gains]
     plan = f"Planning a step took {min(medians):.2g} to {max(medians):.2g} ms, on one thread of this machine."
     said = "The rest is what the cost says; training measures it (training.StepTimer)."
-    console.print_result("\n".join([_EXPLANATION.rstrip(), *notes, plan, said, ""]))
+    console.print_result("\n".join([EXPLANATION.rstrip(), *notes, plan, said, ""]))
 
 
 def gains_table(gains: Sequence[Gain]) -> "Table":
     """Return a table with a row for each gain, less than 80 columns wide."""
-    headers = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "bound", "one")
-    table = console.new_table(*headers, "moved", left=["strategy"], narrow=True)
+    table = console.new_table(*HEADERS, left=["strategy"], narrow=True)
     for gain in gains:
-        summary = gain.summary
-        median, spread = gain.speedup_of_a_step()
-        table.add_row(
-            f"{gain.ranks:,}",
-            gain.label,
-            f"{summary.idle_before:.1%}",
-            f"{summary.idle_after:.1%}",
-            f"{summary.speedup:.2f}x",
-            f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}",
-            f"{summary.ratio_after:.3f}",
-            f"{summary.one_sample:.0%}",
-            f"{summary.moved_tokens if gain.has_exchange else 0:.0%}",
-        )
+        table.add_row(*gain.cells())
     return table

@@ -15,24 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenrank.cli import console
+from evenrank.cli import console, options
 from evenrank.cli.gains import Gain, describe_settings, print_gains
-from evenrank.cli.options import (
-    BATCH_SIZE,
-    HAS_LAYERS,
-    LAYERS,
-    STRATEGIES,
-    BatchSize,
-    CostName,
-    CostShape,
-    DatasetFolder,
-    Heads,
-    Hidden,
-    Layers,
-    MaxHistoryLength,
-    check_conditions,
-    make_cost,
-)
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
@@ -43,16 +27,18 @@ if TYPE_CHECKING:
 
 def inspect_balance_command(
     ctx: typer.Context,
-    path: DatasetFolder,
+    path: options.DatasetFolder,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    batch_size: BatchSize = BATCH_SIZE,
-    max_history_length: MaxHistoryLength = MAX_HISTORY_LENGTH,
+    batch_size: options.BatchSize = options.BATCH_SIZE,
+    max_history_length: options.MaxHistoryLength = MAX_HISTORY_LENGTH,
     max_num_candidates: Annotated[int, typer.Option(help="How many of each user's last events are candidates.")] = 0,
-    strategy: Annotated[str, typer.Option(help=f"Balancing strategy: one of {', '.join(STRATEGIES)}.")] = "lpt-swap",
-    cost: CostName = "hstu",
-    hidden: Hidden = LAYERS.hidden,
-    heads: Heads = LAYERS.heads,
-    layers: Layers = LAYERS.layers,
+    strategy: Annotated[
+        str, typer.Option(help=f"Balancing strategy: one of {', '.join(options.STRATEGIES)}.")
+    ] = "lpt-swap",
+    cost: options.CostName = "hstu",
+    hidden: options.Hidden = options.LAYERS.hidden,
+    heads: options.Heads = options.LAYERS.heads,
+    layers: options.Layers = options.LAYERS.layers,
 ) -> None:
     """Iterate over one epoch through the Balancer; run it under torchrun.
 
@@ -69,8 +55,9 @@ def inspect_balance_command(
             f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {path}"
         )
 
-    check_conditions(ctx, HAS_LAYERS)
-    model = make_cost(cost, CostShape(hidden, heads, layers))
+    options.check_conditions(ctx, options.HAS_LAYERS)
+    shape = options.CostShape(hidden, heads, layers)
+    model = options.make_cost(cost, shape)
     with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
@@ -90,7 +77,6 @@ def inspect_balance_command(
         is_first = dist.get_rank() == 0
         walk = walk_epoch(path, config, BalanceConfig(cost=model, strategy=strategy), show_progress=is_first)
         if is_first:
-            shape = CostShape(hidden, heads, layers) if HAS_LAYERS.holds(ctx.params) else None
             console.print_result(f"{path}: {describe_settings(batch_size, max_history_length, cost, shape)}")
             print_gains([walk.gain(dist.get_world_size())])
             console.print_result(

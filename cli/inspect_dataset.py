@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from evenrank.cli import console
 from evenrank.cli.gains import describe_settings, print_gains
-from evenrank.cli.options import BATCH_SIZE, LAYERS, DatasetFolder, file_option, page_path, write_page
-from evenrank.datasets.schema import MAX_HISTORY_LENGTH
+from evenrank.cli.options import DatasetFolder, file_option, page_path, write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +56,7 @@ def inspect_command(
         report = render_page(manifest, stores, name=path.resolve().name, on_stage=on_stage)
         write_page(page, report.html)
     if report.gains:
-        console.print_result(f"Steps of {describe_settings(BATCH_SIZE, MAX_HISTORY_LENGTH, 'hstu', LAYERS)}:")
+        console.print_result(f"Steps of {describe_settings()}:")
         print_gains(report.gains)
     if report.routing is not None:
         console.print_result(_ROUTING.format(rows=report.routing.num_embeddings))

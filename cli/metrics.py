@@ -66,11 +66,8 @@ def metrics_command(
             console.print_result(f"skipped {log.skipped:,} line{'s' * (log.skipped != 1)} that could not be read")
     summaries = [combine(log.records) for log in found]
     if len(logs) > 1:
-        for table in (
-            metrics_table(dict(zip(_short_names(logs), summaries, strict=True))),
-            differences_table(logs, found),
-        ):
-            console.print_result(table)
+        console.print_result(metrics_table(dict(zip(_short_names(logs), summaries, strict=True))))
+        console.print_result(differences_table(logs, found))
         return
     (path,), (log,), last = logs, found, found[0].records[-1]
     console.print_result(
@@ -92,15 +89,13 @@ def metrics_command(
 
 def metrics_table(summaries: "dict[str, MetricsSummary]") -> "Table":
     """Return a table with a column for each summary by its name; numbers that none of them has are left out."""
-    from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, shown_numbers
+    from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, shown_texts
 
-    numbers = [shown_numbers(summary) for summary in summaries.values()]
+    texts = [shown_texts(summary) for summary in summaries.values()]
     table = console.new_table("", *summaries, left=[""])
-    for shown in SHOWN:
-        if any(shown.name in known for known in numbers):
-            table.add_row(
-                shown.label, *(shown.unit.show(known[shown.name]) if shown.name in known else "-" for known in numbers)
-            )
+    for label in (shown.label for shown in SHOWN):
+        if any(label in known for known in texts):
+            table.add_row(label, *(known.get(label, "-") for known in texts))
     return table
 
 

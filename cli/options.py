@@ -153,6 +153,7 @@ class CostShape(NamedTuple):
 
 LAYERS = CostShape()
 COSTS = ("hstu", "self-attention", "linear", "padded")
+COSTS_OF_LAYERS = ("hstu", "self-attention", "padded")
 _FFN_MULTIPLIER = 4
 _model_size = partial(typer.Option, min=1, max=1 << 20)
 CostName = Annotated[
@@ -170,7 +171,7 @@ HAS_LAYERS = Condition(
     ("hidden", "heads", "layers"),
     "the costs hstu, self-attention and padded",
     ("cost",),
-    lambda v: v["cost"] in ("hstu", "self-attention", "padded"),
+    lambda v: v["cost"] in COSTS_OF_LAYERS,
 )
 
 

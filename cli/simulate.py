@@ -7,25 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenrank.cli import console
-from evenrank.cli.options import (
-    BATCH_SIZE,
-    HAS_LAYERS,
-    LAYERS,
-    MIN_STEPS,
-    RANKS,
-    STRATEGIES,
-    BatchSize,
-    Condition,
-    CostName,
-    CostShape,
-    Heads,
-    Hidden,
-    Layers,
-    MaxHistoryLength,
-    check_conditions,
-    make_cost,
-)
+from evenrank.cli import console, options
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
@@ -38,19 +20,19 @@ _MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
 _TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 _IDLE = 0.01  # share of idle time from which on the table is followed by what would help
 _CONDITIONS = (
-    HAS_LAYERS,
-    Condition(("split",), "datasets", ("source",), lambda v: Path(v["source"]).is_dir()),
-    Condition(
+    options.HAS_LAYERS,
+    options.Condition(("split",), "datasets", ("source",), lambda v: Path(v["source"]).is_dir()),
+    options.Condition(
         ("tolerance",),
         f"--strategy {' and '.join(_TOLERANT_STRATEGIES)}",
         ("strategy",),
         lambda v: not set(_TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(v["strategy"])),
     ),
-    Condition(
+    options.Condition(
         ("max_history_length",), "lengths of histories", ("source",), lambda v: not v["source"].endswith(".jsonl")
     ),
-    Condition(("step_ms",), "--fixed-ms", ("fixed_ms",), lambda v: v["fixed_ms"] is not None),
-    Condition(("fixed_ms",), "--step-ms", ("step_ms",), lambda v: v["step_ms"] is not None),
+    options.needing("fixed_ms", "step_ms"),
+    options.needing("step_ms", "fixed_ms"),
 )
 
 
@@ -66,11 +48,11 @@ def simulate_command(
             show_default=False,
         ),
     ],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = ",".join(map(str, RANKS)),
-    batch_size: BatchSize = BATCH_SIZE,
-    strategy: Annotated[str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")] = ",".join(
-        STRATEGIES
-    ),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = ",".join(map(str, options.RANKS)),
+    batch_size: options.BatchSize = options.BATCH_SIZE,
+    strategy: Annotated[
+        str, typer.Option(help=f"Strategies, comma-separated: {', '.join(options.STRATEGIES)}.")
+    ] = ",".join(options.STRATEGIES),
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -84,13 +66,13 @@ def simulate_command(
     ] = 1,
     steps: Annotated[
         int, typer.Option(help="Steps to draw for each row of the table.", min=1, max=1_000_000)
-    ] = MIN_STEPS,
+    ] = options.MIN_STEPS,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    max_history_length: MaxHistoryLength = MAX_HISTORY_LENGTH,
-    cost: CostName = "hstu",
-    hidden: Hidden = LAYERS.hidden,
-    heads: Heads = LAYERS.heads,
-    layers: Layers = LAYERS.layers,
+    max_history_length: options.MaxHistoryLength = MAX_HISTORY_LENGTH,
+    cost: options.CostName = "hstu",
+    hidden: options.Hidden = options.LAYERS.hidden,
+    heads: options.Heads = options.LAYERS.heads,
+    layers: options.Layers = options.LAYERS.layers,
     step_ms: Annotated[
         float | None, typer.Option(help="Time of a step without balancing, of which --fixed-ms is a part.", min=0)
     ] = None,
@@ -114,7 +96,7 @@ def simulate_command(
         evenrank simulate out/balance.jsonl --cost out/cost.json
         evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
     """
-    check_conditions(ctx, *_CONDITIONS)
+    options.check_conditions(ctx, *_CONDITIONS)
     world_sizes = _parse_world_sizes(ranks)
     if max(world_sizes) * batch_size * window > _MAX_SAMPLES:
         raise ConfigError(
@@ -129,7 +111,8 @@ def simulate_command(
     from evenrank.cli.simulation import open_source
     from evenrank.dataloader.balance import BalanceConfig
 
-    model = make_cost(cost, CostShape(hidden, heads, layers))
+    shape = options.CostShape(hidden, heads, layers)
+    model = options.make_cost(cost, shape)
     with console.stages() as on_stage:
         on_stage(f"opening {source}")
         lengths = open_source(source, split, max_history_length)
@@ -144,9 +127,7 @@ def simulate_command(
         balance.check(exchanges=False)
     with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
         gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
-    shape = CostShape(hidden, heads, layers)
-    cut = None if lengths.of_tokens else max_history_length
-    settings = describe_settings(batch_size, cut, cost, shape if HAS_LAYERS.holds(ctx.params) else None)
+    settings = describe_settings(batch_size, None if lengths.of_tokens else max_history_length, cost, shape)
     console.print_result(f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1))
     print_gains(gains)
     if repeated := [f"{world_size:,}" for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
@@ -197,11 +178,6 @@ def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> No
         f"--batch-size {batch_size}": (dataclasses.replace(drawn, batch_size=batch_size), balance),
         shorter: (dataclasses.replace(drawn, source=dataclasses.replace(source, max_length=cut)), balance),
     }
-    others = {
-        text: (other, config)
-        for text, (other, config) in others.items()
-        if gain.ranks * other.batch_size * config.window <= _MAX_SAMPLES
-    }
     summary = gain.summary
     console.print_result(
         f"With {gain.ranks:,} ranks, one sample sets the time of {summary.one_sample:.0%} of the steps; the most "
@@ -210,7 +186,8 @@ def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> No
     changed = {"as above": gain}
     with console.steps("comparing", len(others) * drawn.steps) as on_step:
         for text, (other, config) in others.items():
-            changed[text] = other.gain(gain.ranks, config, fixed=gain.fixed, on_step=on_step)
+            if gain.ranks * other.batch_size * config.window <= _MAX_SAMPLES:
+                changed[text] = other.gain(gain.ranks, config, fixed=gain.fixed, on_step=on_step)
     table = console.new_table("instead", "idle after", "time per sample", left=["instead"], narrow=True)
     for text, one in changed.items():
         relative = _time_per_sample(one) / _time_per_sample(gain)
@@ -233,7 +210,7 @@ def _parse_world_sizes(text: str) -> list[int]:
 
 
 def _parse_strategies(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in STRATEGIES]:
-        raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(STRATEGIES)}")
+    names = text.split(",")
+    if unknown := [name for name in names if name not in options.STRATEGIES]:
+        raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(options.STRATEGIES)}")
     return names

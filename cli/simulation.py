@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import Cost, PaddedCost, TokenCost, cost_shift, count_tokens, scaled_costs
+from evenrank.dataloader.balance.cost import Cost, PaddedCost, cost_shift, count_tokens, counted_tokens, scaled_costs
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
@@ -143,13 +143,11 @@ def simulated_steps(
 
 
 def _lengths_by_key(cost: Cost, lengths: NDArray[np.int64], *, of_tokens: bool) -> dict[str, NDArray[np.int64]]:
-    row = cost.row if isinstance(cost, PaddedCost) else cost
-    contextual = row.contextual if isinstance(row, TokenCost) else ()
-    history_key = row.history_key if isinstance(row, TokenCost) else ITEM_ID
-    others = {ACTION: lengths, **dict.fromkeys(contextual, np.ones_like(lengths))}
+    counted = counted_tokens(cost) or {}
+    others = {ACTION: lengths, **dict.fromkeys(counted.get("contextual", ()), np.ones_like(lengths))}
     if of_tokens:
         others = {key: np.zeros_like(lengths) for key in others}
-    return {**others, history_key: lengths}
+    return {**others, counted.get("history_key", ITEM_ID): lengths}
 
 
 def simulate(

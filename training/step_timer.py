@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -144,10 +143,8 @@ class StepTimer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
             self.close()
 
     def _arrive(self) -> None:

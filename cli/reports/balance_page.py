@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from evenrank.cli.reports import render_template, svg
 from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
 from evenrank.dataloader.balance.metrics.log_record import LogRecord
-from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, MetricsSummary, Unit, combine, shown_numbers
+from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, Unit, combine, shown_texts
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")
@@ -31,12 +31,11 @@ def render_page(log: BalanceLog, *, name: str) -> str:
         "balance.html.j2",
         name=name,
         headline=headline(log, summary),
-        tiles=tiles(summary),
+        tiles=shown_texts(summary),
         records=records,
         records_per_point=records_per_point(len(records)),
         typical=typical,
         has_many_ranks=len(typical.before) > MAX_BARS,
-        moved_rows=moved_rows(summary),
         idle_svg=idle_svg(records),
         loads_svg=loads_svg(typical),
         moved_svg=moved_svg(records) if summary.moved_bytes else None,
@@ -54,55 +53,15 @@ def headline(log: BalanceLog, summary: MetricsSummary) -> str:
     )
     if not summary.measured_steps:
         return promised
-    measured = f" Measured, they were idle for {share(summary.measured_idle_after)}"
+    measured = (
+        f" Measured in {summary.measured_steps:,} of these, they were idle for {share(summary.measured_idle_after)}"
+    )
     if not summary.compared_steps:
         return f"{promised}{measured} with balancing."
     return (
-        f"{promised}{measured}, and for {share(summary.measured_idle_before)} of the steps left unbalanced for "
-        f"comparison, a speed-up of {speedup(summary.measured_speedup)}."
+        f"{promised}{measured}, and for {share(summary.measured_idle_before)} in the {summary.compared_steps:,} left "
+        f"unbalanced for comparison, a speed-up of {speedup(summary.measured_speedup)}."
     )
-
-
-def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:
-    """Return the rows of a table: a quantity, its amount per step, the amount that moves, and the share that moves."""
-    counts = (("samples", summary.samples, summary.moved_samples), ("tokens", summary.tokens, summary.moved_tokens))
-    rows = [
-        (quantity, f"{total:,.0f}", f"{total * share:,.0f}", Unit.SHARE.show(share))
-        for quantity, total, share in counts
-    ]
-    total_bytes, moved_bytes = map(format_bytes, (summary.sample_bytes, summary.moved_bytes))
-    return [
-        *rows,
-        ("bytes", total_bytes, moved_bytes, Unit.SHARE.show(summary.moved_bytes / (summary.sample_bytes or 1))),
-    ]
-
-
-def tiles(summary: MetricsSummary) -> list[tuple[str, str, str]]:
-    """Return the most important numbers, with their units: label, number, and scope."""
-    background, exposed = (
-        f"{1e3 * sum(getattr(summary, field) for field in fields):,.2f} ms" for fields in (_BACKGROUND, _EXPOSED)
-    )
-    known = shown_numbers(summary)
-    text = {shown.name: shown.unit.show(known[shown.name]) if shown.name in known else "-" for shown in SHOWN}
-    rank_time = "of rank time, by the cost"
-    compared, measured = f"{summary.compared_steps:,} unbalanced steps", f"{summary.measured_steps:,} balanced steps"
-    measured_tiles = [
-        ("Idle before, measured", text["measured_idle_before"], compared),
-        ("Idle after, measured", text["measured_idle_after"], measured),
-        ("Speed-up, measured", text["measured_speedup"], "unbalanced / balanced step"),
-        ("Time of a step", text["step_seconds"], "measured, balanced"),
-    ]
-    return [
-        ("Idle before balancing", text["idle_before"], rank_time),
-        ("Idle after balancing", text["idle_after"], rank_time),
-        ("Speed-up", text["speedup"], "by the cost"),
-        ("Steps set by one sample", text["one_sample"], f"{summary.longest:,.0f} tokens on average"),
-        *(measured_tiles if summary.measured_steps or summary.compared_steps else []),
-        ("Tokens moved", text["moved_tokens"], "trained on another rank"),
-        ("Bytes moved", format_bytes(summary.moved_bytes), "per step, all ranks together"),
-        ("In the background", background, "per step, gather and plan"),
-        ("Exposed", exposed, "per step, on the training thread"),
-    ]
 
 
 class Curve(NamedTuple):
@@ -196,12 +155,6 @@ def times_svg(axes: Axes, records: Sequence[LogRecord], fields: Sequence[str]) -
         axes.text(1, 1.03, f"cut off: up to {longest:,.1f} ms", transform=axes.transAxes, ha="right", fontsize=8)
     axes.set_ylabel("ms per step")
     svg.legend_above(axes)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return 1,500,000 as 1.5 MB."""
-    unit, unit_bytes = _byte_unit(num_bytes)
-    return f"{num_bytes / unit_bytes:,.1f} {unit}" if unit_bytes > 1 else f"{num_bytes:.0f} bytes"
 
 
 def _byte_unit(num_bytes: float) -> tuple[str, float]:

@@ -93,18 +93,16 @@ def balancing_gains(
     ranks: Sequence[int] = RANKS,
     batch_size: int = BATCH_SIZE,
     steps: int = MIN_STEPS,
-    max_length: int = MAX_HISTORY_LENGTH,
-    seed: int = 0,
 ) -> tuple[Gain, ...]:
     """Draw steps from the lengths [rows] of a split, and balance them as `evenrank simulate` does."""
     if len(lengths) == 0:
         return ()
     cost = make_cost("hstu", LAYERS)
-    source = LengthSource(lengths=lengths, max_length=max_length)
+    source = LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
     gains = []
     for world_size, strategy in product(ranks, STRATEGIES):
         balance = BalanceConfig(cost=cost, strategy=strategy)
-        drawn = simulate(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed)
+        drawn = simulate(source, balance, world_size, batch_size=batch_size, steps=steps)
         gains.append(Gain(world_size, strategy, drawn))
     return tuple(gains)
 

@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from evenrank.cli.gains import Gain, describe_settings
-from evenrank.cli.options import BATCH_SIZE, LAYERS
+from evenrank.cli.gains import EXPLANATION, HEADERS, Gain, describe_settings
+from evenrank.cli.options import BATCH_SIZE
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
-from evenrank.datasets.schema import ITEM_ID, MAX_HISTORY_LENGTH, Manifest
+from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore
 
 _TRAIN = "train"
@@ -67,8 +67,11 @@ def render_page(
         timeline_svg=timeline_svg(statistics),
         hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
-        gain_rows=gain_rows(gains, len(stores[_TRAIN])) if gains else (),
-        gain_settings=describe_settings(BATCH_SIZE, MAX_HISTORY_LENGTH, "hstu", LAYERS),
+        gains=gains,
+        gain_headers=HEADERS,
+        gain_settings=describe_settings(),
+        gain_explanation=EXPLANATION,
+        repeating=[gain.ranks for gain in gains if gain.ranks * BATCH_SIZE > len(stores[_TRAIN])],
         gains_svg=gains_svg(gains) if gains else None,
         routing=routing,
         routing_ids_svg=routing_svg(routing, "distinct ids") if routing else None,
@@ -129,17 +132,6 @@ def hours_svg(axes: Axes, statistics: Statistics) -> None:
     axes.set_xticks(range(0, 25, 6))
     axes.yaxis.set_major_formatter(FuncFormatter(svg.compact))
     axes.set(ylim=(0, None), xlabel="hour of the day (UTC)", ylabel="events in all")
-
-
-def gain_rows(gains: Sequence[Gain], num_rows: int) -> list[tuple[str, str, str, str, str]]:
-    """Return the rows of a table: ranks, with a star where a step repeats rows, strategy, idle, speed-up, of a step."""
-    rows, ranks = [], 0
-    for gain in gains:
-        median, spread = gain.speedup_of_a_step()
-        shown = f"{gain.ranks:,}{'*' * (gain.ranks * BATCH_SIZE > num_rows)}" if gain.ranks != ranks else ""
-        of_step, ranks = f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}", gain.ranks
-        rows.append((shown, gain.label, f"{gain.summary.idle_after:.1%}", f"{gain.summary.speedup:.2f}x", of_step))
-    return rows
 
 
 @svg.plot(height=3.3)

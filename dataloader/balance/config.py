@@ -119,10 +119,9 @@ class BalanceConfig:
             start, stop = self.log_window
             if not 0 <= start < stop:
                 raise ConfigError(f"log_window must be (start, stop) with 0 <= start < stop, got {self.log_window}")
-            if self.log_every is None:
-                raise ConfigError(f"log_window={self.log_window} needs log_every; log_every=1 logs each of these steps")
-        if self.log_loads and self.log_every is None:
-            raise ConfigError("log_loads=True needs log_every, the steps from one line of the log to the next; pass it")
+        for name in ("log_window", "log_loads"):
+            if (value := getattr(self, name)) and self.log_every is None:
+                raise ConfigError(f"{name}={value} needs log_every; log_every=1 logs each step")
         other, this = ("build_loader", "Balancer") if exchanges else ("Balancer", "build_loader")
         for known in dataclasses.fields(self):
             value = getattr(self, known.name)

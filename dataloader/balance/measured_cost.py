@@ -111,11 +111,11 @@ class MeasuredCost(TokenCost):
         """
         if max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
-        times = np.asarray(seconds, dtype=np.float64)
-        _check_times(times, len(lengths))
-        return cls._fit(
-            _sums(lengths, candidates, max_tokens),
-            times,
+        tokens, pairs = _sums(lengths, candidates, max_tokens).T
+        return cls.fit_sums(
+            tokens,
+            pairs,
+            np.asarray(seconds, dtype=np.float64),
             history_key=history_key,
             interleave_actions=interleave_actions,
             contextual=contextual,
@@ -128,6 +128,8 @@ class MeasuredCost(TokenCost):
         tokens: NDArray[np.float64],
         squares: NDArray[np.float64],
         seconds: NDArray[np.float64],
+        *,
+        max_tokens: int,
         **counted: Any,
     ) -> Self:
         """Fit the cost to steps whose sums are known, such as those of a log: float64 [N] each.
@@ -136,19 +138,17 @@ class MeasuredCost(TokenCost):
             tokens: sum of the tokens of a step's samples.
             squares: sum of their squared tokens, which is sum(p) without candidates.
             seconds: see `fit`.
+            max_tokens: see `fit`.
             counted: see `fit`: how tokens were counted.
 
         Raises:
             ConfigError: see `fit`.
         """
         _check_times(seconds, len(tokens))
-        return cls._fit(np.stack([np.ones(len(tokens)), tokens, squares], axis=1), seconds, **counted)
-
-    @classmethod
-    def _fit(cls, sums: NDArray[np.float64], times: NDArray[np.float64], *, max_tokens: int, **counted: Any) -> Self:
-        _check_variation(sums)
-        coefficients = _fit_non_negative(sums, times)
-        r2 = _check_fit(sums, coefficients, times)
+        _check_variation(tokens, squares)
+        sums = np.stack([np.ones(len(tokens)), tokens, squares], axis=1)
+        coefficients = _fit_non_negative(sums, seconds)
+        r2 = _check_fit(sums, coefficients, seconds)
         a, b, c = coefficients.tolist()
         fraction_bits = _COST_BITS - math.ceil(math.log2(b * max_tokens + c * max_tokens**2))
         return cls(
@@ -156,7 +156,7 @@ class MeasuredCost(TokenCost):
             quadratic=round(math.ldexp(c, fraction_bits)),
             fraction_bits=fraction_bits,
             seconds_per_step=a,
-            steps=len(times),
+            steps=len(seconds),
             r2=r2,
             max_tokens=max_tokens,
             **counted,
@@ -224,13 +224,13 @@ def _sums(
     candidates: Sequence[NDArray[np.integer]] | NDArray[np.integer] | None,
     max_tokens: int,
 ) -> NDArray[np.float64]:
-    """Return 1, sum(t) and sum(p) of each step: float64 [N, 3]."""
+    """Return sum(t) and sum(p) of each step: float64 [N, 2]."""
     if candidates is not None and len(candidates) != len(lengths):
         raise ConfigError(
             f"candidates must have an array for each step, got {len(candidates)} for the {len(lengths)} steps of "
             "lengths"
         )
-    sums = np.ones((len(lengths), 3))
+    sums = np.empty((len(lengths), 2))
     for number, tokens in enumerate(map(np.asarray, lengths)):
         of_candidates = np.zeros_like(tokens) if candidates is None else np.asarray(candidates[number])
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -256,14 +256,13 @@ def _sums(
             )
         # In float64 pairs cannot wrap around; below 2^53 their sum is exact.
         exact: NDArray[Any] = of_candidates.astype(np.float64)
-        sums[number, 1:] = tokens.sum(), attended_pairs(tokens - exact, exact, causal=True).sum()
+        sums[number] = tokens.sum(), attended_pairs(tokens - exact, exact, causal=True).sum()
     return sums
 
 
-def _check_variation(sums: NDArray[np.float64]) -> None:
+def _check_variation(tokens: NDArray[np.float64], pairs: NDArray[np.float64]) -> None:
     """Check that the steps differ enough to tell a, b and c apart."""
-    tokens, pairs = sums[:, 1], sums[:, 2]
-    low, middle, high = np.percentile(sums[:, 1:], [5, 50, 95], axis=0)
+    low, middle, high = np.percentile([tokens, pairs], [5, 50, 95], axis=1)
     spread = float(((high - low) / middle).min()) if middle.min() > 0 else 0.0
     if spread < _MIN_SPREAD:  # sums that hardly vary cannot be told from the constant a
         raise ConfigError(

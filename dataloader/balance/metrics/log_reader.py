@@ -6,6 +6,7 @@ was killed.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,14 +87,14 @@ def _value(entry: dict[str, Any], key: str, kind: Any) -> Any:
     if key not in entry:
         raise ValueError(f"{key!r} is missing")
     value: Any = entry[key]
-    is_known = type(value) is bool if kind is bool else _is_count(value) if kind is int else value is None
-    if is_known and (value is not None or key in _OPTIONAL):
-        return value
-    if kind is float and _is_number(value):
-        return float(value)
-    is_array = kind not in (bool, int, float) and isinstance(value, list) and len(value) > 0
-    if is_array and all(map(_is_number if key in _FLOATS else _is_count, value)):
-        return np.array(value, dtype=np.float64 if key in _FLOATS else np.int64)
+    if value is None and key in _OPTIONAL:
+        return None
+    if kind in _SCALARS and _SCALARS[kind](value):
+        return kind(value)
+    if kind not in _SCALARS and isinstance(value, list) and value:
+        element = float if key in _FLOATS else int
+        if all(map(_SCALARS[element], value)):
+            return np.array(value, dtype=element)
     raise ValueError(f"{key!r} is {json.dumps(value)[:40]}")
 
 
@@ -103,3 +104,10 @@ def _is_count(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value <= _LARGEST  # type: ignore[operator]
+
+
+_SCALARS: dict[type, Callable[[object], bool]] = {
+    bool: lambda value: type(value) is bool,
+    int: _is_count,
+    float: _is_number,
+}

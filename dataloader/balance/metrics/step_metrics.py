@@ -228,6 +228,9 @@ SHOWN: Final = (
     Shown("ratio_before", "heaviest load / lower bound, before", Unit.RATIO),
     Shown("ratio_after", "heaviest load / lower bound, after", Unit.RATIO),
     Shown("worst_after", "the same in the worst step", Unit.RATIO),
+    Shown("samples", "samples per step, all ranks together", Unit.COUNT),
+    Shown("tokens", "tokens per step", Unit.COUNT),
+    Shown("sample_bytes", "bytes per step", Unit.COUNT),
     Shown("moved_samples", "samples moved to another rank", Unit.SHARE),
     Shown("moved_tokens", "tokens moved", Unit.SHARE),
     Shown("moved_bytes", "bytes moved per step", Unit.COUNT),
@@ -241,6 +244,12 @@ SHOWN: Final = (
 def shown_numbers(summary: MetricsSummary) -> dict[str, float]:
     """Return the numbers of a summary that people look at and that are known, by name, in the order of `SHOWN`."""
     return {shown.name: getattr(summary, shown.name) for shown in SHOWN if getattr(summary, shown.counted_by)}
+
+
+def shown_texts(summary: MetricsSummary) -> dict[str, str]:
+    """Return the same numbers as texts, by their labels."""
+    known = shown_numbers(summary)
+    return {shown.label: shown.unit.show(known[shown.name]) for shown in SHOWN if shown.name in known}
 
 
 def summarize(steps: Sequence[StepMetrics]) -> MetricsSummary:
@@ -273,17 +282,12 @@ _AS_IN_A_STEP = (
 
 
 def _summarize_step(step: StepMetrics) -> MetricsSummary:
-    measured: dict[str, Any] = {}
+    timed, seconds, idle = 0, 0.0, 0.0
     if step.compute_seconds is not None and step.wait_seconds is not None:
         compute = step.compute_seconds
-        seconds = float((compute + step.wait_seconds).mean()), float(compute.max() - compute.mean())
-        names = ("step_seconds", "idle_seconds")
-        measured = dict(
-            zip(names if step.is_balanced else (f"compared_{name}" for name in names), seconds, strict=True)
-        )
-        measured["measured_steps" if step.is_balanced else "compared_steps"] = 1
+        timed, seconds, idle = 1, float((compute + step.wait_seconds).mean()), float(compute.max() - compute.mean())
     if not step.is_balanced:
-        return MetricsSummary(**measured)
+        return MetricsSummary(compared_steps=timed, compared_step_seconds=seconds, compared_idle_seconds=idle)
     return MetricsSummary(
         steps=1,
         heaviest_before=int(step.before.max()),
@@ -294,6 +298,8 @@ def _summarize_step(step: StepMetrics) -> MetricsSummary:
         one_sample=float(step.lasts_one_sample),
         moved_samples=step.moved_samples / step.samples if step.samples else 0.0,
         moved_tokens=step.moved_tokens / step.tokens if step.tokens else 0.0,
+        measured_steps=timed,
+        step_seconds=seconds,
+        idle_seconds=idle,
         **{name: getattr(step, name) for name in _AS_IN_A_STEP},
-        **measured,
     )

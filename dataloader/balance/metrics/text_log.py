@@ -24,7 +24,7 @@ def log_line(metrics: StepMetrics, *, with_loads: bool = False) -> str:
         f"plan {1e3 * metrics.plan_seconds:.1f} ms, exchange {1e3 * metrics.exchange_seconds:.1f} ms"
     )
     if with_loads:
-        before, after = (" ".join(map(_short, loads.tolist())) for loads in (metrics.before, metrics.after))
+        before, after = (" ".join(f"{load:.4g}" for load in loads) for loads in (metrics.before, metrics.after))
         line += f"; loads {before} -> {after}"
     return line if metrics.is_balanced else f"{line} (left unbalanced)"
 
@@ -59,11 +59,3 @@ def _make_visible() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
         _log.addHandler(handler)
-
-
-def _short(load: int) -> str:
-    """Return 99999 as 99,999 and 123456 as 1.2e5."""
-    if load < 100_000:
-        return f"{load:,}"
-    mantissa, exponent = f"{load:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"

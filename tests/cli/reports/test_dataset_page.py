@@ -142,11 +142,9 @@ def test_the_gain_is_that_of_all_drawn_steps() -> None:
 
 def test_a_small_split_is_drawn_from_repeatedly() -> None:
     gains = dataset_data.balancing_gains(np.array([5, 9, 0]), ranks=[1, 64], steps=2)
-    rows = dataset_page.gain_rows(gains, num_rows=32)
-    assert [row[:2] for row in rows] == [
-        (ranks if strategy == "none" else "", strategy) for ranks in ("1", "64*") for strategy in STRATEGIES
-    ]
-    assert rows[0][2:] == ("0.0%", "1.00x", "1.00 ± 0.00")
+    rows = [gain.cells() for gain in gains]
+    assert [row[:2] for row in rows] == [(ranks, strategy) for ranks in ("1", "64") for strategy in STRATEGIES]
+    assert rows[0][2:] == ("0.0%", "0.0%", "1.00x", "1.00 ± 0.00", "1.000", "0%", "0%")
     assert dataset_data.balancing_gains(np.array([], dtype=np.int64)) == ()
     assert dataset_data.balancing_gains(np.array([0]), ranks=[2], batch_size=1)[0].summary.speedup == 1
 
@@ -187,6 +185,16 @@ def test_the_page_shows_the_routing_of_the_items() -> None:
     assert "distinct ids, continuous 2.667 5.333" in section
     assert "lookups, roundrobin 5.714 " in section
     assert "lookups, most frequent id alone 5.714 11.43 22.86 45.71 91.43 182.9 365.7 731.4" in section
+
+
+def test_the_page_has_the_gains_that_the_terminal_prints() -> None:
+    html, gains, _ = render_page(MANIFEST, STORES, name="tiny")
+    section = text_of(html[html.index('<section id="balance"') : html.index('<section id="routing"')])
+    assert "ranks strategy idle before idle after speed- up of a step bound one moved 8 none " in section
+    for gain in gains:
+        assert " ".join(gain.cells()) in section
+    assert "speed-up total time of the steps before balancing / after" in section
+    assert "From 8 ranks on, a step needs more rows than the split has" in section
 
 
 def test_inspect_prints_tables_and_the_path_of_a_page(small_dataset: Path, tmp_path: Path, evenrank: Evenrank) -> None:
