@@ -111,7 +111,7 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
 
 
 def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
-    """Draw the load of each rank in a typical step per strategy, and the heaviest rank of every step; write a PNG."""
+    """Draw the load of each rank in a typical step per strategy, and the idle time of every step; write a PNG."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -138,8 +138,9 @@ def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
             axes.set_ylabel(f"load of each rank in step {typical_step}\n(mean of the ranks = 1)")
     axes = figure.add_subplot(grid[1, :])
     for walk in walks:
-        axes.plot([step.ratio_after for step in walk.metrics], label=walk.strategy, linewidth=1.3)
-    axes.set(xlabel="step", ylabel="heaviest rank / lower bound")
+        idle = [100 * (1 - step.after.mean() / max(step.after.max(), 1)) for step in walk.metrics]
+        axes.plot(idle, label=walk.strategy, linewidth=1.3)
+    axes.set(xlabel="step", ylabel="idle rank time (%)")
     axes.legend(frameon=False, ncols=len(walks), loc="lower left", bbox_to_anchor=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

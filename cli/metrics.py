@@ -67,7 +67,8 @@ def metrics_command(
     summaries = [combine(log.records) for log in found]
     if len(logs) > 1:
         console.print_result(metrics_table(dict(zip(_short_names(logs), summaries, strict=True))))
-        console.print_result(differences_table(logs, found))
+        table = differences_table(logs, found)
+        console.print_result(table if table.row_count else "The runs have the same versions and options.")
         return
     (path,), (log,), last = logs, found, found[0].records[-1]
     console.print_result(
