@@ -139,6 +139,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             prepare=self._exchange.prepare,
             rank=members.rank,
             world_size=members.world_size,
+            is_measured=self._observe is not None,
         )
 
     def __len__(self) -> int:

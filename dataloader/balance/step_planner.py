@@ -33,7 +33,7 @@ class PlannedStep:
     plan: Plan | None = None
     batch: JaggedBatch | None = None  # this rank's batch before balancing; empty if it has no more
     prepared: PreparedStep | None = None  # its exchange, ready to be launched
-    metrics: StepMetrics | None = None  # the times of the exchange are 0
+    metrics: StepMetrics | None = None  # if they are measured; the times of the exchange are 0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +47,7 @@ class StepPlanner:
     prepare: Callable[[JaggedBatch, Plan], PreparedStep]  # its errors reach all ranks before anything is sent
     rank: int
     world_size: int
+    is_measured: bool  # whether steps have metrics: they are only computed where somebody reads them
     _schema: BatchSchema | None = field(default=None, init=False)
     _schema_hash: int = field(default=0, init=False)
 
@@ -82,12 +83,14 @@ class StepPlanner:
 
     def _plan(
         self, schema: BatchSchema, known: metadata.StepMetadata, *, step: int, **measured: Any
-    ) -> tuple[Plan, StepMetrics]:
+    ) -> tuple[Plan, StepMetrics | None]:
         """Return this rank's plan for a step, and its metrics, among them those that were `measured` before."""
         started = time.perf_counter()
         costs, tokens, options = known.costs, known.tokens, self.config.options_of_step(step)
         assignment = partition(costs, len(costs), tokens=tokens, num_real=known.num_real, **options)
         plan = make_plan(schema, known, assignment, self.rank)
+        if not self.is_measured:
+            return plan, None
         measured["plan_seconds"] = time.perf_counter() - started
         lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), costs.size)  # [K, W * B]
         num_bytes = np.where(assignment.rank_of >= 0, sample_bytes(schema, lengths).reshape(costs.shape), 0)

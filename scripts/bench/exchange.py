@@ -83,6 +83,7 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[tuple[Sequenc
         prepare=on_cpu.prepare,
         rank=rank,
         world_size=world_size,
+        is_measured=True,
     )
     steps_with_plans = []
     for batch in batches_of(batch_size, steps):

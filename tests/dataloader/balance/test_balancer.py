@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, step_planner
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
@@ -164,6 +165,23 @@ def test_a_step_is_launched_and_finished_once() -> None:
         assert balancer.finish(balancer.launch(balancer.start(None))) is None
         with pytest.raises(ConfigError, match=message.format("finish", "launched", "already finished")):
             balancer.finish(handle)
+
+
+def test_steps_are_measured_only_where_somebody_reads_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def count(*args: Any, step: int, **options: Any) -> StepMetrics:
+        measured.append(step)
+        return measure_step(*args, step=step, **options)
+
+    monkeypatch.setattr(step_planner, "measure_step", count)
+    batches = _batches(0, [[[(1, 2), (3, 4)]], [[(5, 0), (1, 1)]]], None)
+    with Balancer(batches, BalanceConfig(cost=rich_tokens)) as balancer:
+        assert len(list(balancer)) == 2
+    assert measured == []
+    with Balancer(batches, BalanceConfig(cost=rich_tokens, on_step=lambda metrics: None)) as balancer:
+        assert len(list(balancer)) == 2
+    assert measured == [0, 1]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
