@@ -180,15 +180,20 @@ class StepTimer:
             keys = [f"{self._merged}/{rank}" for rank in range(self._members.world_size)]
             if not final and not within(_STORE_TIMEOUT, partial(self._store.check, keys)):
                 return
-            blocks = [within(_STORE_TIMEOUT, partial(self._store.get, key)) for key in keys]
-            for key in keys:
-                within(_STORE_TIMEOUT, partial(self._store.delete_key, key))
+            blocks = within(_STORE_TIMEOUT, partial(self._take, keys))
             times = [np.frombuffer(bytes.fromhex(block.decode())).reshape(-1, 2) / 1e3 for block in blocks]
             steps = min(map(len, times))
             for compute, wait in np.array([of_rank[:steps] for of_rank in times]).transpose(1, 2, 0):
                 if self._planned:
                     self._write(self._planned.popleft(), compute, wait)
             self._merged = self._merged + 1 if steps == self._every else math.inf
+
+    def _take(self, keys: list[str]) -> list[bytes]:
+        """Remove values from the store, and return them. Waits for keys that are missing."""
+        values: list[bytes] = self._store.multi_get(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return values
 
     def _write(self, metrics: StepMetrics, compute: NDArray[np.float64], wait: NDArray[np.float64]) -> None:
         if not np.isnan(compute).any():
