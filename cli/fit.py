@@ -12,8 +12,6 @@ from evenrank.core.errors import DataError
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
 
-_MAX_TOKENS = 131_072  # of a sample
-
 
 def fit_command(
     log: Annotated[
@@ -41,7 +39,7 @@ def fit_command(
         found = read_json_lines(log)
         tokens, squares, seconds = _timed_ranks(log, found)
         on_stage("fitting")
-        cost = MeasuredCost.fit_sums(tokens, squares, seconds, **_counted_as(found))
+        cost = MeasuredCost.fit_sums(tokens, squares, seconds, **_counted_as(log, found))
     path = out or log.with_name(f"{log.stem}-cost.json")
     cost.save(path)
     per_token, per_square = cost.linear * cost.seconds_per_unit, cost.quadratic * cost.seconds_per_unit
@@ -70,9 +68,13 @@ def _timed_ranks(path: Path, log: "BalanceLog") -> tuple[Any, Any, Any]:
     return tokens, squares, seconds
 
 
-def _counted_as(log: "BalanceLog") -> dict[str, Any]:
-    """Return how the cost of the run counted tokens; if that is not known, as its items alone."""
+def _counted_as(path: Path, log: "BalanceLog") -> dict[str, Any]:
+    """Return how the cost of the run counted tokens, so that the fitted one counts them alike."""
     counted = log.run.options.get("tokens") if log.run else None
-    if not isinstance(counted, dict):
-        return {"interleave_actions": False, "max_tokens": _MAX_TOKENS}
-    return {**counted, "contextual": tuple(counted.get("contextual", ()))}
+    names = ("history_key", "interleave_actions", "contextual", "max_tokens")
+    if not isinstance(counted, dict) or counted.keys() != set(names):
+        raise DataError(
+            f"{path} does not say which tokens its cost counts; record the run with a cost of the package, such as "
+            "LinearCost(interleave_actions=False)"
+        )
+    return {**counted, "contextual": tuple(counted["contextual"])}

@@ -66,7 +66,7 @@ class Gain(NamedTuple):
             np.add.reduceat(np.array([int(loads.max()) for loads in of_steps], dtype=np.float64), starts)
             for of_steps in ([step.before for step in self.steps], [step.after for step in self.steps])
         )
-        low, median, high = np.percentile(before / np.maximum(after, 1), (5, 50, 95)).tolist()
+        low, median, high = np.percentile(np.where(after > 0, before / np.maximum(after, 1), 1), (5, 50, 95)).tolist()
         return median, (high - low) / 2
 
     def cells(self) -> tuple[str, ...]:

@@ -31,6 +31,12 @@ _CONDITIONS = (
     options.Condition(
         ("max_history_length",), "lengths of histories", ("source",), lambda v: not v["source"].endswith(".jsonl")
     ),
+    options.Condition(
+        ("fixed_ms",),
+        "costs without a fixed time of their own",
+        ("cost",),
+        lambda v: v["cost"] in options.COSTS or (":" in v["cost"] and not v["cost"].startswith("padded:")),
+    ),
     options.needing("fixed_ms", "step_ms"),
     options.needing("step_ms", "fixed_ms"),
 )
@@ -106,6 +112,7 @@ def simulate_command(
     if step_ms is not None and fixed_ms is not None and fixed_ms >= step_ms:
         raise ConfigError(f"--fixed-ms {fixed_ms:g} is a part of --step-ms {step_ms:g}, so it must be less")
     strategies = _parse_strategies(strategy)
+    steps = -(-steps // window) * window  # whole windows: of part of one, other samples come before than after
 
     from evenrank.cli.gains import describe_settings, print_gains
     from evenrank.cli.simulation import open_source
@@ -173,6 +180,7 @@ def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> No
     source, cut = drawn.source, max(drawn.source.max_length // 2, 1)
     shorter = f"samples of at most {cut} tokens" if source.of_tokens else f"--max-history-length {cut}"
     window, batch_size = 8 * balance.window, 2 * drawn.batch_size
+    drawn = dataclasses.replace(drawn, steps=-(-drawn.steps // window) * window)
     others = {
         f"--window {window}": (drawn, dataclasses.replace(balance, window=window)),
         f"--batch-size {batch_size}": (dataclasses.replace(drawn, batch_size=batch_size), balance),

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import Cost, PaddedCost, cost_shift, count_tokens, counted_tokens, scaled_costs
+from evenrank.dataloader.balance.cost import (
+    COST_BITS,
+    Cost,
+    PaddedCost,
+    cost_shift,
+    count_tokens,
+    counted_tokens,
+    scaled_costs,
+)
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
@@ -185,6 +193,10 @@ def _fixed_load(cost: Cost, samples_per_step: int) -> int:
 
 def with_fixed_load(step: StepMetrics, load: int) -> StepMetrics:
     """Return a step in which every rank has a further load, which balancing cannot change."""
+    if load + int(step.before.max()) >= 1 << COST_BITS:
+        raise ConfigError(
+            "the fixed time is too long beside that of the samples; check --fixed-ms, or the measured cost"
+        )
     return dataclasses.replace(
         step, before=step.before + load, after=step.after + load, lower_bound=step.lower_bound + load
     )

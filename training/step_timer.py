@@ -44,8 +44,8 @@ class StepTimer:
     Times are of CUDA events, which are read when the device has passed them, or of the host's clock: nothing waits for
     the device. Collectives of the forward and backward pass, such as those of sharded embeddings, count as computing.
     Ranks exchange times through the store of their group every few steps, without a collective. The first step is not
-    measured, nor the first one after `restart`. Each batch is a step: of one that is handed out last in an iteration
-    and not trained, nothing is written.
+    measured, nor the first one after `restart`. Each batch is a step: train on every batch that is handed out, or call
+    `drop_untrained` where the loop leaves an iteration before it has.
 
     Args:
         writers: called on rank 0 with the metrics of each step, in their order, up to two intervals late: an `on_step`
@@ -96,10 +96,6 @@ class StepTimer:
         """
         if not self._writers:
             return
-        if metrics.step == 0:  # the last iteration may have been left before its last batch was trained
-            for _ in range(self._untrained):
-                self._planned.pop()
-            self._untrained = 0
         self._planned.append(metrics)
         self._untrained += 1
         if self._untrained > _MAX_UNTRAINED:
@@ -128,6 +124,12 @@ class StepTimer:
     def restart(self) -> None:
         """Do not count the time until the next step, as of an evaluation or a checkpoint."""
         self._last_release = None
+
+    def drop_untrained(self) -> None:
+        """Forget the steps whose batches were handed out and will not be trained on."""
+        for _ in range(self._untrained):
+            self._planned.pop()
+        self._untrained = 0
 
     def close(self) -> None:
         """Write the steps that are left. Waits for the device and, on rank 0, for the times of all ranks.

@@ -47,6 +47,8 @@ def render_page(log: BalanceLog, *, name: str) -> str:
 def headline(log: BalanceLog, summary: MetricsSummary) -> str:
     """Return the effect of balancing in one or two sentences: what the cost promises, and what was measured."""
     share, speedup = Unit.SHARE.show, Unit.SPEEDUP.show
+    if not summary.steps:
+        return f"{log.describe()}, of which only unbalanced ones were recorded: nothing shows what balancing does."
     promised = (
         f"By the cost, ranks were idle for {share(summary.idle_before)} of their time before balancing and for "
         f"{share(summary.idle_after)} after it in {log.describe()}, a speed-up of {speedup(summary.speedup)}."
@@ -96,7 +98,8 @@ def column(records: Sequence[LogRecord], field: str) -> NDArray[np.float64]:
 
 
 def typical_record(records: Sequence[LogRecord]) -> LogRecord:
-    """Return the record with the median imbalance before balancing."""
+    """Return the record with the median imbalance before balancing, of those whose last step is balanced if any is."""
+    records = [record for record in records if record.is_balanced] or records
     imbalance = [int(record.before.max()) / max(record.lower_bound, 1) for record in records]
     return records[int(np.argsort(imbalance, kind="stable")[(len(records) - 1) // 2])]
 

@@ -160,13 +160,15 @@ class BalanceConfig:
         names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow")
         return {name: getattr(self, name) for name in names} | {"padded": isinstance(self.cost, PaddedCost)}
 
-    def balances(self, step: int) -> bool:
-        """Return whether a step of an iteration is balanced: one in `compare_every` stays as it was loaded."""
-        return self.compare_every is None or step % self.compare_every != self.compare_every - 1
+    def balances(self, epoch: int, step: int) -> bool:
+        """Return whether a step is balanced: one in `compare_every` is not, another one in each epoch."""
+        if (every := self.compare_every) is None:
+            return True
+        return (step + epoch * (5 * every // 8)) % every != every // 2
 
-    def options_of_step(self, step: int) -> dict[str, Any]:
-        """Return the options of `partition` for a step of an iteration."""
-        return self.partition_options | ({} if self.balances(step) else {"strategy": "none"})
+    def options_of_step(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the options of `partition` for a step."""
+        return self.partition_options | ({} if self.balances(epoch, step) else {"strategy": "none"})
 
     def rank_invariants(self, *, exchanges: bool) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, by name; for `exchanges` see `check`."""

@@ -78,7 +78,7 @@ class LocalPlanner:
             end = first + int(loaded.sum())
             of_step = _Known(*(values[..., first:end] for values in known))
             started = time.perf_counter()
-            assignment, costs, tokens, is_real = self._assign(of_step, loaded, step)
+            assignment, costs, tokens, is_real = self._assign(of_step, loaded, epoch, step)
             trained_by = assignment.rank_of[is_real]
             indices = first + np.flatnonzero(trained_by == self._rank)
             plan_seconds = seconds + time.perf_counter() - started
@@ -91,7 +91,7 @@ class LocalPlanner:
                     sample_bytes=_in_rows(sample_bytes(self._schema, of_step.lengths), is_real),
                     epoch=epoch,
                     step=step,
-                    is_balanced=self._config.balances(step),
+                    is_balanced=self._config.balances(epoch, step),
                     plan_seconds=plan_seconds,
                 )
             plan_hash = self._hash(sample_ids[first:end], trained_by)
@@ -147,7 +147,7 @@ class LocalPlanner:
         return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
 
     def _assign(
-        self, known: "_Known", num_loaded: NDArray[np.int64], step: int = 0
+        self, known: "_Known", num_loaded: NDArray[np.int64], epoch: int = 0, step: int = 0
     ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
         config, world_size, batch_size = self._config, self._world_size, self._schema.batch_size
@@ -157,7 +157,9 @@ class LocalPlanner:
         # Where steps are packed, a sample that is longer than the limit has a rank to itself.
         limit = config.max_tokens_per_rank
         limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
-        assignment = partition(costs, world_size, tokens=limited, num_real=num_real, **config.options_of_step(step))
+        assignment = partition(
+            costs, world_size, tokens=limited, num_real=num_real, **config.options_of_step(epoch, step)
+        )
         return assignment, costs, tokens, is_real
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:

@@ -82,11 +82,11 @@ class StepPlanner:
         return planned
 
     def _plan(
-        self, schema: BatchSchema, known: metadata.StepMetadata, *, step: int, **measured: Any
+        self, schema: BatchSchema, known: metadata.StepMetadata, *, epoch: int, step: int, **measured: Any
     ) -> tuple[Plan, StepMetrics | None]:
         """Return this rank's plan for a step, and its metrics, among them those that were `measured` before."""
         started = time.perf_counter()
-        costs, tokens, options = known.costs, known.tokens, self.config.options_of_step(step)
+        costs, tokens, options = known.costs, known.tokens, self.config.options_of_step(epoch, step)
         assignment = partition(costs, len(costs), tokens=tokens, num_real=known.num_real, **options)
         plan = make_plan(schema, known, assignment, self.rank)
         if not self.is_measured:
@@ -94,7 +94,7 @@ class StepPlanner:
         measured["plan_seconds"] = time.perf_counter() - started
         lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), costs.size)  # [K, W * B]
         num_bytes = np.where(assignment.rank_of >= 0, sample_bytes(schema, lengths).reshape(costs.shape), 0)
-        measured |= {"step": step, "is_balanced": self.config.balances(step)}
+        measured |= {"epoch": epoch, "step": step, "is_balanced": self.config.balances(epoch, step)}
         return plan, measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, **measured)
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:

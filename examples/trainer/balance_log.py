@@ -39,7 +39,7 @@ class BalanceLog:
         self._lines: JsonLines | None = None
         if self._is_first:
             options = {"job": dataclasses.asdict(config)}
-            self._lines = JsonLines(Path(config.out) / "balance.jsonl", every=every, window=every, options=options)
+            self._lines = JsonLines(Path(config.out) / "balance.jsonl", every=every, options=options)
         writers: list[Callable[[StepMetrics], None]] = []
         if self._lines is not None:
             writers = [self._lines, self._note]

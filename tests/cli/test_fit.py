@@ -1,15 +1,20 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, MeasuredCost, PaddedCost, StepMetrics, partition
+from evenrank.dataloader.balance.cost import counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.balance.metrics.writers import JsonLines
 from tests.cli.programs import Evenrank
 from tests.dataloader.balance.metrics.example_steps import write
 
 PER_STEP, PER_TOKEN, PER_SQUARE = 0.02, 1e-5, 4e-9  # seconds
+
+# Of a run whose cost counts the items alone.
+RUN: dict[str, Any] = {"options": {"tokens": counted_tokens(LinearCost(interleave_actions=False))}}
 
 
 def _timed_steps(*, padded: bool = False, noise: float = 0.0) -> list[StepMetrics]:
@@ -64,7 +69,7 @@ def test_known_costs_are_recovered(here: Path, evenrank: Evenrank, padded: bool)
 
 
 def test_the_error_is_that_of_the_times(here: Path, evenrank: Evenrank) -> None:
-    write(here / "log.jsonl", *_timed_steps(noise=0.02))
+    write(here / "log.jsonl", *_timed_steps(noise=0.02), **RUN)
     (here / "costs").mkdir()
     lines, cost = _fitted(here, evenrank, "--out", "costs/measured.json")
     assert _coefficients(cost)[1] == pytest.approx(PER_TOKEN, rel=0.3)
@@ -72,19 +77,18 @@ def test_the_error_is_that_of_the_times(here: Path, evenrank: Evenrank) -> None:
     median, percentile_95 = (float(word.removesuffix("%")) for word in lines[1].split() if word.endswith("%"))
     assert 1 < median < 2.5
     assert 2 < percentile_95 < 4
-    # No options in the log: tokens are those of the items.
     assert (cost.interleave_actions, cost.max_tokens) == (False, 131_072)
 
 
 def test_records_count_with_their_last_step(here: Path, evenrank: Evenrank) -> None:
-    write(here / "log.jsonl", *_timed_steps(), every=2, window=5)
+    write(here / "log.jsonl", *_timed_steps(), every=2, **RUN)
     lines, cost = _fitted(here, evenrank)
     assert _coefficients(cost) == pytest.approx([PER_STEP, PER_TOKEN, PER_SQUARE], rel=1e-6)
     assert lines[0].startswith("50 times of 25 steps: ")
 
 
 def test_the_cost_of_a_log_is_for_the_next_simulation(here: Path, evenrank: Evenrank) -> None:
-    write(here / "log.jsonl", *_timed_steps())
+    write(here / "log.jsonl", *_timed_steps(), **RUN)
     _fitted(here, evenrank)
     common = ("--ranks", 2, "--batch-size", 8, "--strategy", "lpt-swap", "--cost", "log-cost.json")
     run = evenrank("simulate", "log.jsonl", *common)
@@ -100,10 +104,23 @@ def test_balanced_steps_are_too_similar_to_be_fitted(here: Path, evenrank: Evenr
     assignment = partition(tokens, 2)
     times = {"compute_seconds": np.full(2, 0.1), "wait_seconds": np.zeros(2)}
     steps = [measure_step(assignment, costs=tokens, tokens=tokens, sample_bytes=tokens, **times) for _ in range(20)]
-    write(here / "log.jsonl", *steps)
+    write(here / "log.jsonl", *steps, **RUN)
     run = evenrank("fit", "log.jsonl")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert run.stderr.startswith(
         "error: the timed steps are too similar: their tokens vary by 0.0%, at least 2% is needed"
     )
     assert [path.name for path in here.iterdir()] == ["log.jsonl"]
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens": None}, {"tokens": {"foo": 1}}])
+def test_a_log_whose_cost_does_not_say_what_it_counts_is_refused(
+    here: Path, evenrank: Evenrank, options: dict[str, Any]
+) -> None:
+    write(here / "log.jsonl", *_timed_steps(), options=options)
+    run = evenrank("fit", "log.jsonl")
+    assert (run.returncode, run.stderr) == (
+        2,
+        "error: log.jsonl does not say which tokens its cost counts; record the run with a cost of the package, such "
+        "as LinearCost(interleave_actions=False)\n",
+    )

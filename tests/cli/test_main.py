@@ -161,7 +161,12 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ("simulate zipf --cost broken:cost", "--cost broken:cost cannot be imported ("),
         ("fit nowhere.jsonl", "nowhere.jsonl cannot be read: No such file or directory; "),
         ("fit run.jsonl", "run.jsonl has no measured times; train with a StepTimer(JsonLines(...), ...) as on_step"),
-        ("fit timed.jsonl", "6 steps are too few to fit a cost; time at least 20"),
+        ("fit timed.jsonl", "timed.jsonl does not say which tokens its cost counts; record the run with a cost of the"),
+        ("simulate zipf --cost cost.json --fixed-ms 1 --step-ms 9", "--fixed-ms applies to costs without a fixed time"),
+        (
+            "simulate zipf --fixed-ms 99.99999999999 --step-ms 100",
+            "the fixed time is too long beside that of the samples",
+        ),
         ("simulate zipf:exponent=x", "exponent must be float, got 'x'"),
         ("simulate zipf --ranks 8,x", "--ranks must be comma-separated integers such as 8,64, got '8,x'"),
         ("simulate zipf --ranks 0", "--ranks must be at least 1, got 0"),

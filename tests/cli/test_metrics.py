@@ -15,7 +15,7 @@ def _rows(output: str) -> dict[str, list[str]]:
 
 
 def test_a_table_and_then_the_path_of_the_page_are_printed(here: Path, evenrank: Evenrank) -> None:
-    write(here / "run.jsonl", *STEPS[:4], every=2, window=2)
+    write(here / "run.jsonl", *STEPS[:4], every=2)
     run = evenrank("metrics", "run.jsonl")
     assert (run.returncode, run.stderr) == (0, "")
     lines = run.stdout.splitlines()

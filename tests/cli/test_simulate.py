@@ -122,3 +122,17 @@ def test_the_log_of_a_run_is_a_source(here: Path, evenrank: Evenrank) -> None:
     assert run.returncode == 0, run.stderr
     assert "50 steps of 1 samples per rank, histories as long as logged; cost: linear" in run.stdout
     assert "samples of at most 8 tokens" in run.stdout
+
+
+def test_samples_that_cost_nothing_gain_nothing(tmp_path: Path, evenrank: Evenrank) -> None:
+    np.save(tmp_path / "lengths.npy", np.zeros(64, dtype=np.int64))
+    run = evenrank("simulate", tmp_path / "lengths.npy", "--ranks", 2, "--batch-size", 4, "--strategy", "lpt-swap")
+    (row,) = _rows(run.stdout)
+    assert row[:8] == ["2", "lpt-swap", "0.0%", "0.0%", "1.00x", "1.00", "\N{PLUS-MINUS SIGN}", "0.00"]
+
+
+def test_only_whole_windows_are_drawn(tmp_path: Path, evenrank: Evenrank) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(1, 65))
+    options = ("--ranks", 1, "--batch-size", 4, "--strategy", "lpt-swap", "--cost", "padded")
+    run = evenrank("simulate", tmp_path / "lengths.npy", *options, "--window", 8, "--steps", 9)
+    assert ": 16 steps of 4 samples per rank" in run.stdout.splitlines()[0]

@@ -78,7 +78,7 @@ class StepMetrics:
     @property
     def lasts_one_sample(self) -> bool:
         """Whether one sample sets the time of the step: it costs more than an equal share, so other ranks wait."""
-        mean = int(self.after.sum()) / len(self.after)
+        mean = float(self.after.sum(dtype=np.float64)) / len(self.after)
         return self.lower_bound > max(math.ceil(mean), (1 + _EVEN) * mean)
 
 

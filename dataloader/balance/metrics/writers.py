@@ -95,12 +95,11 @@ class JsonLines(Writer):
 
     Args:
         path: of the file; the attribute `path` has the number.
-        every: see `Writer`.
-        window: see `Writer`.
+        every: steps of a record: those since the last one.
         options: what to say of the run, besides the options of the balance: any values that JSON can express.
 
     Raises:
-        ConfigError: `every` or `window` is below 1.
+        ConfigError: `every` is below 1.
         DataError: the file cannot be written.
     """
 
@@ -109,10 +108,9 @@ class JsonLines(Writer):
         path: str | os.PathLike[str],
         *,
         every: int = 1,
-        window: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(every, window)
+        super().__init__(every, every)
         self.path = Path(path)
         self._options = options or {}
         try:

@@ -108,11 +108,10 @@ def test_what_was_measured_is_beside_what_was_promised(tmp_path: Path) -> None:
 
 
 def test_a_log_of_unbalanced_steps_alone_has_a_page(tmp_path: Path) -> None:
-    # As of compare_every=2 with a record of every other step.
-    unbalanced = timed(1, compute=(1, 2), wait=(1, 0), is_balanced=False)
-    log = _log(tmp_path, STEPS[0], unbalanced, every=2)
+    log = _log(tmp_path, timed(1, compute=(1, 2), wait=(1, 0), is_balanced=False))
     assert [record.steps for record in log.records] == [0]
     text = text_of(render_page(log, name="log"))
+    assert "of which only unbalanced ones were recorded" in text
     assert "idle before balancing, measured 25.0%" in text
 
 
@@ -120,6 +119,12 @@ def test_a_log_of_unbalanced_steps_alone_has_a_page(tmp_path: Path) -> None:
 def test_the_typical_record_has_the_median_imbalance(tmp_path: Path, heaviest: list[int], chosen: int) -> None:
     records = _log(tmp_path, *(step(0, before=(load, 1)) for load in heaviest)).records
     assert typical_record(records).before.max() == chosen
+
+
+def test_a_step_left_unbalanced_is_not_typical_if_others_are_recorded(tmp_path: Path) -> None:
+    records = _log(tmp_path, step(0, before=(9, 1)), step(1, before=(5, 5), is_balanced=False)).records
+    assert typical_record(records).is_balanced
+    assert not typical_record(records[1:]).is_balanced
 
 
 def test_the_page_is_self_contained_and_escapes_text(tmp_path: Path) -> None:

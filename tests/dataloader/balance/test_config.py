@@ -67,6 +67,7 @@ def test_ranks_compare_the_options_that_decide_on_batches() -> None:
 def test_one_step_in_so_many_stays_unbalanced() -> None:
     config = BalanceConfig(cost=one_per_sample, strategy="min-move", compare_every=3)
     config.check(exchanges=True)
-    assert [step for step in range(9) if not config.balances(step)] == [2, 5, 8]
-    assert [config.options_of_step(step)["strategy"] for step in (1, 2)] == ["min-move", "none"]
-    assert all(BalanceConfig(cost=one_per_sample).balances(step) for step in range(9))
+    unbalanced = [[step for step in range(9) if not config.balances(epoch, step)] for epoch in range(3)]
+    assert unbalanced == [[1, 4, 7], [0, 3, 6], [2, 5, 8]]
+    assert [config.options_of_step(0, step)["strategy"] for step in (1, 2)] == ["none", "min-move"]
+    assert all(BalanceConfig(cost=one_per_sample).balances(0, step) for step in range(9))

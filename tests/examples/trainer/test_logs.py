@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evenrank.core.errors import ConfigError, DataError
 from trainer.lock import FolderLock
@@ -26,6 +25,7 @@ def test_an_incomplete_line_of_a_killed_job_is_removed_and_numbers_are_json(tmp_
 
 
 def test_values_of_ranks_and_texts_are_lines_and_numbers_are_scalars_of_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with JobLog(tmp_path, is_first=True, tensorboard=True) as log:
         log.record("memory", 7, {"free": [3, 1, 2], "mfu": None})
         log.record("cache", 7, {"tables": "items", "hits": 5, "shares": [0.5, math.inf]}, of="items")
@@ -33,7 +33,7 @@ def test_values_of_ranks_and_texts_are_lines_and_numbers_are_scalars_of_tensorbo
         {"kind": "memory", "step": 7, "free": [3, 1, 2]},
         {"kind": "cache", "step": 7, "tables": "items", "hits": 5, "shares": [0.5, None]},
     ]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert scalars == {

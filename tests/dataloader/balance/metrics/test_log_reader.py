@@ -17,10 +17,10 @@ from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, s
 
 def test_records_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    write(path, *STEPS, every=2, window=3)
+    write(path, *STEPS, every=2)
     records = read_json_lines(path).records
     assert [(record.epoch, record.step, record.seen) for record in records] == [(0, 1, 2), (1, 0, 4)]
-    for record, steps in zip(records, (STEPS[:2], STEPS[1:4]), strict=True):
+    for record, steps in zip(records, (STEPS[:2], STEPS[2:4]), strict=True):
         written = dataclasses.asdict(summarize(steps))
         assert {name: getattr(record, name) for name in written} == written
         assert (record.samples, record.tokens, record.sample_bytes) == (4, 40, 320)
@@ -158,7 +158,7 @@ def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, name: str, reason: s
 def test_records_of_different_numbers_of_steps_combine_to_the_summary_of_all_steps(tmp_path: Path) -> None:
     records = []
     for number, steps in enumerate((STEPS[:3], STEPS[3:], TIMED_STEPS)):
-        write(tmp_path / f"{number}.jsonl", *steps, every=len(steps), window=len(steps))
+        write(tmp_path / f"{number}.jsonl", *steps, every=len(steps))
         records += read_json_lines(tmp_path / f"{number}.jsonl").records
     assert [record.steps for record in records] == [3, 2, 3]
     combined, together = combine(records), summarize([*STEPS, *TIMED_STEPS])

@@ -65,16 +65,16 @@ def test_a_log_begins_with_the_run(tmp_path: Path) -> None:
     assert abs((datetime.now().astimezone() - datetime.fromisoformat(run.started)).total_seconds()) < 600
 
 
-def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "log.jsonl", every=2, window=3) as log:
+def test_a_record_after_every_few_steps_summarizes_these(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "log.jsonl", every=2) as log:
         for metrics in STEPS:
             log(metrics)
     records = lines(tmp_path / "log.jsonl")  # the fifth step is left out
     counts = [[record[name] for name in ("epoch", "step", "seen", "steps")] for record in records]
-    assert counts == [[0, 1, 2, 2], [1, 0, 4, 3]]
-    # The means of 6, 8, then of 8, 10, 8 before, and of 4, 4, then of 4, 5, 4 after.
+    assert counts == [[0, 1, 2, 2], [1, 0, 4, 2]]
+    # The means of 6, 8, then of 10, 8 before, and of 4, 4, then of 5, 4 after.
     heaviest = [[record["heaviest_before"], record["heaviest_after"]] for record in records]
-    assert heaviest == [[7, 4], [26 / 3, 13 / 3]]
+    assert heaviest == [[7, 4], [9, 4.5]]
     assert (records[0]["before"], records[0]["after"]) == ([8, 0], [4, 4])  # of the step itself
 
 
@@ -82,7 +82,7 @@ def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> N
 @pytest.mark.parametrize("value", [0, -3])
 def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) -> None:
     writers: tuple[Any, ...] = (JsonLines, TensorBoard, WandB, MLflow)
-    for writer in writers:
+    for writer in writers[setting == "window" :]:
         with pytest.raises(ConfigError, match=f"{setting} must be at least 1, got {value}"):
             writer(str(tmp_path / "log"), **{setting: value})
     assert list(tmp_path.iterdir()) == []
