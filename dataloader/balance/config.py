@@ -54,8 +54,8 @@ class BalanceConfig:
     """`build_loader` only. Number of consecutive steps whose samples may change steps among themselves, so that fewer
     steps wait for a long sample. 1: samples stay in their steps."""
     compare_every: int | None = None
-    """Steps from one that stays unbalanced to the next, at least 2, so that a running job can show what it gains; see
-    `training.StepTimer`. None: all are balanced."""
+    """Steps from one that stays unbalanced to the next, at least 2, so that a running job can show what it gains;
+    another one in each epoch. See `training.StepTimer`. None: all are balanced."""
     exchange: str = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
