@@ -58,7 +58,7 @@ class HSTUConfig:
         ATTENTIONS.check(self.attention)
 
     def cost(self) -> HSTUCost:
-        """Return what a sample costs in this model, for a Balancer."""
+        """Return what a sample costs in this model, for balancing."""
         return HSTUCost(
             hidden=self.hidden,
             heads=self.heads,

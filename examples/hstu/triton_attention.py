@@ -9,6 +9,7 @@ The backward computes the scores again. Nothing is added atomically, so equal in
 """
 
 import math
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,32 +39,43 @@ class Launch:
     """Of 32 threads, per program."""
     stages: int
     """Blocks that are loaded ahead."""
+    tma: bool = False
+    """Whether blocks are loaded by the tensor memory accelerator."""
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# The fastest on an H200 of all with 32 to 128 rows and columns, 4 or 8 warps and 1 to 4 stages; equal lengths of 2,048.
+# The fastest with equal lengths of 2,048, of those with 32 to 128 rows and columns, 4 or 8 warps and 1 to 4 stages: in
+# bfloat16 with and without TMA on an H100, in float32 without on an H200. docs/results/attention.md has what lost.
 FORWARD = {
-    (64, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
-    (128, BF16): Launch(rows=64, columns=64, warps=4, stages=3),
+    (64, BF16): Launch(rows=64, columns=64, warps=4, stages=3),
+    (128, BF16): Launch(rows=64, columns=32, warps=4, stages=3, tma=True),
     (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3),
     (64, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
     (128, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
     (256, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
 }
 BACKWARD_QUERY = {
-    (64, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
-    (128, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
-    (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3),
+    (64, BF16): Launch(rows=64, columns=64, warps=4, stages=2, tma=True),
+    (128, BF16): Launch(rows=128, columns=64, warps=8, stages=3),
+    (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3, tma=True),
     (64, FP32): Launch(rows=64, columns=64, warps=4, stages=1),
     (128, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
     (256, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
 }
-BACKWARD_KEY = {
-    (64, BF16): Launch(rows=64, columns=64, warps=4, stages=3),
-    (128, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
-    (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3),
+# The gradients of keys and values together. Two sums [128, 256] do not fit into registers, and computing the scores
+# twice is faster than smaller blocks, so with heads of 256 each has a launch.
+BACKWARD_KEY_VALUE = {
+    (64, BF16): Launch(rows=64, columns=32, warps=4, stages=3, tma=True),
+    (128, BF16): Launch(rows=64, columns=64, warps=4, stages=2, tma=True),
     (64, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
     (128, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
+}
+BACKWARD_KEY = {
+    (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3, tma=True),
+    (256, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
+}
+BACKWARD_VALUE = {
+    (256, BF16): Launch(rows=128, columns=64, warps=8, stages=2, tma=True),
     (256, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
 }
 
@@ -140,17 +152,21 @@ def attend_backward(
     d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
     common = (sequences, scale_length)
     _launch(_BACKWARD_QUERY, BACKWARD_QUERY, inputs, [d_query], *common)
-    # Two sums [128, 256] do not fit into registers, and computing the scores twice is faster than smaller blocks.
-    parts = [(True, False), (False, True)] if query.shape[-1] == 256 else [(True, True)]
-    for has_key, has_value in parts:
-        outputs = [d_key, d_value]
-        _launch(_BACKWARD_KEY, BACKWARD_KEY, inputs, outputs, *common, HAS_KEY=has_key, HAS_VALUE=has_value)
+    outputs = [d_key, d_value]
+    if (query.shape[-1], query.dtype) in BACKWARD_KEY_VALUE:
+        _launch(_BACKWARD_KEY, BACKWARD_KEY_VALUE, inputs, outputs, *common, HAS_KEY=True, HAS_VALUE=True)
+    else:
+        _launch(_BACKWARD_KEY, BACKWARD_KEY, inputs, outputs, *common, HAS_KEY=True, HAS_VALUE=False)
+        _launch(_BACKWARD_KEY, BACKWARD_VALUE, inputs, outputs, *common, HAS_KEY=False, HAS_VALUE=True)
     return d_query, d_key, d_value
 
 
 def _with_dense_heads(tensor: Tensor) -> Tensor:
-    """Return the tensor such that the values of a head are adjacent and aligned, as the kernels read them."""
-    is_dense = tensor.stride(-1) == 1 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+    """Return the tensor such that the values of a head are adjacent and aligned, as the kernels read them.
+
+    A stride of 0, of an expanded gradient, is none that TMA is documented to take.
+    """
+    is_dense = tensor.stride(-1) == 1 and all(stride % 16 == 0 < stride for stride in tensor.stride()[:-1])
     return tensor if is_dense and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
 
 
@@ -165,7 +181,7 @@ def _launch(
 ) -> None:
     _, heads, head_dim = inputs[0].shape
     launch = launches[head_dim, inputs[0].dtype]
-    programs = triton.cdiv(sequences.max_length, launch.rows)
+    programs = (sequences.max_length + launch.rows - 1) // launch.rows
     if sequences.num_tokens == 0 or heads == 0:
         return
     arguments: list[Tensor | float] = [
@@ -180,14 +196,19 @@ def _launch(
         1 / math.sqrt(head_dim),
         1 / scale_length,
     ]
+    context = copy_context()
+    if launch.tma:
+        context.run(triton.set_allocator, _descriptors)  # of this launch alone: the caller may have one of their own
     try:
-        kernel.launch(
+        context.run(
+            kernel.launch,
             (programs, heads, len(sequences.offsets) - 1),
             *arguments,
             HEAD_DIM=head_dim,
             ROWS=launch.rows,
             COLUMNS=launch.columns,
             EXACT=inputs[0].dtype == torch.float32,
+            TMA=launch.tma,
             num_warps=launch.warps,
             num_stages=launch.stages,
             **flags,
@@ -197,3 +218,11 @@ def _launch(
             f"Triton attention with head_dim {head_dim} and {inputs[0].dtype} needs more than this GPU has ({error}); "
             "use a smaller head_dim or padded_attention"
         ) from error
+
+
+def _descriptors(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Allocate what Triton asks for in a launch with TMA: 256 bytes per program, for its two descriptors.
+
+    PyTorch aligns to 512 bytes, and gives the memory to others only later in the current stream, where the launch is.
+    """
+    return torch.empty(size, dtype=torch.uint8, device="cuda")

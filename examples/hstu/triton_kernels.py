@@ -8,7 +8,8 @@ A program computes one block of ROWS tokens of one head of a sample, and reads t
 
 Only blocks that are seen in part are masked; `Sequences` in attention.py says which tokens see which. Products of
 float32 are those of three TF32 products (`tf32x3`), about as exact as float32; of bfloat16, that setting changes
-nothing.
+nothing. With TMA, blocks are loaded by the tensor memory accelerator (Hopper and later; elsewhere Triton loads them as
+without), which leaves more registers and issue slots to the products.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -16,13 +17,18 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit
-def _sigmoid(x, EXACT: tl.constexpr):
+def _silu(products, scale, EXACT: tl.constexpr):
+    """Return SiLU and twice its derivative at the scores, which are `scale` times the products of queries and keys."""
     if EXACT:
-        return 1.0 / (1.0 + tl.exp(-x))
-    # One instruction instead of an exponential and a division, which cost a third of the time. x * sigmoid(x) is off by
-    # at most 1e-5 for x from -20 to 20 on an H200, less than rounding x to bfloat16 makes it.
-    half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, is_pure=True, pack=1)
-    return 0.5 + 0.5 * half
+        scores = products * scale
+        sigmoid = 1.0 / (1.0 + tl.exp(-scores))
+        return scores * sigmoid, 2.0 * sigmoid * (1.0 + scores * (1.0 - sigmoid))
+    # sigmoid(x) = (1 + tanh(x / 2)) / 2: one instruction for an exponential and a division, a third of the time. SiLU
+    # is off by at most 1e-5 for x from -20 to 20 on an H200, less than rounding x to bfloat16 makes it.
+    half = products * (0.5 * scale)
+    tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
+    silu = half * tanh + half
+    return silu, silu * (1.0 - tanh) + (1.0 + tanh)
 
 
 @triton.jit
@@ -53,6 +59,26 @@ def _load(base, tokens, stride, length, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _blocks(base, stride, length, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, TMA: tl.constexpr):
+    """Return what `_load_block` reads the blocks of one head of a sample from, whose first token is at `base`."""
+    if TMA:
+        return tl.make_tensor_descriptor(base, [length, HEAD_DIM], [stride, 1], [COLUMNS, HEAD_DIM])
+    else:
+        return base
+
+
+@triton.jit
+def _load_block(
+    blocks, tokens, block, stride, length, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, TMA: tl.constexpr
+):
+    """Load a block, whose tokens these are, with zeros beyond the sample's end."""
+    if TMA:
+        return blocks.load([block * COLUMNS, 0])
+    else:
+        return _load(blocks, tokens, stride, length, HEAD_DIM)
+
+
+@triton.jit
 def _store(base, tokens, stride, length, values, HEAD_DIM: tl.constexpr):
     dims = tl.arange(0, HEAD_DIM)
     target = base + tokens[:, None] * stride + dims[None, :]
@@ -62,11 +88,12 @@ def _store(base, tokens, stride, length, values, HEAD_DIM: tl.constexpr):
 @triton.jit
 def _sees(queries, keys, history, contextual):
     """Return which queries see which keys; the shapes broadcast. Beyond a sample's end are zeros, which add nothing."""
-    return ((keys < history) & ((keys <= queries) | (queries < contextual))) | (queries == keys)
+    end = tl.where(queries < contextual, history, tl.minimum(queries + 1, history))
+    return (keys < end) | (keys == queries)
 
 
 @triton.jit
-def sample_of_program(offsets, num_contextual, num_candidates, order):
+def _sample_of_program(offsets, num_contextual, num_candidates, order):
     """Return first token, tokens, contextual tokens and tokens before the candidates of the program's sample."""
     sample = tl.load(order + tl.program_id(2))
     start = tl.load(offsets + sample)
@@ -96,18 +123,17 @@ def _seen_keys(first, length, contextual, history, ROWS: tl.constexpr, COLUMNS: 
 @triton.jit
 def _attend(
     total, query, keys, values, block, queries, key_stride, value_stride, length, history, contextual, scale,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     tokens = block * COLUMNS + tl.arange(0, COLUMNS)
-    key = _load(keys, tokens, key_stride, length, HEAD_DIM)
+    key = _load_block(keys, tokens, block, key_stride, length, COLUMNS, HEAD_DIM, TMA)
     if EXACT and HEAD_DIM == 256:
-        scores = _products_in_halves(query, key, HEAD_DIM) * scale
+        weights, _ = _silu(_products_in_halves(query, key, HEAD_DIM), scale, EXACT)
     else:
-        scores = _products(query, key) * scale
-    weights = scores * _sigmoid(scores, EXACT)
+        weights, _ = _silu(_products(query, key), scale, EXACT)
     if MASKED:
         weights = tl.where(_sees(queries[:, None], tokens[None, :], history, contextual), weights, 0.0)
-    value = _load(values, tokens, value_stride, length, HEAD_DIM)
+    value = _load_block(values, tokens, block, value_stride, length, COLUMNS, HEAD_DIM, TMA)
     return tl.dot(weights.to(value.dtype), value, total, input_precision="tf32x3")
 
 
@@ -116,10 +142,10 @@ def forward(
     query, key, value, output, offsets, num_contextual, num_candidates, order,
     query_stride, query_head, key_stride, key_head, value_stride, value_head, output_stride, output_head,
     scale, weight_scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of the output; see the top of the file."""
-    start, length, contextual, history = sample_of_program(offsets, num_contextual, num_candidates, order)
+    start, length, contextual, history = _sample_of_program(offsets, num_contextual, num_candidates, order)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # late queries see most
     if first >= length:
         return
@@ -127,20 +153,22 @@ def forward(
     query += start * query_stride + head * query_head
     key += start * key_stride + head * key_head
     value += start * value_stride + head * value_head
+    keys = _blocks(key, key_stride, length, COLUMNS, HEAD_DIM, TMA)
+    values = _blocks(value, value_stride, length, COLUMNS, HEAD_DIM, TMA)
     queries = first + tl.arange(0, ROWS)
     mine = _load(query, queries, query_stride, length, HEAD_DIM)
     total = tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32)
     whole, seen, own, rest = _seen_keys(first, length, contextual, history, ROWS, COLUMNS)
     for block in range(whole):
         total = _attend(
-            total, mine, key, value, block, queries, key_stride, value_stride, length, history, contextual, scale,
-            HEAD_DIM, COLUMNS, EXACT, False,
+            total, mine, keys, values, block, queries, key_stride, value_stride, length, history, contextual, scale,
+            HEAD_DIM, COLUMNS, EXACT, TMA, False,
         )  # fmt: skip
     for number in range(rest):
         block = tl.where(number < seen, whole + number, own + number - seen)
         total = _attend(
-            total, mine, key, value, block, queries, key_stride, value_stride, length, history, contextual, scale,
-            HEAD_DIM, COLUMNS, EXACT, True,
+            total, mine, keys, values, block, queries, key_stride, value_stride, length, history, contextual, scale,
+            HEAD_DIM, COLUMNS, EXACT, TMA, True,
         )  # fmt: skip
     _store(output + start * output_stride + head * output_head, queries, output_stride, length,
            total * weight_scale, HEAD_DIM)  # fmt: skip
@@ -149,31 +177,35 @@ def forward(
 @triton.jit
 def _add_query_gradient(
     total, query, gradient, keys, values, block, queries, key_stride, value_stride, length, history, contextual, scale,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     tokens = block * COLUMNS + tl.arange(0, COLUMNS)
-    key = _load(keys, tokens, key_stride, length, HEAD_DIM)
-    value = _load(values, tokens, value_stride, length, HEAD_DIM)
-    scores = _products(query, key) * scale
-    sigmoid = _sigmoid(scores, EXACT)
-    d_weights = _products(gradient, value)
-    d_scores = d_weights * sigmoid * (1.0 + scores * (1.0 - sigmoid))
+    key = _load_block(keys, tokens, block, key_stride, length, COLUMNS, HEAD_DIM, TMA)
+    value = _load_block(values, tokens, block, value_stride, length, COLUMNS, HEAD_DIM, TMA)
+    _, slope = _silu(_products(query, key), scale, EXACT)
+    d_scores = _products(gradient, value) * slope
     if MASKED:
         d_scores = tl.where(_sees(queries[:, None], tokens[None, :], history, contextual), d_scores, 0.0)
     return tl.dot(d_scores.to(key.dtype), key, total, input_precision="tf32x3")
 
 
 @triton.jit
-def query_gradients(
-    first, start, length, contextual, history, query, key, value, gradient, d_query,
+def backward_query(
+    query, key, value, gradient, d_query, offsets, num_contextual, num_candidates, order,
     query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
     output_stride, output_head, scale, weight_scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the queries first .. first + ROWS - 1 of the program's sample and head."""
+    """Compute a block of the gradient of the queries."""
+    start, length, contextual, history = _sample_of_program(offsets, num_contextual, num_candidates, order)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    if first >= length:
+        return
     head = tl.program_id(1)
     key += start * key_stride + head * key_head
     value += start * value_stride + head * value_head
+    keys = _blocks(key, key_stride, length, COLUMNS, HEAD_DIM, TMA)
+    values = _blocks(value, value_stride, length, COLUMNS, HEAD_DIM, TMA)
     queries = first + tl.arange(0, ROWS)
     mine = _load(query + start * query_stride + head * query_head, queries, query_stride, length, HEAD_DIM)
     my_gradient = _load(
@@ -183,73 +215,59 @@ def query_gradients(
     whole, seen, own, rest = _seen_keys(first, length, contextual, history, ROWS, COLUMNS)
     for block in range(whole):
         total = _add_query_gradient(
-            total, mine, my_gradient, key, value, block, queries, key_stride, value_stride, length, history, contextual,
-            scale, HEAD_DIM, COLUMNS, EXACT, False,
+            total, mine, my_gradient, keys, values, block, queries, key_stride, value_stride, length, history,
+            contextual, scale, HEAD_DIM, COLUMNS, EXACT, TMA, False,
         )  # fmt: skip
     for number in range(rest):
         block = tl.where(number < seen, whole + number, own + number - seen)
         total = _add_query_gradient(
-            total, mine, my_gradient, key, value, block, queries, key_stride, value_stride, length, history, contextual,
-            scale, HEAD_DIM, COLUMNS, EXACT, True,
+            total, mine, my_gradient, keys, values, block, queries, key_stride, value_stride, length, history,
+            contextual, scale, HEAD_DIM, COLUMNS, EXACT, TMA, True,
         )  # fmt: skip
     _store(d_query + start * output_stride + head * output_head, queries, output_stride, length,
-           total * (scale * weight_scale), HEAD_DIM)  # fmt: skip
-
-
-@triton.jit
-def backward_query(
-    query, key, value, gradient, d_query, offsets, num_contextual, num_candidates, order,
-    query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
-    output_stride, output_head, scale, weight_scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Compute a block of the gradient of the queries."""
-    start, length, contextual, history = sample_of_program(offsets, num_contextual, num_candidates, order)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    if first >= length:
-        return
-    query_gradients(
-        first, start, length, contextual, history, query, key, value, gradient, d_query,
-        query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
-        output_stride, output_head, scale, weight_scale, HEAD_DIM, ROWS, COLUMNS, EXACT,
-    )  # fmt: skip
+           total * (0.5 * scale * weight_scale), HEAD_DIM)  # fmt: skip
 
 
 @triton.jit
 def _add_key_gradients(
-    d_key, d_value, key, value, queries_base, gradients, block, keys, query_stride, gradient_stride, length, history,
+    d_key, d_value, key, value, queries, gradients, block, keys, query_stride, gradient_stride, length, history,
     contextual, scale,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     HAS_KEY: tl.constexpr, HAS_VALUE: tl.constexpr,
 ):  # fmt: skip
     tokens = block * COLUMNS + tl.arange(0, COLUMNS)
-    query = _load(queries_base, tokens, query_stride, length, HEAD_DIM)
-    gradient = _load(gradients, tokens, gradient_stride, length, HEAD_DIM)
-    scores = _products(key, query) * scale  # [keys, queries]
-    sigmoid = _sigmoid(scores, EXACT)
+    query = _load_block(queries, tokens, block, query_stride, length, COLUMNS, HEAD_DIM, TMA)
+    gradient = _load_block(gradients, tokens, block, gradient_stride, length, COLUMNS, HEAD_DIM, TMA)
+    weights, slope = _silu(_products(key, query), scale, EXACT)
     if MASKED:
-        sigmoid = tl.where(_sees(tokens[None, :], keys[:, None], history, contextual), sigmoid, 0.0)
+        sees = _sees(tokens[None, :], keys[:, None], history, contextual)
+        weights, slope = tl.where(sees, weights, 0.0), tl.where(sees, slope, 0.0)
     if HAS_VALUE:
-        d_value = tl.dot((scores * sigmoid).to(gradient.dtype), gradient, d_value, input_precision="tf32x3")
+        d_value = tl.dot(weights.to(gradient.dtype), gradient, d_value, input_precision="tf32x3")
     if HAS_KEY:
-        d_weights = _products(value, gradient)
-        d_scores = d_weights * sigmoid * (1.0 + scores * (1.0 - sigmoid))
+        d_scores = _products(value, gradient) * slope
         d_key = tl.dot(d_scores.to(query.dtype), query, d_key, input_precision="tf32x3")
     return d_key, d_value
 
 
 @triton.jit
-def key_gradients(
-    first, start, length, contextual, history, query, key, value, gradient, d_key, d_value,
+def backward_key(
+    query, key, value, gradient, d_key, d_value, offsets, num_contextual, num_candidates, order,
     query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
     output_stride, output_head, scale, weight_scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
     HAS_KEY: tl.constexpr, HAS_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the keys and values first .. first + ROWS - 1 of the program's sample and head."""
+    """Compute a block of the gradients of the keys, the values or both."""
+    start, length, contextual, history = _sample_of_program(offsets, num_contextual, num_candidates, order)
+    first = tl.program_id(0) * ROWS  # early keys are seen most
+    if first >= length:
+        return
     head = tl.program_id(1)
     query += start * query_stride + head * query_head
     gradient += start * gradient_stride + head * gradient_head
+    queries = _blocks(query, query_stride, length, COLUMNS, HEAD_DIM, TMA)
+    gradients = _blocks(gradient, gradient_stride, length, COLUMNS, HEAD_DIM, TMA)
     keys = first + tl.arange(0, ROWS)
     my_key = _load(key + start * key_stride + head * key_head, keys, key_stride, length, HEAD_DIM)
     my_value = _load(value + start * value_stride + head * value_head, keys, value_stride, length, HEAD_DIM)
@@ -265,36 +283,16 @@ def key_gradients(
     for number in range(before + part_end - own):
         block = tl.where(number < before, number, own + number - before)
         key_total, value_total = _add_key_gradients(
-            key_total, value_total, my_key, my_value, query, gradient, block, keys, query_stride, gradient_stride,
-            length, history, contextual, scale, HEAD_DIM, COLUMNS, EXACT, True, HAS_KEY, HAS_VALUE,
+            key_total, value_total, my_key, my_value, queries, gradients, block, keys, query_stride, gradient_stride,
+            length, history, contextual, scale, HEAD_DIM, COLUMNS, EXACT, TMA, True, HAS_KEY, HAS_VALUE,
         )  # fmt: skip
     for block in range(part_end, tl.where(first + ROWS > history, part_end, blocks)):
         key_total, value_total = _add_key_gradients(
-            key_total, value_total, my_key, my_value, query, gradient, block, keys, query_stride, gradient_stride,
-            length, history, contextual, scale, HEAD_DIM, COLUMNS, EXACT, False, HAS_KEY, HAS_VALUE,
+            key_total, value_total, my_key, my_value, queries, gradients, block, keys, query_stride, gradient_stride,
+            length, history, contextual, scale, HEAD_DIM, COLUMNS, EXACT, TMA, False, HAS_KEY, HAS_VALUE,
         )  # fmt: skip
     target = start * output_stride + head * output_head
     if HAS_KEY:
-        _store(d_key + target, keys, output_stride, length, key_total * (scale * weight_scale), HEAD_DIM)
+        _store(d_key + target, keys, output_stride, length, key_total * (0.5 * scale * weight_scale), HEAD_DIM)
     if HAS_VALUE:
         _store(d_value + target, keys, output_stride, length, value_total * weight_scale, HEAD_DIM)
-
-
-@triton.jit
-def backward_key(
-    query, key, value, gradient, d_key, d_value, offsets, num_contextual, num_candidates, order,
-    query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
-    output_stride, output_head, scale, weight_scale,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
-    HAS_KEY: tl.constexpr, HAS_VALUE: tl.constexpr,
-):  # fmt: skip
-    """Compute a block of the gradients of the keys, the values or both."""
-    start, length, contextual, history = sample_of_program(offsets, num_contextual, num_candidates, order)
-    first = tl.program_id(0) * ROWS  # early keys are seen most
-    if first >= length:
-        return
-    key_gradients(
-        first, start, length, contextual, history, query, key, value, gradient, d_key, d_value,
-        query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
-        output_stride, output_head, scale, weight_scale, HEAD_DIM, ROWS, COLUMNS, EXACT, HAS_KEY, HAS_VALUE,
-    )  # fmt: skip

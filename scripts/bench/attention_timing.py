@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from evenrank.core.errors import ConfigError
 from hstu.attention import Sequences
@@ -121,9 +123,42 @@ def time_passes(
     fused = torch.randn(sum(lengths), heads.count, 4, heads.head_dim, device=device, dtype=heads.dtype)
     query, key, value = (tensor.detach().requires_grad_() for tensor in fused.unbind(2)[:3])
     run = functools.partial(attention, query, key, value, sequences, scale_length=SCALE_LENGTH)
+    return _time_both(run, (query, key, value), fused[:, :, 3], timer)
+
+
+def time_softmax(
+    backend: SDPBackend, samples: int, length: int, heads: Heads, *, timer: Timer, device: str = "cuda"
+) -> Passes:
+    """Time both passes of PyTorch's causal attention, with softmax, on samples of equal length.
+
+    Args:
+        backend: of `scaled_dot_product_attention`.
+        samples: how many.
+        length: tokens of each sample.
+        heads: the rest of the shape.
+        timer: what times a function.
+        device: where the tensors are.
+
+    Raises:
+        RuntimeError: the backend cannot, for instance because of the head_dim.
+    """
+    shape = (4, samples, length, heads.count, heads.head_dim)  # whose order flash attention reads without a copy
+    *inputs, gradient = torch.randn(shape, device=device, dtype=heads.dtype).transpose(2, 3).unbind()
+    query, key, value = (tensor.detach().requires_grad_() for tensor in inputs)
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    return _time_both(run, (query, key, value), gradient, timer)
+
+
+def _time_both(
+    run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], gradient: torch.Tensor, timer: Timer
+) -> Passes:
     forward = timer(run)
-    output, gradient = run(), fused[:, :, 3]
-    backward = timer(lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True))
+    output = run()
+    backward = timer(lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True))
     return Passes(forward=forward, backward=backward)
 
 

@@ -1,31 +1,41 @@
 """Runs kernels and layers in Triton's interpreter, on the CPU, beside torch's operations; see `test_fused.py`."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hstu import fused, unfused
+from hstu import fused, triton_attention, unfused
 from hstu.attention import padded_attention
-from hstu.triton_attention import triton_attention
 from tests.examples.hstu.exactness import MODES, attended, by_parts, check, check_bits, check_whole_layers, layer
 from tests.examples.hstu.samples import make_sequences
 
+LAUNCHES = ("FORWARD", "BACKWARD_QUERY", "BACKWARD_KEY_VALUE", "BACKWARD_KEY", "BACKWARD_VALUE")
+SAMPLES = (
+    ([0, 5, 70, 33], [0, 1, 3, 0], [0, 2, 10, 1]),
+    ([65, 64, 100], [64, 0, 70], [1, 64, 30]),
+    ([0, 0], [0, 0], [0, 0]),
+)  # lengths, contextual tokens, candidates
 
-def check_attention() -> None:
-    for lengths, contextual, candidates in (
-        ([0, 5, 70, 33], [0, 1, 3, 0], [0, 2, 10, 1]),
-        ([65, 64, 100], [64, 0, 70], [1, 64, 30]),
-        ([0, 0], [0, 0], [0, 0]),
-    ):
-        sequences = make_sequences(lengths, contextual, candidates)
-        generator = torch.Generator().manual_seed(0)
-        inputs = list(torch.randn(sum(lengths), 1, 4, 64, generator=generator).unbind(2))
-        mine, expected = (
-            attended(attention, inputs, sequences, torch.float32, scale_length=100)
-            for attention in (triton_attention, padded_attention)
-        )
-        assert all((mine[name] - best).norm() <= 1e-6 * best.norm().clamp_min(1e-9) for name, best in expected.items())
+
+def check_attention(*, head_dim: int, tma: bool) -> None:
+    """Check attention in float32, with blocks loaded by TMA or not, whatever is fastest."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LAUNCHES:
+            launches = getattr(triton_attention, name)
+            changed = {key: replace(launch, tma=tma) for key, launch in launches.items()}
+            patch.setattr(triton_attention, name, changed)
+        for lengths, contextual, candidates in SAMPLES:
+            sequences = make_sequences(lengths, contextual, candidates)
+            generator = torch.Generator().manual_seed(0)
+            inputs = list(torch.randn(sum(lengths), 1, 4, head_dim, generator=generator).unbind(2))
+            mine, expected = (
+                attended(attention, inputs, sequences, torch.float32, scale_length=100)
+                for attention in (triton_attention.triton_attention, padded_attention)
+            )
+            for name, best in expected.items():
+                assert (mine[name] - best).norm() <= 1e-6 * best.norm().clamp_min(1e-9), name
 
 
 def check_layers() -> None:
@@ -51,6 +61,9 @@ def check_norm_alone() -> None:
         gradients = torch.autograd.grad((weights * (stream + normed)).sum(), [values, *module.parameters()])
         results.append([stream, normed, *gradients])
     torch.testing.assert_close(*results)
+    stream, _ = fused.norm(values, None, module)
+    (gradient,) = torch.autograd.grad((weights * stream).sum(), values)
+    assert torch.equal(gradient, weights)  # without one of the norm
     stream, normed = fused.norm(torch.full((5, 8), 100.0, requires_grad=True), None, module)
     assert not normed.any()  # of constant rows
     _, normed = fused.norm(values, None, module)
@@ -60,7 +73,9 @@ def check_norm_alone() -> None:
 
 
 if __name__ == "__main__":
-    check_attention()
+    for head_dim in (64, 256):  # of which one computes the gradients of keys and values together
+        for tma in (False, True):
+            check_attention(head_dim=head_dim, tma=tma)
     check_layers()
     check_norm_alone()
     check_whole_layers(mode="fp32", device="cpu", heads=1)

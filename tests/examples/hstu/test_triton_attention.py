@@ -1,3 +1,4 @@
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_large_scores_are_as_exact(head_dim: int, dtype: torch.dtype, shift: flo
     _compare(inputs, sequences, dtype)
 
 
+@HEAD_DIMS
+def test_the_gradient_may_be_one_for_all_tokens(head_dim: int) -> None:
+    """As that of a sum over tokens is: expanded, with a stride of 0."""
+    sequences = _sequences([300, 70], [2, 0], [10, 0])
+    *inputs, gradient = _inputs(sequences, 2, head_dim, torch.bfloat16)
+    _compare([*inputs, gradient[:1].expand_as(gradient)], sequences, torch.bfloat16)
+
+
 def test_a_sample_has_the_same_bits_again_and_alone() -> None:
     together = _sequences([90, 333, 4000], [1, 2, 0], [5, 0, 7])
     inputs = _inputs(together, 2, 128, torch.bfloat16)
@@ -114,6 +123,20 @@ def test_a_nan_stays_in_its_sample() -> None:
         assert result[:100].isfinite().all()
         assert result[200:].isfinite().all()
         assert result[100:200].isnan().all()
+
+
+def test_a_callers_allocator_of_kernels_stays() -> None:
+    import triton
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        raise AssertionError("kernels allocate by PyTorch")
+
+    sequences = _sequences([100], [0], [0])
+    inputs = _inputs(sequences, 1, 256, torch.bfloat16)  # of which some kernels load by TMA, on Hopper
+    context = copy_context()
+    context.run(triton.set_allocator, allocate)
+    context.run(_run, triton_attention, inputs, sequences, torch.bfloat16)
+    assert allocate in context.values()
 
 
 def test_another_head_dim_or_dtype_is_an_error_that_names_those_that_work() -> None:

@@ -3,8 +3,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from attention_timing import CudaTimer, Heads, Passes, Times, parse_dtype, planned_runs, require_cuda, time_passes
+from attention_timing import (
+    CudaTimer,
+    Heads,
+    Passes,
+    Times,
+    parse_dtype,
+    planned_runs,
+    require_cuda,
+    time_passes,
+    time_softmax,
+)
 from evenrank.core.errors import ConfigError
 from hstu.config import ATTENTIONS
 
@@ -40,6 +51,24 @@ def test_both_passes_are_timed_on_the_lengths() -> None:
     assert [gradient.shape for gradient in gradients] == [(8, 2, 8)] * 3
     assert passes == Passes(forward=Times(ms=1.0, runs=49), backward=Times(ms=2.0, runs=48))
     assert passes.both == Times(ms=3.0, runs=48)
+
+
+def test_softmax_attention_is_causal_and_as_large() -> None:
+    counted: list[object] = []
+
+    def timer(run: Callable[[], object]) -> Times:
+        counted.append(run())
+        return Times(ms=1.0, runs=1)
+
+    time_softmax(SDPBackend.MATH, 3, 5, HEADS, timer=timer, device="cpu")
+    output, gradients = counted
+    assert isinstance(output, torch.Tensor)
+    assert isinstance(gradients, tuple)
+    assert [tensor.shape for tensor in (output, *gradients)] == [(3, 2, 5, 8)] * 4
+    d_query = gradients[0]
+    assert [bool(d_query[:, :, token].abs().max() > 1e-6) for token in range(3)] == [False, True, True]  # one key alone
+    with pytest.raises(RuntimeError, match=r"No (available|viable)"):
+        time_softmax(SDPBackend.CUDNN_ATTENTION, 3, 5, HEADS, timer=timer, device="cpu")
 
 
 def test_an_unknown_dtype_and_a_host_without_a_device_are_one_line() -> None:
