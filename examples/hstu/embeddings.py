@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.remote_device import _remote_device
 from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, placement, row_wise
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -138,10 +136,8 @@ def shard(
         device: where to train.
         fused: FBGEMM's options of the sharded tables, which backward updates: `optimizer` (an EmbOptimType; on the CPU
             EXACT_SGD or an Adagrad), `learning_rate`, and so on.
-        group: the data-parallel ranks, over NCCL if the device is a GPU; None: the default process group. Beside
-            `hstu.layer.tensor_parallel`, one dimension of the device mesh, which divides the tables and, by
-            `fully_shard`, all other parameters: DistributedDataParallel does not take those that are DTensors. These
-            other parameters must then be the same on all its ranks.
+        group: the data-parallel ranks, over NCCL if the device is a GPU, also as one dimension of a device mesh; None:
+            the default process group.
         cached: keep the sharded tables in host memory, and rows in use in a cache on the device, which the pipeline
             `prefetch` fills ahead.
         seed: of tables on the device `meta`. Their initial values depend on it, the table and the row alone, not on the
@@ -177,8 +173,6 @@ def shard(
         device=device,
         plan=plan,
         sharders=[sharder],
-        # Parameters without a plan go there.
-        data_parallel_wrapper=_FullyShard(group) if isinstance(group, DeviceMesh) else DefaultDataParallelWrapper(),
     )
     for path, collection in collections.items():
         if collection.device.type == "meta":
@@ -207,19 +201,6 @@ def _place(
         for part in table.sharding_spec.shards:
             rank = dist.get_global_rank(group, part.placement.rank())
             part.placement = _remote_device(placement(device.type, rank, local_size))
-
-
-class _FullyShard(DataParallelWrapper):  # type: ignore[misc]
-    """Has `fully_shard` divide all parameters but those of sharded tables."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        model = dmp.module.to(device)
-        parts = [part for path in dmp.plan.plan for part in model.get_submodule(path).modules()]
-        tables = {table for part in parts for table in part.parameters(recurse=False)}
-        fully_shard(model, mesh=self._mesh, ignored_params=tables)
 
 
 def make_optimizer(

@@ -162,6 +162,9 @@ def offsets_of(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
+_COPIES = 64  # of the last bucket, for its gradient
+
+
 class PositionEmbedding(nn.Module):
     """An embedding of each token's position, counted from the first token of its sample.
 
@@ -180,8 +183,13 @@ class PositionEmbedding(nn.Module):
     def forward(self, sequences: Sequences) -> Tensor:
         """Return the embedding of each token's position: [tokens, hidden]."""
         history = (sequences.lengths - sequences.num_candidates)[sequences.rows]
-        buckets = torch.minimum(sequences.positions(), history).clamp(max=len(self.weight) - 1)
-        return nn.functional.embedding(buckets, self.weight)
+        positions = torch.minimum(sequences.positions(), history)
+        # A GPU adds up the gradients of a bucket in one thread per column, which takes long for the last one, with most
+        # tokens of long samples. So these are spread over copies of it.
+        last = len(self.weight) - 1
+        buckets = torch.minimum(positions, last + (positions - last) % _COPIES)
+        others, shared = self.weight.split([last, 1])
+        return nn.functional.embedding(buckets, torch.cat([others, shared.expand(_COPIES, -1)]))
 
 
 class HSTUEncoder(nn.Module):

@@ -3,23 +3,26 @@
 Each value is read and written once, in the dtype that the products take: bfloat16 under autocast, where torch's
 LayerNorm returns float32. The residual stream stays as it is. Statistics, sums and SiLU are computed in float32.
 
-A layer launches about 30 kernels, each of which takes a GPU 10 to 300 us. Built from modules, the host needs as long to
+A layer launches about 20 kernels, each of which takes a GPU 10 to 300 us. Built from modules, the host needs as long to
 launch them: a node of the graph for each, casts of weights, hooks. Then the step takes as long as the host, and a rank
-with less work is no faster. As one function, the host needs less than the GPU, and results keep their bits.
+with less work is no faster. As one function, the host needs less than the GPU. Results keep their bits, except for the
+gradients of the linears: kernels sum those of biases in passing, and those of weights are not rounded to bfloat16.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import silu
 
 from hstu.attention import Sequences
-from hstu.fused_kernels import (
+from hstu.divided import ParallelLayerNorm
+from hstu.fused_operations import (
     norm_rows,
     norm_rows_backward,
+    partial_sums,
     product_dtype,
     silu_heads,
     silu_heads_backward,
@@ -30,8 +33,6 @@ from hstu.triton_attention import DTYPES, HEAD_DIMS, attend, attend_backward
 
 def norm(tokens: Tensor, update: Tensor | None, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """Return the residual stream and LayerNorm of it, the latter in the dtype of the linears; see `unfused.norm`."""
-    if update is not None and type(update) is not Tensor:  # a sum over ranks in progress; kernels do not wait for it
-        tokens, update = tokens + update, None
     stream, normed = _Norm.apply(tokens, update, module.weight, module.bias, module.eps)  # type: ignore[no-untyped-call]
     return stream, normed
 
@@ -42,17 +43,21 @@ def activate(projected: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor, 
     return u, v, q, k
 
 
-def gate(attended: Tensor, u: Tensor, module: nn.Module) -> Tensor:
+def gate(attended: Tensor, u: Tensor, module: nn.LayerNorm) -> Tensor:
     """Return LayerNorm(attended) * SiLU(U); see `unfused.gate`."""
-    if isinstance(module, nn.LayerNorm):
-        gated: Tensor = _Gate.apply(attended, u, module.weight, module.bias, module.eps)  # type: ignore[no-untyped-call]
-    else:  # columns are divided among ranks
-        gated = module(attended.flatten(-2)) * silu(u).flatten(-2)
+    gated: Tensor = _Gate.apply(attended, u, module.weight, module.bias, module.eps, _group_of(module))  # type: ignore[no-untyped-call]
     return gated
 
 
+def _group_of(module: nn.LayerNorm) -> dist.ProcessGroup | None:
+    return module.group if isinstance(module, ParallelLayerNorm) else None
+
+
 class _Norm(torch.autograd.Function):
-    """Both results have one backward, which adds the gradient of the one to that of the other in the same pass."""
+    """Both results have one backward, which adds the gradient of the one to that of the other in the same pass.
+
+    That of the stream may be None: behind the last layer, nothing but the norm uses it.
+    """
 
     @staticmethod
     def forward(
@@ -66,31 +71,46 @@ class _Norm(torch.autograd.Function):
         statistics = norm_rows(values, weight, bias, eps, output=normed, update=update, total=total)
         ctx.save_for_backward(values if total is None else total, weight, bias, statistics)
         ctx.update_dtype = None if update is None else update.dtype
+        ctx.set_materialize_grads(False)
         return stream, normed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_stream: Tensor, d_normed: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_stream: Tensor | None, d_normed: Tensor | None) -> tuple[Tensor | None, ...]:
         values, weight, bias, statistics = ctx.saved_tensors
+        if d_normed is None:
+            d_normed = torch.zeros_like(values)
         d_values, d_update = torch.empty_like(values), None
         if ctx.update_dtype not in (None, values.dtype):
             d_update = torch.empty_like(values, dtype=ctx.update_dtype)
-        d_parameters = norm_rows_backward(
-            d_normed, values, weight, bias, statistics, d_values=d_values, d_total=d_stream, d_update=d_update
-        )
+        sums = partial_sums(values, 2 * len(weight))
+        norm_rows_backward(
+            d_normed, values, weight, bias, statistics,
+            d_values=d_values, sums=sums, d_total=d_stream, d_update=d_update,
+        )  # fmt: skip
         if ctx.update_dtype == values.dtype:
             d_update = d_values
-        return d_values, d_update, *d_parameters, None
+        d_weight, d_bias = sums.sum(0).to(weight.dtype).split(len(weight))
+        return d_values, d_update, d_weight, d_bias, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, attended: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        attended: Tensor,
+        u: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
         values = attended.contiguous()
         u = u if u.stride(-1) == 1 else u.contiguous()
         gated = torch.empty_like(values)
-        statistics = norm_rows(values, weight, bias, eps, output=gated, u=u)
+        statistics = norm_rows(values, weight, bias, eps, output=gated, u=u, group=group)
         ctx.save_for_backward(values, u, weight, bias, statistics)
+        ctx.group = group
         return gated.flatten(-2)
 
     @staticmethod
@@ -98,13 +118,16 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, u, weight, bias, statistics = ctx.saved_tensors
         d_values, d_u = torch.empty_like(values), torch.empty_like(values, dtype=u.dtype)
-        d_parameters = norm_rows_backward(gradient, values, weight, bias, statistics, d_values=d_values, u=u, d_u=d_u)
-        return d_values, d_u, *d_parameters, None
+        sums = partial_sums(values, 3 * len(weight))
+        norm_rows_backward(
+            gradient, values, weight, bias, statistics,
+            d_values=d_values, sums=sums, u=u, d_u=d_u, u_sums=sums[:, 2 * len(weight) :], group=ctx.group,
+        )  # fmt: skip
+        d_weight, d_bias, _ = sums.sum(0).to(weight.dtype).split(len(weight))
+        return d_values, d_u, d_weight, d_bias, None, None
 
 
 class _Activate(torch.autograd.Function):
-    """Its backward takes the four gradients from where they are, so that nothing but SiLU's derivative joins them."""
-
     @staticmethod
     def forward(ctx: Any, projected: Tensor, head_dim: int) -> tuple[Tensor, ...]:
         projected = projected.contiguous()
@@ -113,9 +136,12 @@ class _Activate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, d_u: Tensor, d_v: Tensor, d_q: Tensor, d_k: Tensor) -> tuple[Tensor, None]:
         (projected,) = ctx.saved_tensors
-        return silu_heads_backward(projected, *gradients), None
+        d_projected, sums = torch.empty_like(projected), partial_sums(projected, projected.shape[1])
+        split_heads(d_projected, d_u.shape[2]).select(2, 0).copy_(d_u)  # which has been through SiLU's derivative
+        silu_heads_backward(projected, d_v, d_q, d_k, d_projected=d_projected, sums=sums)
+        return d_projected, None
 
 
 KERNEL_ATTENTIONS = ("auto", "triton")
@@ -140,6 +166,8 @@ class Options:
     """Of the norm behind attention."""
     recompute: bool
     """Whether the backward pass computes the first norm and SiLU again, instead of keeping what they return."""
+    group: dist.ProcessGroup | None
+    """Ranks among which the heads are divided; see `divided`."""
 
 
 def options_for(layer: Any, tokens: Tensor, update: Tensor, sequences: Sequences) -> Options | None:
@@ -155,6 +183,7 @@ def options_for(layer: Any, tokens: Tensor, update: Tensor, sequences: Sequences
         input_eps=layer.input_norm.eps,
         output_eps=layer.output_norm.eps,
         recompute=layer.recompute,
+        group=_group_of(layer.output_norm),
     )
 
 
@@ -204,10 +233,14 @@ class _Layer(torch.autograd.Function):
         attended = attend(q, k, v, options.sequences, options.scale_length)
         gated = torch.empty_like(attended)
         output_statistics = norm_rows(
-            attended, output_norm_weight, output_norm_bias, options.output_eps, output=gated, u=u
+            attended, output_norm_weight, output_norm_bias, options.output_eps, output=gated, u=u, group=options.group
         )
-        output = output_weight.to(dtype)
-        next_update = torch.addmm(output_bias.to(dtype), gated.flatten(1), output.t())
+        output, bias = output_weight.to(dtype), output_bias.to(dtype)
+        if options.group is not None and options.group.rank() > 0:  # once in the sum
+            bias = torch.zeros_like(bias)
+        next_update = torch.addmm(bias, gated.flatten(1), output.t())
+        if options.group is not None:
+            dist.all_reduce(next_update, group=options.group)
         kept = (None, None) if options.recompute else (normed, activated)
         ctx.save_for_backward(
             stream, statistics, input_weight, input_bias, uvqk, projected, attended, output_statistics,
@@ -227,33 +260,55 @@ class _Layer(torch.autograd.Function):
         options: Options = ctx.options
         tokens_dtype, update_dtype, uvqk_dtype, output_dtype = ctx.dtypes
 
+        hidden, width, head_dim = len(input_weight), len(output_norm_weight), options.head_dim
+        sums = partial_sums(stream, 6 * width + 3 * hidden)
+        uvqk_sums = sums[:, 2 * width :]
+
         d_next_update = d_next_update.contiguous()
-        d_output_bias = d_next_update.sum(0).to(output_dtype)
-        d_output = (d_next_update.t() @ gated.flatten(1)).to(output_dtype)
-        d_attended, d_u = torch.empty_like(attended), torch.empty_like(attended)
-        d_output_norm = norm_rows_backward(
+        d_output = _summed_products(d_next_update, gated.flatten(1), output_dtype)
+        d_attended, d_projected = torch.empty_like(attended), torch.empty_like(projected)
+        norm_rows_backward(
             d_next_update @ output, attended, output_norm_weight, output_norm_bias, output_statistics,
-            d_values=d_attended, u=split_heads(projected, options.head_dim).select(2, 0), d_u=d_u,
+            d_values=d_attended, sums=sums, u=split_heads(projected, head_dim).select(2, 0),
+            d_u=split_heads(d_projected, head_dim).select(2, 0), u_sums=uvqk_sums, group=options.group,
         )  # fmt: skip
 
         if activated is None:
-            activated = silu_heads(projected, options.head_dim)
+            activated = silu_heads(projected, head_dim)
         v, q, k = activated.unbind(2)
         d_q, d_k, d_v = attend_backward(q, k, v, d_attended, options.sequences, options.scale_length)
-        d_projected = silu_heads_backward(projected, d_u, d_v, d_q, d_k)
+        silu_heads_backward(projected, d_v, d_q, d_k, d_projected=d_projected, sums=uvqk_sums)
 
+        d_normed, reducing = d_projected @ uvqk, None
+        if options.group is not None:  # while gradients of the weights are computed
+            reducing = dist.all_reduce(d_normed, group=options.group, async_op=True)
         if normed is None:
             normed = torch.empty_like(stream, dtype=options.dtype)
             norm_rows(stream, input_weight, input_bias, options.input_eps, output=normed)
-        d_uvqk_bias = d_projected.sum(0).to(uvqk_dtype)
-        d_uvqk = (d_projected.t() @ normed).to(uvqk_dtype)
+        d_uvqk = _summed_products(d_projected, normed, uvqk_dtype)
+        if reducing is not None:
+            reducing.wait()
         d_tokens = torch.empty_like(stream)
         d_update = None if update_dtype == stream.dtype else torch.empty_like(stream, dtype=update_dtype)
-        d_input_norm = norm_rows_backward(
-            d_projected @ uvqk, stream, input_weight, input_bias, statistics,
-            d_values=d_tokens, d_total=d_stream, d_update=d_update,
+        norm_rows_backward(
+            d_normed, stream, input_weight, input_bias, statistics,
+            d_values=d_tokens, sums=sums[:, 6 * width :],
+            d_total=d_stream, d_update=d_update, also_summed=d_next_update,
         )  # fmt: skip
+        norm_dtype, output_norm_dtype = input_weight.dtype, output_norm_weight.dtype
+        dtypes = [output_norm_dtype, output_norm_dtype, uvqk_dtype, norm_dtype, norm_dtype, output_dtype]
+        totals = sums.sum(0).split([width, width, 4 * width, hidden, hidden, hidden])
+        d_output_norm_weight, d_output_norm_bias, d_uvqk_bias, d_input_weight, d_input_bias, d_output_bias = (
+            total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)
+        )
         return (
-            d_tokens.to(tokens_dtype), d_tokens if d_update is None else d_update,
-            *d_input_norm, d_uvqk, d_uvqk_bias, *d_output_norm, d_output, d_output_bias, None,
+            d_tokens.to(tokens_dtype), d_tokens if d_update is None else d_update, d_input_weight, d_input_bias,
+            d_uvqk, d_uvqk_bias, d_output_norm_weight, d_output_norm_bias, d_output, d_output_bias, None,
         )  # fmt: skip
+
+
+def _summed_products(d_output: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a linear's weight in the weight's dtype: the sum over tokens of gradient times input."""
+    if d_output.dtype == torch.bfloat16 and dtype == torch.float32:
+        return torch.mm(d_output.t(), inputs, out_dtype=dtype)  # without rounding on the way
+    return (d_output.t() @ inputs).to(dtype)

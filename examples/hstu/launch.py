@@ -38,14 +38,14 @@ class Kernel:
         assert isinstance(first, Tensor)
         key: list[Any] = [first.get_device(), *constants.items()]
         values: list[Any] = []
-        for argument in arguments:
+        for argument in arguments:  # about 20, dozens of times a step: each test counts
             if isinstance(argument, Tensor):
                 address = argument.data_ptr()
                 values.append(address)  # which Triton takes as it is; of a tensor, it asks the driver what it is
-                key += (argument.dtype, address % _ALIGNMENT == 0)
+                key.append((argument.dtype,) if address % _ALIGNMENT else argument.dtype)
             else:
                 values.append(argument)
-                key.append(_kind(argument))
+                key.append(_kind(argument) if type(argument) is int else type(argument))
         known = tuple(key)
         found = self._compiled.get(known)
         if found is not None:
@@ -58,8 +58,9 @@ class Kernel:
             self._compiled[known] = compiled, tuple(constants[name] for name in names)
 
 
-def _kind(number: float | None) -> Any:
+def _kind(number: int) -> int:
     """Return what is special about a number: 1 is a constant in the compiled form, multiples of 16 are known to be."""
-    if isinstance(number, int):
-        return 1 if number == 1 else (number % _ALIGNMENT == 0, -_INT32_END <= number < _INT32_END)
-    return type(number)
+    if number == 1:
+        return 1
+    is_multiple = number % _ALIGNMENT == 0
+    return 2 + is_multiple if -_INT32_END <= number < _INT32_END else 4 + is_multiple

@@ -9,25 +9,19 @@ To save memory, the backward pass can compute activations again, by the same ope
     SiLU -> attention       `recompute_saved`: whatever implements attention keeps views of the SiLU's output, and
                             must not run twice, so only what it keeps is replaced
 
-`tensor_parallel` divides the heads among ranks that have the same batches; everything else is replicated:
-
-    every rank        LayerNorm(X)                                  a copy of all tokens, at full width
-    its own heads     linear -> SiLU -> attention -> norm -> gate   `uvqk` by columns, `output_norm` by columns
-    its own heads     linear                                        `output` by rows; the sum over ranks is X's update
+`tensor_parallel` divides the heads among ranks that have the same batches; see `divided`.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from evenrank.core.errors import ConfigError
@@ -35,6 +29,7 @@ from evenrank.training import Flops, ModelFlops, hstu_work
 from hstu import unfused
 from hstu.attention import Sequences
 from hstu.config import ATTENTIONS, HSTUConfig
+from hstu.divided import ColumnParallelLinear, ParallelLayerNorm, RowParallelLinear
 
 
 class Pointwise(Protocol):
@@ -48,7 +43,7 @@ class Pointwise(Protocol):
         """Return U, V, Q and K."""
         ...
 
-    def gate(self, attended: Tensor, u: Tensor, module: nn.Module) -> Tensor:
+    def gate(self, attended: Tensor, u: Tensor, module: nn.LayerNorm) -> Tensor:
         """Return LayerNorm(attended), gated by U."""
         ...
 
@@ -90,8 +85,7 @@ def recompute_saved(output: Tensor, function: Callable[[], Tensor]) -> AbstractC
             return function()
 
     def pack(saved: Tensor) -> "Tensor | _View":
-        # Subclasses, such as DTensor, have no storage of their own; all empty tensors have the same one.
-        if type(saved) is not Tensor or not saved.numel() or saved.untyped_storage().data_ptr() != storage:
+        if not saved.numel() or saved.untyped_storage().data_ptr() != storage:  # all empty tensors have the same one
             return saved
         return _View(saved.size(), saved.stride(), saved.storage_offset(), again)
 
@@ -136,6 +130,9 @@ class HSTUAttention(nn.Module):
 
 
 _PARTS = [nn.LayerNorm, nn.Linear, HSTUAttention, nn.LayerNorm, nn.Dropout, nn.Linear]
+_DIVIDED_PARTS = [
+    nn.LayerNorm, ColumnParallelLinear, HSTUAttention, ParallelLayerNorm, nn.Dropout, RowParallelLinear
+]  # fmt: skip
 
 
 class HSTULayer(nn.Module):
@@ -151,7 +148,7 @@ class HSTULayer(nn.Module):
         self.input_norm = nn.LayerNorm(config.hidden, eps=NORM_EPS)
         self.uvqk = nn.Linear(config.hidden, 4 * width)  # [heads, (U, V, Q, K), head_dim]
         self.attention = HSTUAttention(config.attention, config.max_length)
-        self.output_norm: nn.Module = nn.LayerNorm(width, eps=NORM_EPS)
+        self.output_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.dropout = nn.Dropout(config.dropout)
         self.output = nn.Linear(width, config.hidden)
 
@@ -169,21 +166,20 @@ class HSTULayer(nn.Module):
             The next `tokens` and `update`.
         """
         pointwise = pointwise_for(tokens, fused=self.fused_norms)
-        if pointwise is not unfused and self.is_plain(update):
+        if pointwise is not unfused and self.is_plain():
             from hstu.fused import options_for, whole_layer  # Triton comes with PyTorch for CUDA alone
 
             if (options := options_for(self, tokens, update, sequences)) is not None:
                 return whole_layer(self, tokens, update, options)
         return self.by_parts(pointwise, tokens, update, sequences)
 
-    def is_plain(self, update: Tensor) -> bool:
-        """Return whether the layer is what `fused_layer` computes: no dropout, no part replaced, no hooks on any."""
+    def is_plain(self) -> bool:
+        """Return whether the layer is what `whole_layer` computes: no dropout, no part replaced, no hooks on any."""
         parts = list(self.children())
         return (
             not (self.training and self.dropout.p)
-            and [type(part) for part in parts] == _PARTS
-            and not any(_has_hooks(part) for part in parts)  # with them, someone watches it, or divides it among ranks
-            and type(update) is Tensor  # not a sum over ranks in progress
+            and [type(part) for part in parts] in (_PARTS, _DIVIDED_PARTS)
+            and not any(_has_hooks(part) for part in parts)  # with them, someone watches it
         )
 
     def by_parts(
@@ -231,10 +227,11 @@ def attention_flops(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the heads of all HSTU layers of a model among the ranks of a mesh, in place.
 
-    The parameters that are divided become DTensors. All others are set to those of the mesh's first rank; they have the
-    same gradients on all its ranks, as long as the batches are the same. For that, let a Balancer work on the other
-    dimension of the device mesh: `Balancer(..., group=mesh["dp"])` and `tensor_parallel(model, mesh["tp"])`. Give its
-    ranks different seeds after that, so that they do not drop the same units of their heads.
+    All parameters are set to those of the mesh's first rank, then each rank keeps those of its own heads; see
+    `divided_parameters`. The others have the same gradients on all its ranks, as long as the batches are the same. For
+    that, balance samples along the other dimension of the device mesh: `build_loader(..., balance=...,
+    group=mesh["dp"])` and `tensor_parallel(model, mesh["tp"])`. Give its ranks different seeds after that, so that they
+    do not drop the same units of their heads.
 
     Collective: every rank of the mesh must call this.
 
@@ -245,61 +242,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: a layer's heads cannot be divided equally.
     """
+    group = mesh.get_group()
     layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
     for layer in layers:
-        if layer.heads % mesh.size():
-            raise ConfigError(f"{layer.heads} heads cannot be divided among {mesh.size()} ranks; use a divisor")
-    for layer in layers:
-        parallelize_module(layer, mesh, {"uvqk": ColwiseParallel(), "output": RowwiseParallel()})
-        assert isinstance(layer.output_norm, nn.LayerNorm)
-        layer.output_norm = ShardedLayerNorm(layer.output_norm, mesh)
+        if layer.heads % group.size():
+            raise ConfigError(f"{layer.heads} heads cannot be divided among {group.size()} ranks; use a divisor")
     for tensor in (*model.parameters(), *model.buffers()):
-        if not isinstance(tensor, DTensor):
-            dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
-
-
-class ShardedLayerNorm(nn.Module):
-    """A LayerNorm of rows whose columns are on several ranks; its statistics are those of whole rows.
-
-    Args:
-        norm: with the same parameters, at full width.
-        mesh: the ranks among which columns are divided.
-    """
-
-    def __init__(self, norm: nn.LayerNorm, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.eps = norm.eps
-        self.mesh = mesh
-        self.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Shard(0)]))
-        self.bias = nn.Parameter(distribute_tensor(norm.bias.detach(), mesh, [Shard(0)]))
-
-    def forward(self, values: Tensor) -> Tensor:
-        """Return the normalized values: like `values`, this rank's columns [tokens, width / ranks]."""
-        wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        centered = wide - self._row_means(wide)
-        normed = centered * (self._row_means(centered.square()) + self.eps).rsqrt()
-        weight, bias = (cast(DTensor, parameter).to_local() for parameter in (self.weight, self.bias))
-        return (normed * weight + bias).to(values.dtype)
-
-    def _row_means(self, columns: Tensor) -> Tensor:
-        """Return the mean of each row over all ranks: [tokens, 1]."""
-        # Of DTensors, the backward pass would exchange whole rows where it adds the gradients of the mean to theirs.
-        sums: Tensor = _SumOverRanks.apply(columns.sum(1, keepdim=True), self.mesh.get_group())  # type: ignore[no-untyped-call]
-        return sums / (columns.shape[1] * self.mesh.size())
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group; each rank goes on with it differently, so gradients add up too."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+    for layer in layers:
+        layer.uvqk = ColumnParallelLinear(layer.uvqk, group)
+        layer.output_norm = ParallelLayerNorm(layer.output_norm, group)
+        layer.output = RowParallelLinear(layer.output, group)

@@ -34,7 +34,7 @@ def activate(projected: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor, 
     return u, v, q, k
 
 
-def gate(attended: Tensor, u: Tensor, module: nn.Module) -> Tensor:
+def gate(attended: Tensor, u: Tensor, module: nn.LayerNorm) -> Tensor:
     """Normalize what attention returns, and gate it.
 
     Args:

@@ -61,7 +61,7 @@ class Task:
     num_tasks: int
     """Entries of the loss sums."""
     cost: Cost
-    """What a sample costs, for the Balancer."""
+    """What a sample costs, for balancing."""
     flops: ModelFlops
     """Of the model."""
     work: Callable[[Any], Work]

@@ -128,3 +128,10 @@ def test_positions_count_from_the_first_token_and_candidates_share_the_next_one(
     sequences = make_sequences([5, 0, 6], [2, 0, 0], [3, 0, 0])
     # The second sample has no tokens; the third is longer than there are buckets.
     assert positions(sequences).flatten().tolist() == [0, 1, 2, 2, 2, 0, 1, 2, 3, 3, 3]
+
+
+def test_the_last_position_gets_the_gradients_of_all_tokens_that_share_it() -> None:
+    positions = PositionEmbedding(4, 1)
+    positions(make_sequences([1000, 2, 0, 5], [0] * 4, [0] * 4)).sum().backward()
+    assert positions.weight.grad is not None
+    assert positions.weight.grad.flatten().tolist() == [3, 3, 2, 997 + 2]

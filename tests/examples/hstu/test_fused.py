@@ -7,39 +7,41 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from hstu import unfused
 from hstu.config import HSTUConfig
 from hstu.layer import HSTULayer, pointwise_for
-from tests.examples.hstu.exactness import MODES, check, check_bits, check_whole_layers, layer
+from tests.examples.hstu.exactness import (
+    MODES,
+    check,
+    check_bits,
+    check_divided_layers,
+    check_whole_layers,
+    layer,
+)
 from tests.examples.hstu.samples import CONFIG, make_sequences, needs_triton
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[3]
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
 
 
 @needs_triton
-def test_interpreted_kernels_and_layers_are_as_exact_as_torchs_operations() -> None:
-    """In another process, since Triton's interpreter is chosen before kernels are loaded."""
+@pytest.mark.parametrize(
+    "program",
+    [["interpreted.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "interpreted_ranks.py"]],
+    ids=["whole layers", "heads divided between ranks"],
+)
+def test_interpreted_kernels_and_layers_are_as_exact_as_torchs_operations(program: list[str]) -> None:
+    """In other processes, since Triton's interpreter is chosen before kernels are loaded."""
     path = os.pathsep.join([str(ROOT / "examples"), str(ROOT), *sys.path])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, str(Path(__file__).with_name("interpreted.py"))]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *program[:-1], str(Path(__file__).with_name(program[-1]))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
-
-
-@needs_triton
-def test_a_norm_that_is_divided_among_ranks_is_applied_as_it_is() -> None:
-    from hstu import fused
-
-    class Double(nn.Module):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            return 2 * values
-
-    attended, u = torch.randn(2, 3, 4, 5).unbind(0)
-    expected = (2 * attended * nn.functional.silu(u)).flatten(-2)
-    torch.testing.assert_close(fused.gate(attended, u, Double()), expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -68,6 +70,22 @@ def test_a_layer_is_as_exact_as_torch_and_recomputes_bits(mode: str, lengths: tu
 @EACH_MODE
 def test_layers_as_a_whole_have_the_bits_of_layers_by_parts(mode: str) -> None:
     check_whole_layers(mode=mode, device="cuda", heads=4)
+
+
+def _check_divided(rank: int, world_size: int, mode: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.new_group(backend="nccl")
+    check_divided_layers(mode=mode, mesh=init_device_mesh("cuda", (world_size,)))
+
+
+@pytest.mark.multi_gpu
+@EACH_MODE
+def test_layers_whose_heads_are_divided_are_as_exact_as_whole_ones(mode: str) -> None:
+    pool = RankPool()
+    try:
+        pool.run(2, _check_divided, mode)
+    finally:
+        pool.stop()
 
 
 @pytest.mark.gpu
@@ -110,7 +128,7 @@ def test_a_layer_that_computes_something_else_or_is_watched_is_not_plain(other: 
     layer = HSTULayer(CONFIG)
     for change, is_plain in (("nothing", True), ("dropout that is off", True), (other, False)):
         _change(layer, change)
-        assert layer.is_plain(torch.zeros(1, CONFIG.hidden)) == is_plain
+        assert layer.is_plain() == is_plain
 
 
 @pytest.mark.gpu

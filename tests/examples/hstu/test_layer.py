@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from evenrank.core.errors import ConfigError
 from hstu.config import HSTUConfig
 from hstu.layer import NORM_EPS, HSTULayer, tensor_parallel
-from tests.examples.hstu.exactness import gradients_of
+from tests.examples.hstu.exactness import gradients_by_name, gradients_of, joined
 from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, make_retrieval, make_sequences, random_samples
 from tests.ranks import RankPool
 
@@ -128,15 +127,13 @@ def test_a_graph_can_be_used_twice() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def _run(model: nn.Module, samples: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def _run(
+    model: nn.Module, samples: list[Any], group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     loss_sums, logits = model(make_batch(samples).to(next(model.parameters()).device))
     loss_sums.sum().backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        gradients[name] = gradient.clone().cpu()
-    return logits.detach().cpu(), gradients
+    gradients = joined(model, gradients_by_name(dict(model.named_parameters())), group)
+    return logits.detach().cpu(), {name: gradient.cpu() for name, gradient in gradients.items()}
 
 
 def _divided(rank: int, world_size: int, config: HSTUConfig, dtype: torch.dtype, device: str = "cpu") -> Any:
@@ -147,8 +144,9 @@ def _divided(rank: int, world_size: int, config: HSTUConfig, dtype: torch.dtype,
     if device == "cuda":
         torch.cuda.set_device(rank)
         dist.new_group(backend="nccl")
-    tensor_parallel(model.to(device), init_device_mesh(device, (world_size,)))
-    return _run(model, random_samples(6))
+    mesh = init_device_mesh(device, (world_size,))
+    tensor_parallel(model.to(device), mesh)
+    return _run(model, random_samples(6), mesh.get_group())
 
 
 @pytest.mark.parametrize(("num_ranks", "recompute"), [(2, False), (4, True)])

@@ -10,7 +10,6 @@ from evenrank.core.errors import ConfigError
 from tests.examples.trainer.jobs import SHARDED, Trained, check_failures, log_lines, run, settings, together
 from tests.ranks import RankPool
 
-# With two ranks for its heads, each has 3 columns of a layer, which two data-parallel ranks cannot halve.
 JOB: dict[str, Any] = {"hidden": 6, "heads": 2, "layers": 2, "learning_rate": 0.01, "warmup_steps": 4, "log_every": 1}
 
 
@@ -35,7 +34,11 @@ def train(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> Callable[...,
     return _train
 
 
-@pytest.mark.parametrize("options", [{}, SHARDED], ids=["replicated tables", "sharded tables"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, SHARDED, {"task": "retrieval"}],
+    ids=["replicated tables", "sharded tables", "retrieval"],
+)
 def test_a_job_resumes_on_other_meshes(train: Callable[..., Any], tmp_path: Path, options: dict[str, Any]) -> None:
     samples, losses = train("whole", 1, 1, **options)
     parts = [
