@@ -38,7 +38,7 @@ def metrics_command(
 
     \b
         with JsonLines("out/balance.jsonl") as log:
-            balancer = Balancer(loader, BalanceConfig(cost=cost, on_step=log))
+            loader = build_loader(..., balance=BalanceConfig(cost=cost, on_step=log))
 
     Examples:
 

@@ -3,13 +3,13 @@
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/accelerate_loop.py --data out/synthetic
 
-`accelerator.save_state` saves the position in the data along with model and optimizer, because the Balancer is
+`accelerator.save_state` saves the position in the data along with model and optimizer, because the loader is
 registered with `register_for_checkpointing`. Run the same command again: it resumes from the last checkpoint, which is
 that of step 80 of 100, as a job does that was killed, and prints the same loss for step 100. `save_state` writes one
 file after the other, so each checkpoint has a folder of its own, which gets its name when it is complete: a job that is
 killed meanwhile resumes from the one before.
 
-Do not pass the Balancer to `accelerator.prepare`: it has distributed the samples over the ranks already. On GPUs, leave
+Do not pass the loader to `accelerator.prepare`: it has distributed the samples over the ranks already. On GPUs, leave
 `cpu=True` out.
 """
 
@@ -25,7 +25,7 @@ from accelerate import Accelerator
 
 from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 from next_item import COST, NextItem
@@ -55,32 +55,33 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     config = LoaderConfig(batch_size=16, max_history_length=200)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    loader = build_loader(args.data, config, rank=rank, world_size=world_size)
+    balance = BalanceConfig(cost=COST)
+    loader = build_loader(args.data, config, rank=rank, world_size=world_size, balance=balance)
 
     model = NextItem(num_items)
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=3e-3))
     average = LossAverage(device=accelerator.device)
-    with Balancer(loader, BalanceConfig(cost=COST), device=accelerator.device) as balancer:
-        accelerator.register_for_checkpointing(balancer)
-        if (last := newest(args.checkpoints)) is not None:
-            accelerator.load_state(str(last))
-            state = balancer.state_dict()
-            accelerator.print(f"resumed in epoch {state['epoch']} after {state['position']:,} samples")
-        for batch in chain.from_iterable(repeat(balancer)):  # epoch after epoch
-            optimizer.zero_grad()
-            loss_sum = model(batch)
-            accelerator.backward(scale_loss(loss_sum, batch))
-            optimizer.step()
-            average.update(loss_sum, batch)
-            step = batch.epoch * len(balancer) + math.ceil(batch.position / (world_size * config.batch_size))
-            if step % args.log_every == 0:
-                (loss,) = average.compute()
-                average.reset()
-                accelerator.print(f"step {step} | loss {loss:.4f} | epoch {batch.epoch}, sample {batch.position:,}")
-            if step % args.save_every == 0:
-                save(accelerator, args.checkpoints, step)
-            if step >= args.steps:
-                break
+    accelerator.register_for_checkpointing(loader)
+    if (last := newest(args.checkpoints)) is not None:
+        accelerator.load_state(str(last))
+        state = loader.state_dict()
+        accelerator.print(f"resumed in epoch {state['epoch']} after {state['position']:,} samples")
+    for batch in chain.from_iterable(repeat(loader)):  # epoch after epoch
+        batch = batch.to(accelerator.device)
+        optimizer.zero_grad()
+        loss_sum = model(batch)
+        accelerator.backward(scale_loss(loss_sum, batch))
+        optimizer.step()
+        average.update(loss_sum, batch)
+        step = batch.epoch * len(loader) + math.ceil(batch.position / (world_size * config.batch_size))
+        if step % args.log_every == 0:
+            (loss,) = average.compute()
+            average.reset()
+            accelerator.print(f"step {step} | loss {loss:.4f} | epoch {batch.epoch}, sample {batch.position:,}")
+        if step % args.save_every == 0:
+            save(accelerator, args.checkpoints, step)
+        if step >= args.steps:
+            break
     accelerator.end_training()
 
 

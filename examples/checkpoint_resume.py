@@ -6,7 +6,7 @@
 
 The first job saves a checkpoint after 60 steps and ends. The second one finds it, trains what is left of the epoch on 3
 ranks, and checks that the two jobs trained each sample exactly once. One call saves or loads model, optimizer and the
-position in the data: the Balancer is one more entry of the state. (A real job keeps its previous checkpoint until the
+position in the data: the loader is one more entry of the state. (A real job keeps its previous checkpoint until the
 new one is complete.)
 
 A step has 96 samples on any number of ranks that divides 96, so the losses after resuming are those of a job that was
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 from next_item import COST, NextItem
@@ -64,41 +64,41 @@ def train(args: argparse.Namespace) -> None:
         )
     torch.manual_seed(0)
     config = LoaderConfig(batch_size=args.global_batch_size // world_size, max_history_length=100)
-    loader = build_loader(args.data, config, rank=rank, world_size=world_size)
+    balance = BalanceConfig(cost=COST)
+    loader = build_loader(args.data, config, rank=rank, world_size=world_size, balance=balance)
     model = DistributedDataParallel(NextItem(num_items))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     average = LossAverage()
     trained = torch.zeros(loader.num_samples, dtype=torch.int64)  # how often each sample was trained, by all ranks
 
-    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
-        job = {"app": AppState(model, optimizer), "data": balancer, "trained": trained}
-        if args.checkpoint.exists():
-            dcp.load(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
+    job = {"app": AppState(model, optimizer), "data": loader, "trained": trained}
+    if args.checkpoint.exists():
+        dcp.load(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
+        if rank == 0:
+            steps_left = loader.remaining_batches()
+            print(f"resumed on {world_size} ranks; {steps_left} of {len(loader)} steps are left", flush=True)
+    mine = torch.zeros_like(trained)
+    for batch in islice(loader, args.steps):
+        optimizer.zero_grad()
+        loss_sum = model(batch)
+        scale_loss(loss_sum, batch).backward()
+        optimizer.step()
+        mine[batch.sample_ids[: batch.num_real]] += 1
+        average.update(loss_sum, batch)
+        step = math.ceil(batch.position / args.global_batch_size)
+        if step % args.log_every == 0:
+            (loss,) = average.compute()
+            average.reset()
             if rank == 0:
-                steps_left = balancer.remaining_batches()
-                print(f"resumed on {world_size} ranks; {steps_left} of {len(balancer)} steps are left", flush=True)
-        mine = torch.zeros_like(trained)
-        for batch in islice(balancer, args.steps):
-            optimizer.zero_grad()
-            loss_sum = model(batch)
-            scale_loss(loss_sum, batch).backward()
-            optimizer.step()
-            mine[batch.sample_ids[: batch.num_real]] += 1
-            average.update(loss_sum, batch)
-            step = math.ceil(batch.position / args.global_batch_size)
-            if step % args.log_every == 0:
-                (loss,) = average.compute()
-                average.reset()
-                if rank == 0:
-                    print(f"step {step} | loss {loss:.4f}", flush=True)
-        dist.all_reduce(mine)
-        trained += mine
-        if args.steps is not None:
-            partial = args.checkpoint.with_suffix(".partial")  # what stays if the job is killed here is never loaded
-            dcp.save(job, checkpoint_id=partial)  # type: ignore[attr-defined]
-            if rank == 0:  # where it returns when all ranks have written
-                shutil.rmtree(args.checkpoint, ignore_errors=True)
-                partial.rename(args.checkpoint)
+                print(f"step {step} | loss {loss:.4f}", flush=True)
+    dist.all_reduce(mine)
+    trained += mine
+    if args.steps is not None:
+        partial = args.checkpoint.with_suffix(".partial")  # what stays if the job is killed here is never loaded
+        dcp.save(job, checkpoint_id=partial)  # type: ignore[attr-defined]
+        if rank == 0:  # where it returns when all ranks have written
+            shutil.rmtree(args.checkpoint, ignore_errors=True)
+            partial.rename(args.checkpoint)
     once, repeated = int((trained == 1).sum()), int((trained > 1).sum())
     if rank == 0:
         print(f"{once:,} of {loader.num_samples:,} samples were trained exactly once, {repeated:,} more often")

@@ -12,9 +12,9 @@ and 2 are one group, ranks 1 and 3 another. Both read the same samples and compu
 peers get equal batches without communicating; the example checks that they do.
 
 In hybrid sharding, with `mesh_dim_names=("replicate", "shard")` and `fully_shard(model, mesh=mesh)`, each rank trains
-samples of its own: leave `group` out, and the Balancer balances over all ranks. On GPUs, call `torch.cuda.set_device`,
-initialize the process group with "cpu:gloo,cuda:nccl" and the mesh with "cuda", and pass this rank's `device=` to the
-Balancer and to LossAverage.
+samples of its own: pass its rank among all, and leave `group` out. On GPUs, call `torch.cuda.set_device`, initialize
+the process group with "cpu:gloo,cuda:nccl" and the mesh with "cuda", move batches with `batch.to(device)`, and pass
+`device=` to LossAverage.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 from next_item import COST, NextItem
@@ -53,36 +53,37 @@ def train(args: argparse.Namespace) -> None:
     dp, tp = mesh["dp"], mesh["tp"]
     torch.manual_seed(0)
     config = LoaderConfig(batch_size=16, max_history_length=200)
-    loader = build_loader(args.data, config, rank=dp.get_local_rank(), world_size=dp.size())
+    steps: list[StepMetrics] = []
+    balance = BalanceConfig(cost=COST, on_step=steps.append)
+    rank, world_size = dp.get_local_rank(), dp.size()
+    loader = build_loader(args.data, config, rank=rank, world_size=world_size, balance=balance, group=dp)
 
     model = NextItem(num_items)
     parallelize_module(model, tp, {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()})
     fully_shard(model, mesh=dp)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
-    steps: list[StepMetrics] = []
     average = LossAverage(group=dp)
     unequal = 0
-    with Balancer(loader, BalanceConfig(cost=COST, on_step=steps.append), group=dp) as balancer:
-        epochs = chain.from_iterable(repeat(balancer))
-        for step, batch in enumerate(islice(epochs, args.steps), start=1):
-            optimizer.zero_grad()
-            loss_sum = model(batch)
-            scale_loss(loss_sum, batch).backward()  # divides by the loss tokens of the ranks along `dp`
-            optimizer.step()
-            average.update(loss_sum, batch)
-            unequal += not have_equal_samples(batch, tp.get_group())
-            if step % args.log_every == 0:
-                (loss,) = average.compute()
-                average.reset()
-                load = summarize(steps)
-                steps.clear()
-                if dist.get_rank() == 0:
-                    print(
-                        f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
-                        f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after",
-                        flush=True,
-                    )
+    epochs = chain.from_iterable(repeat(loader))
+    for step, batch in enumerate(islice(epochs, args.steps), start=1):
+        optimizer.zero_grad()
+        loss_sum = model(batch)
+        scale_loss(loss_sum, batch).backward()  # divides by the loss tokens of the ranks along `dp`
+        optimizer.step()
+        average.update(loss_sum, batch)
+        unequal += not have_equal_samples(batch, tp.get_group())
+        if step % args.log_every == 0:
+            (loss,) = average.compute()
+            average.reset()
+            load = summarize(steps)
+            steps.clear()
+            if dist.get_rank() == 0:
+                print(
+                    f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
+                    f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after",
+                    flush=True,
+                )
     if dist.get_rank() == 0:
         print(f"tensor-parallel peers had equal samples in {args.steps - unequal} of {args.steps} steps")
 

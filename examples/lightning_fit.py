@@ -3,12 +3,12 @@
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/lightning_fit.py --data out/synthetic
 
-Lightning saves the position in the data along with model and optimizer, because a Balancer has `state_dict`. Run the
+Lightning saves the position in the data along with model and optimizer, because the loader has `state_dict`. Run the
 same command again: it resumes from the last checkpoint, which is that of step 80 of 100, as a job does that was killed,
 and prints the same loss for step 100.
 
-Create the Balancer in `train_dataloader`: before `fit` there is no process group that it could balance over. On GPUs,
-pass it `device=self.trainer.strategy.root_device`, and the Trainer `accelerator="gpu"`.
+Create the loader in `train_dataloader`: before `fit` there is no process group through which ranks could compare their
+loaders. On GPUs, pass the Trainer `accelerator="gpu"`; it moves the batches.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from evenrank.core.errors import EvenrankError
-from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 from next_item import COST, NextItem
@@ -70,13 +70,13 @@ class BalancedData(lightning.LightningDataModule):
         super().__init__()
         self.path = path
 
-    def train_dataloader(self) -> Balancer[SequenceBatch]:
-        """Return the Balancer. Collective: every rank must call this, as Lightning does."""
+    def train_dataloader(self) -> Loader[SequenceBatch]:
+        """Return the loader. Collective: every rank must call this, as Lightning does."""
         assert self.trainer is not None
         config = LoaderConfig(batch_size=16, max_history_length=200)
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        loader = build_loader(self.path, config, rank=rank, world_size=world_size)
-        return Balancer(loader, BalanceConfig(cost=COST))
+        balance = BalanceConfig(cost=COST)
+        return build_loader(self.path, config, rank=rank, world_size=world_size, balance=balance)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -23,7 +23,6 @@ from evenrank.cli.main import run_command
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import (
     BalanceConfig,
-    Balancer,
     Cost,
     PartitionProblem,
     SelfAttentionCost,
@@ -84,16 +83,16 @@ def heaviest_first(problem: PartitionProblem) -> NDArray[np.int32]:
 def compare(data: Path, cost: Cost, strategy: str, own_cost: Cost, num_steps: int) -> str:
     """Balance some steps by a cost with a strategy; return the load by one's own cost, and how many samples moved."""
     config = LoaderConfig(batch_size=BATCH_SIZE, max_history_length=MAX_LENGTH)
-    loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size())
     steps: list[StepMetrics] = []
+    balance = BalanceConfig(cost=cost, strategy=strategy, on_step=steps.append)
+    loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size(), balance=balance)
     ratios = []
-    with Balancer(loader, BalanceConfig(cost=cost, strategy=strategy, on_step=steps.append)) as balancer:
-        for batch in itertools.islice(balancer, num_steps):
-            lengths = batch.features["item_id"].lengths().numpy().astype(np.int64)
-            load = own_cost({"item_id": lengths}, np.zeros_like(lengths)).sum()
-            loads = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-            dist.all_gather(loads, torch.tensor([load]))
-            ratios.append(float(torch.cat(loads).max() / torch.cat(loads).double().mean()))
+    for batch in itertools.islice(loader, num_steps):
+        lengths = batch.features["item_id"].lengths().numpy().astype(np.int64)
+        load = own_cost({"item_id": lengths}, np.zeros_like(lengths)).sum()
+        loads = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(loads, torch.tensor([load]))
+        ratios.append(float(torch.cat(loads).max() / torch.cat(loads).double().mean()))
     moved = summarize(steps).moved_samples
     return f"heaviest rank over mean {np.mean(ratios):.4f}, worst step {max(ratios):.4f}, {moved:.0%} of samples moved"
 

@@ -1,11 +1,11 @@
-"""TorchRec's DistributedModelParallel and TrainPipelineSparseDist over a Balancer.
+"""TorchRec's DistributedModelParallel and TrainPipelineSparseDist on balanced batches.
 
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/torchrec_dmp.py --data out/synthetic
 
 The table of items is sharded by rows: each rank holds a part of them. The rest of the model is replicated. While a
 batch trains, TorchRec's pipeline sends the ids of the next one to the ranks that hold their rows. So it pulls batches
-ahead, here from a Balancer; the position to save in a checkpoint is `balancer.state_dict(after=trained.batch)`.
+ahead; the position to save in a checkpoint is `loader.state_dict(after=trained.batch)`.
 
 On GPUs, `device` is `torch.device("cuda", int(os.environ["LOCAL_RANK"]))`, after `torch.cuda.set_device(device)`, and
 the process group is initialized with "cpu:gloo,cuda:nccl". Only there does the pipeline overlap communication and
@@ -34,7 +34,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, make_pipeline, run_pipeline, scale_loss
 
@@ -107,16 +107,19 @@ def train(args: argparse.Namespace) -> None:
     device = torch.device("cpu")
     torch.manual_seed(0)
 
-    def add_negatives(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
-        """Add a random item for each event, which is looked up like the history and moves with its sample."""
+    def add_negatives(batch: SequenceBatch) -> SequenceBatch:
+        """Add a random item for each event, which is looked up like the history."""
         lengths = batch.features["item_id"].lengths()
+        rng = np.random.default_rng([batch.epoch, batch.position, rank])
         ids = torch.from_numpy(rng.integers(1, num_items, int(lengths.sum())))
         negatives = KeyedJaggedTensor(keys=["negative_id"], values=ids, lengths=lengths)
         return batch.replace(features=KeyedJaggedTensor.concat([batch.features, negatives]))
 
     config = LoaderConfig(batch_size=16, max_history_length=200)
-    loader = build_loader(args.data, config, rank=rank, world_size=world_size, transform=add_negatives)
     cost = SelfAttentionCost(hidden=WIDTH, heads=HEADS, head_dim=WIDTH // HEADS, layers=1, ffn_multiplier=4)
+    steps: list[StepMetrics] = []
+    balance = BalanceConfig(cost=cost, on_step=steps.append)
+    loader = build_loader(args.data, config, rank=rank, world_size=world_size, balance=balance)
 
     model = shard_by_rows(NextItem(num_items), device)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -125,23 +128,21 @@ def train(args: argparse.Namespace) -> None:
     )
     pipeline = make_pipeline("sparse-dist", model, optimizer, device, loss=scale_loss)  # TrainPipelineSparseDist
 
-    steps: list[StepMetrics] = []
     average = LossAverage(device=device)
-    with Balancer(loader, BalanceConfig(cost=cost, on_step=steps.append), device=device) as balancer:
-        epochs = chain.from_iterable(repeat(balancer))
-        for step, trained in enumerate(islice(run_pipeline(pipeline, epochs), args.steps), start=1):
-            average.update(trained.output, trained.batch)
-            if step % args.log_every == 0:
-                (loss,) = average.compute()
-                average.reset()
-                load = summarize(steps)
-                steps.clear()
-                if rank == 0:
-                    print(
-                        f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
-                        f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after",
-                        flush=True,
-                    )
+    batches = map(add_negatives, chain.from_iterable(repeat(loader)))  # of one epoch after the other
+    for step, trained in enumerate(islice(run_pipeline(pipeline, batches), args.steps), start=1):
+        average.update(trained.output, trained.batch)
+        if step % args.log_every == 0:
+            (loss,) = average.compute()
+            average.reset()
+            load = summarize(steps)
+            steps.clear()
+            if rank == 0:
+                print(
+                    f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
+                    f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after",
+                    flush=True,
+                )
     (table,) = model.module.get_submodule("embeddings").parameters()
     if rank == 0:
         print(f"rank 0 has {len(table):,} of the {num_items:,} rows of the table")

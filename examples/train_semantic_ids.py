@@ -5,7 +5,7 @@
 
 An item is a tuple of codes, one per level, instead of a row of one large table (as in TIGER, Rajput et al., 2023). The
 table of codes is made here from the item ids; a real one comes from a quantizer, in a .npy or .pt file. What evenrank
-adds is in `train` and `evaluate`: SemanticIdConfig, which turns histories into tokens, and the Balancer.
+adds is in `train` and `evaluate`: SemanticIdConfig, which turns histories into tokens, and the balance of the loader.
 """
 
 import gc
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.cli.main import run_command
 from evenrank.dataloader import CodeTable, SemanticIdBatch, SemanticIdConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
 
@@ -109,7 +109,6 @@ def train(data: Path, num_steps: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
     config = SemanticIdConfig(codes=table, batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY)
-    loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size())
     cost = SelfAttentionCost(
         hidden=HIDDEN,
         heads=HEADS,
@@ -121,25 +120,26 @@ def train(data: Path, num_steps: int) -> None:
     )
     average = LossAverage()
     loads: list[StepMetrics] = []
+    balance = BalanceConfig(cost=cost, on_step=loads.append)
+    loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size(), balance=balance)
     report(f"before training | {evaluate(model.module, data, table)}")
-    with Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append)) as balancer:
-        epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
-        for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
-            optimizer.zero_grad()
-            loss_sum = model(batch)
-            scale_loss(loss_sum, batch).backward()  # each code of each item is a loss token
-            optimizer.step()
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
+        optimizer.zero_grad()
+        loss_sum = model(batch)
+        scale_loss(loss_sum, batch).backward()  # each code of each item is a loss token
+        optimizer.step()
 
-            average.update(loss_sum, batch)
-            if step % 20 == 0 or step == num_steps:
-                (loss,) = average.compute()
-                summary = summarize(loads)
-                report(
-                    f"step {step} | loss per code {loss:.4f} | heaviest rank over lower bound "
-                    f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
-                )
-                average.reset()
-                loads.clear()
+        average.update(loss_sum, batch)
+        if step % 20 == 0 or step == num_steps:
+            (loss,) = average.compute()
+            summary = summarize(loads)
+            report(
+                f"step {step} | loss per code {loss:.4f} | heaviest rank over lower bound "
+                f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
+            )
+            average.reset()
+            loads.clear()
     report(f"after training | {evaluate(model.module, data, table)}")
 
 

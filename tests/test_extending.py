@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, RandomBatches
+from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 from tests.registrations import restored
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "extending.md"
-CONFIG = LoaderConfig(batch_size=6, max_history_length=50)
+CONFIG = LoaderConfig(batch_size=6, max_history_length=50, drop_last=True)
 
 
 def _snippets() -> dict[str, str]:
@@ -30,22 +30,21 @@ def _samples(batch: Any) -> list[Sample]:
     return list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False))
 
 
-def _run_page(rank: int, world_size: int) -> list[list[Sample]]:
+def _run_page(rank: int, world_size: int, path: Path) -> list[list[Sample]]:
     """Run the page's code; return the samples of each step."""
     snippets = _snippets()
     trained: list[Any] = []
-    loader = RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=world_size)
+    names = {"path": path, "config": CONFIG, "rank": rank, "world_size": world_size, "train": trained.append}
     with restored(STRATEGIES):
-        exec(snippets["A cost"] + snippets["A strategy"], {"loader": loader, "train": trained.append})
+        exec(snippets["A cost"] + snippets["A strategy"], names)
     return [_samples(batch) for batch in trained]
 
 
-def test_the_strategy_of_the_page_balances_every_sample(ranks: RankPool) -> None:
-    by_rank = ranks.run(2, _run_page)
-    for number in range(4):
-        loaded = [RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=2).batch(number) for rank in range(2)]
+def test_the_strategy_of_the_page_balances_every_sample(ranks: RankPool, small_dataset: Path) -> None:
+    by_rank = ranks.run(2, _run_page, small_dataset)
+    loaders = [build_loader(small_dataset, CONFIG, rank=rank, world_size=2) for rank in range(2)]
+    for loaded, shares in zip(zip(*loaders, strict=True), zip(*by_rank, strict=True), strict=True):
         expected = [sample for batch in loaded for sample in _samples(batch)]
-        shares = [steps[number] for steps in by_rank]
         assert sorted(sample for share in shares for sample in share) == sorted(expected)
         # Assigned back and forth by descending cost.
         lengths = sorted((len(items) for _, items in expected), reverse=True)

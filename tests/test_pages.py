@@ -140,11 +140,11 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
     with resuming.balance(path, rank, world_size) as balancer:
         steps = iter(balancer)
         trained = resuming.train(steps, step, 3)
-        exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "balancer": balancer})
+        exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "loader": balancer})
         steps.close()  # type: ignore[attr-defined]
     new_model, new_adam = _model_and_adam()
     with resuming.balance(path, rank, world_size) as balancer:
-        exec(f"{job}\n{load}", names | {"model": new_model, "optimizer": new_adam, "balancer": balancer})
+        exec(f"{job}\n{load}", names | {"model": new_model, "optimizer": new_adam, "loader": balancer})
         rest = [sample for batch in balancer for sample in ids_of(batch)]
     torch.testing.assert_close(new_model.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert adam.state_dict()["state"]
@@ -216,7 +216,7 @@ def _train(rank: int, world_size: int) -> list[Any]:
     printed: list[Any] = []
     with Balancer(loader, BalanceConfig(cost=COST), group=dp) as balancer:
         known = (FiniteCheck, LossAverage, accumulate, contextlib, scale_loss)
-        names = {each.__name__: each for each in known} | {"balancer": balancer, "device": "cpu", "mesh": mesh}
+        names = {each.__name__: each for each in known} | {"loader": balancer, "device": "cpu", "mesh": mesh}
         names |= {"model": model, "num_tasks": 2, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
         section = TRAINING.read_text().split("\n## Losses\n")[1].split("\n## ")[0]
         (code,) = re.findall(r"```python\n(.*?)```", section, re.S)

@@ -40,10 +40,10 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     Args:
         loss_sums: a scalar for one task, [tasks] for several: the sums (not the means) of the loss over the loss tokens
             of this rank's batch.
-        dp_size: number of data-parallel ranks whose gradients are averaged; None: the ranks of the Balancer's group.
+        dp_size: number of data-parallel ranks whose gradients are averaged; None: the ranks that are balanced.
 
     Raises:
-        ConfigError: the batch is not from a Balancer, or has the loss tokens of other tasks.
+        ConfigError: the batch is not balanced, or has the loss tokens of other tasks.
     """
     # While torch.fx traces, both are proxies, whose values cannot be looked at. `torch.fx.wrap` would not do here: it
     # applies to modules imported before tracing starts, and this one is imported at its first use.
@@ -53,9 +53,9 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     if not isinstance(loss_sums, Tensor):
         raise ConfigError(f"loss_sums must be a tensor, got {type(loss_sums).__name__}; pass the sums alone")
     if batch.world_loss_tokens is None:
-        raise ConfigError("the batch has no world_loss_tokens; iterate over a Balancer instead of the loader")
+        raise ConfigError("the batch has no world_loss_tokens; pass balance to build_loader, or use a Balancer")
     if (dp_size := batch.dp_size if dp_size is None else dp_size) is None:
-        raise ConfigError("the batch has no dp_size; iterate over a Balancer, or pass dp_size to scale_loss")
+        raise ConfigError("the batch has no dp_size; balance the loader, or pass dp_size to scale_loss")
     tokens = batch.world_task_tokens
     if tokens is not None:
         if loss_sums.shape != tokens.shape:
@@ -90,7 +90,7 @@ def accumulate(
 ) -> Iterator[list[Batch]]:
     """Yield the batches of each optimizer step; `scale_loss` then divides by the loss tokens of all of them.
 
-        for batches in accumulate(balancer, 4):
+        for batches in accumulate(loader, 4):
             for batch in batches:
                 is_last = batch is batches[-1]
                 with contextlib.nullcontext() if is_last else model.no_sync():  # of DistributedDataParallel
@@ -99,17 +99,17 @@ def accumulate(
             optimizer.zero_grad()
 
     All batches of an optimizer step are pulled first, and held on the device: integers, small next to the activations
-    of one of them. Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the Balancer is
+    of one of them. Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the loader is
     the position after the last one. The last optimizer step of an epoch may have fewer batches.
 
     Where labels of some tasks are missing, `task_tokens` counts the loss tokens of each task; also without
     accumulation, with `num_steps=1`. Each optimizer step then begins with an all-reduce of one number per task, without
     a synchronization. A training pipeline, which steps the optimizer itself, takes
-    `itertools.chain.from_iterable(accumulate(balancer, 1, task_tokens=...))`.
+    `itertools.chain.from_iterable(accumulate(loader, 1, task_tokens=...))`.
 
     Where loss tokens have weights, `task_tokens` returns their sums instead of counts, and the loss sums are weighted:
 
-        accumulate(balancer, 1, task_tokens=lambda batch: batch.weights.values().sum().view(1))
+        accumulate(loader, 1, task_tokens=lambda batch: batch.weights.values().sum().view(1))
         loss_sums = (losses * batch.weights.values()).sum().view(1)
 
     The loss is then the weighted mean over all ranks, and the gradient that of one process.
@@ -126,7 +126,7 @@ def accumulate(
             the default process group or, without one, this process alone.
 
     Raises:
-        ConfigError: batches are not from a Balancer, or `task_tokens` returns something else.
+        ConfigError: batches are not balanced, or `task_tokens` returns something else.
         RankError: `num_steps` or the tasks differ between ranks; while iterating, on every rank.
     """
     if num_steps < 1:
@@ -134,7 +134,7 @@ def accumulate(
     process_group = process_group_of(group)
 
     def optimizer_steps() -> Iterator[list[Batch]]:
-        # A rank that pulls another number of batches waits in the Balancer for the others, and they for its gradients.
+        # A rank that pulls another number of batches would wait for the others, and they for its gradients.
         settings = {"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}
         gather_checked(settings, None, process_group)
         is_first, iterator = True, iter(batches)
@@ -142,7 +142,7 @@ def accumulate(
             world_loss_tokens = 0
             for batch in pulled:
                 if batch.world_loss_tokens is None:
-                    raise ConfigError("a batch has no world_loss_tokens; pass a Balancer instead of the loader")
+                    raise ConfigError("a batch has no world_loss_tokens; balance the loader, or use a Balancer")
                 world_loss_tokens += batch.world_loss_tokens
             counts = None
             if task_tokens is not None:
@@ -169,7 +169,7 @@ class LossAverage:
     """The mean loss per loss token of each task, over all data-parallel ranks and any number of steps, for the log.
 
         average = LossAverage(num_tasks, group=mesh["dp"], device=device)
-        for step, batch in enumerate(balancer):
+        for step, batch in enumerate(loader):
             loss_sums = model(batch)
             average.update(loss_sums, batch)
             ...

@@ -120,7 +120,7 @@ def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterato
     mode. Closing the iterator drops the batches that were pulled ahead; to pause after n steps, run `islice(iterator,
     n)`. After an error in a step, create a new model and pipeline.
 
-    Collective where the model is: every rank must run equally many batches, as a Balancer yields.
+    Collective where the model is: every rank must run equally many batches, as balanced ones are.
     """
     iterator = iter(batches)
     while True:

@@ -64,7 +64,7 @@ class DecoderConfig:
         return self.hidden // self.heads
 
     def cost(self) -> SelfAttentionCost:
-        """Return what a sample costs in this model, for a Balancer; BOS, the same for all samples, is left out."""
+        """Return what a sample costs in this model, for balancing; BOS, the same for all samples, is left out."""
         return SelfAttentionCost(
             hidden=self.hidden,
             heads=self.heads,

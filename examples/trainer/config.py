@@ -110,9 +110,9 @@ class TrainConfig:
     )
 
     balance: str = setting(
-        "all-to-all",
-        "How samples get to the ranks that train them: by `all-to-all`, by `all-gather`, or with `no-exchange`, where "
-        "each rank reads the samples that it trains; `none`: each rank trains what it loads.",
+        "no-exchange",
+        "How samples get to the ranks that train them: with `no-exchange` each rank reads what it trains; a Balancer "
+        "moves them by `all-to-all` or by `all-gather`; `none`: each rank trains its share, unbalanced.",
     )
     strategy: str = setting(
         "lpt-swap",
@@ -182,12 +182,8 @@ class TrainConfig:
         choices=MODES,
         applies_to=SHARDED,
     )
-    # The evaluation of retrieval uses parameters outside the model's forward, where no rank has whole ones.
     tensor_parallel: int = setting(
-        1,
-        "HSTU, ranking: ranks among which the heads of each layer are divided, on equal batches.",
-        at_least=1,
-        applies_to=RANKING,
+        1, "HSTU: ranks among which the heads of each layer are divided, on equal batches.", at_least=1, applies_to=HSTU
     )
     pipeline: str = setting("none", "TorchRec's training pipeline: none, sparse-dist, or prefetch (GPU only).")
     precision: str = setting("auto", "Of the layers; `auto`: bf16 on GPUs, else fp32.", choices=PRECISIONS)

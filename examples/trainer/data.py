@@ -16,9 +16,9 @@ from trainer.world import World, on_all_ranks, on_first_rank
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 Batches = Balancer[Batch] | Loader[Batch]
-"""Balanced batches: of a Balancer, on the device that trains them, or of a loader that balances, on the CPU."""
+"""Balanced batches: of a loader that balances, on the CPU, or of a Balancer, on the device that trains them."""
 NO_EXCHANGE = "no-exchange"
-"""The loader balances its own steps; the other choices are an exchange of a Balancer, or none."""
+"""Each rank plans the steps of all ranks and reads what it trains; likewise with `none`, which moves no sample."""
 
 
 def find_data(config: TrainConfig) -> Path:
@@ -50,7 +50,7 @@ def balance_config(
 ) -> BalanceConfig:
     """Return how a job balances its steps.
 
-    `balance = "none"` is the strategy `none` of a Balancer, which moves no sample but counts the loss tokens.
+    `balance = "none"` is the strategy `none`, which moves no sample but counts the loss tokens of all ranks.
 
     Args:
         config: the job's settings.
@@ -74,14 +74,14 @@ def balance_config(
 def open_loader(
     data: Path, read: ReadConfig[Batch], config: TrainConfig, world: World, balance: BalanceConfig
 ) -> Loader[Batch]:
-    """Return this rank's loader of a split, which balances its own steps if the settings say so. Collective.
+    """Return this rank's loader of a split, which balances its own steps unless a Balancer does. Collective.
 
     Raises:
         ConfigError: a setting does not fit the data.
         DataError: the dataset is missing or damaged.
         RankError: one of these on another rank.
     """
-    own = balance if config.balance == NO_EXCHANGE else None
+    own = None if config.balance in EXCHANGES else balance
     return on_all_ranks(
         lambda: build_loader(
             data,
@@ -98,9 +98,9 @@ def open_batches(
     loader: Loader[Batch], config: TrainConfig, world: World, balance: BalanceConfig
 ) -> AbstractContextManager[Batches[Batch]]:
     """Return the balanced batches of a loader from `open_loader`. Collective: every rank must call this."""
-    if config.balance == NO_EXCHANGE:
-        return closing(loader)
-    return Balancer(loader, balance, device=world.device, group=world.data)
+    if config.balance in EXCHANGES:
+        return Balancer(loader, balance, device=world.device, group=world.data)
+    return closing(loader)
 
 
 def check_names(config: TrainConfig) -> None:
@@ -110,5 +110,5 @@ def check_names(config: TrainConfig) -> None:
         ConfigError: there is no such strategy or exchange.
     """
     STRATEGIES.check(config.strategy)
-    if config.balance not in ("none", NO_EXCHANGE, *EXCHANGES):
-        raise ConfigError(f"balance must be one of none, {NO_EXCHANGE}, {', '.join(EXCHANGES)}, got {config.balance!r}")
+    if config.balance not in (known := (NO_EXCHANGE, *EXCHANGES, "none")):
+        raise ConfigError(f"balance must be one of {', '.join(known)}, got {config.balance!r}")

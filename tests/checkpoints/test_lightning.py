@@ -34,9 +34,9 @@ class ResumeOnOtherRanks(lightning.Callback):  # type: ignore[name-defined, misc
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fit_loop.restarting:
-            balancer = trainer.train_dataloader
+            loader = trainer.train_dataloader
             progress = trainer.fit_loop.epoch_loop.batch_progress.current
-            shift = len(balancer) - balancer.remaining_batches() - progress.ready
+            shift = len(loader) - loader.remaining_batches() - progress.ready
             for name in ("ready", "started", "processed", "completed"):
                 setattr(progress, name, getattr(progress, name) + shift)
 

@@ -82,7 +82,7 @@ def test_wrong_arguments_are_refused() -> None:
     wrong: Any = "dp"
     with pytest.raises(ConfigError, match="group must be a process group or a device mesh, got str"):
         accumulate(_batches([1]), 1, group=wrong)
-    with pytest.raises(ConfigError, match="a batch has no world_loss_tokens; pass a Balancer instead of the loader"):
+    with pytest.raises(ConfigError, match="a batch has no world_loss_tokens; balance the loader, or use a Balancer"):
         list(accumulate(_batches([3, None]), 2))
     for tokens, got in (
         (torch.tensor(3), r"torch.int64 \[\]"),

@@ -238,8 +238,8 @@ _TASKS = {"world_loss_tokens": 8, "dp_size": 4, "world_task_tokens": torch.tenso
     [
         (torch.ones(()), _TASKS, None, r"loss_sums has the shape \[\], but the loss tokens of 2 tasks"),
         (torch.ones(3), _TASKS, None, r"loss_sums has the shape \[3\], but the loss tokens of 2 tasks"),
-        (torch.ones(()), {}, 2, "has no world_loss_tokens; iterate over a Balancer instead of the loader"),
-        (torch.ones(()), {"world_loss_tokens": 1}, None, "has no dp_size; iterate over a Balancer, or pass dp_size to"),
+        (torch.ones(()), {}, 2, "has no world_loss_tokens; pass balance to build_loader, or use a Balanc"),
+        (torch.ones(()), {"world_loss_tokens": 1}, None, "has no dp_size; balance the loader, or pass dp_size to"),
         ((torch.ones(1), torch.ones(3)), _TASKS, None, "loss_sums must be a tensor, got tuple; pass the sums alone"),
     ],
 )

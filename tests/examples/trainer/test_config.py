@@ -30,9 +30,10 @@ RETRIEVAL = {"task": "retrieval"}
         ({}, "code_levels", "--code-levels applies to a job without --codes, not to --model hstu"),
         (CODES, "codebook_size", "--codebook-size applies to a job without --codes, not to --codes x.pt"),
         ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
-        ({}, "window", "--window applies to --balance no-exchange, not to --balance all-to-all"),
+        ({"balance": "none"}, "window", "--window applies to --balance no-exchange, not to --balance none"),
+        ({"balance": "all-to-all"}, "window", "applies to --balance no-exchange, not to --balance all-to-all"),
         (SEMANTIC_IDS, "routing", "--routing applies to --embeddings sharded, not to --model semantic-ids"),
-        (SEMANTIC_IDS, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --model semantic-ids"),
+        (SEMANTIC_IDS, "tensor_parallel", "--tensor-parallel applies to --model hstu, not to --model semantic-ids"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_an_error(mode: dict[str, Any], given: str, message: str) -> None:
@@ -43,9 +44,9 @@ def test_an_option_that_would_be_ignored_is_an_error(mode: dict[str, Any], given
     assert str(caught.value).endswith("; leave it out")
 
 
-HSTU_ONLY = {"task", "attention", "fused_norms", "recompute", "embedding_dim", "embeddings"}
+HSTU_ONLY = {"task", "attention", "fused_norms", "recompute", "embedding_dim", "embeddings", "tensor_parallel"}
 SHARDED_ONLY = {"min_sharded_rows", "routing", "embedding_learning_rate"}
-RANKING_ONLY = {"positive_action", "num_tasks", "tensor_parallel"}
+RANKING_ONLY = {"positive_action", "num_tasks"}
 CODES_ONLY = {"codes", "code_levels", "codebook_size"}
 # The settings that a model does not use, whatever the others are. All others are of any model.
 UNUSED = {
@@ -67,7 +68,6 @@ VALUES = {
     "profile": "5:7",
     "data": "data",
     "cost": "cost.json",
-    "balance": "no-exchange",
     "embeddings": "sharded",
 }
 
@@ -77,7 +77,7 @@ def test_an_option_applies_to_a_model_or_the_error_names_both_with_their_places(
     assert COMMON.isdisjoint(set().union(*UNUSED.values()))
     assert COMMON.union(*UNUSED.values()) == types_of_settings().keys()
     chosen, value = CHOSEN[model]
-    needed = {"window": {"balance": "no-exchange"}, **{name: {"embeddings": "sharded"} for name in SHARDED_ONLY}}
+    needed = {name: {"embeddings": "sharded"} for name in SHARDED_ONLY}
     for name in types_of_settings().keys() - {"model"}:
         default = getattr(TrainConfig(), name)
         given = VALUES.get(name, 3 if default is None else default)
@@ -111,9 +111,8 @@ def test_steps_can_only_be_compared_with_balanced_ones() -> None:
 
 
 def test_every_setting_applies_to_some_job_and_has_a_help() -> None:
-    sharded = {"embeddings": "sharded", "balance": "no-exchange"}
     usable = set()
-    for mode in ({}, sharded, RETRIEVAL, SEMANTIC_IDS, CODES):
+    for mode in ({}, {"embeddings": "sharded"}, RETRIEVAL, SEMANTIC_IDS, CODES):
         config = read_config(None, mode)
         for name in types_of_settings():
             with contextlib.suppress(ConfigError):

@@ -33,7 +33,7 @@ from trainer.job import run_job
 
 def test_a_job_that_dies_within_a_window_finishes_it(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     def job(out: str, **more: Any) -> dict[str, Any]:
-        options = {"balance": "no-exchange", "window": 4, "strategy": "karmarkar-karp", "dropout": 0.3}
+        options = {"window": 4, "strategy": "karmarkar-karp", "dropout": 0.3}
         return settings(tmp_path / out, small_dataset, batch_size=12, **options, **more)
 
     samples, losses = together(ranks.run(2, run, job("whole")))
@@ -138,8 +138,8 @@ def _run_watched(rank: int, world_size: int, options: dict[str, Any]) -> tuple[T
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"balance": "no-exchange"}, {**SHARDED, "num_workers": 0}],
-    ids=["balancer", "no exchange", "read ahead by a pipeline"],
+    [{}, {"balance": "all-to-all"}, {**SHARDED, "num_workers": 0}],
+    ids=["no exchange", "balancer", "read ahead by a pipeline"],
 )
 def test_eval_steps_bound_each_evaluation_and_change_nothing_else(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
@@ -205,7 +205,7 @@ def _settings_looked_at(rank: int, world_size: int, options: dict[str, Any]) -> 
     "options",
     [
         {"num_tasks": 2, **SHARDED},
-        {"balance": "no-exchange"},
+        {"balance": "all-to-all"},
         {"task": "retrieval", "balance": "none"},
         {"model": "semantic-ids"},
     ],
@@ -217,6 +217,24 @@ def test_no_option_is_ignored(ranks: RankPool, small_dataset: Path, tmp_path: Pa
     for name in types_of_settings().keys() - seen:
         with pytest.raises(ConfigError, match="applies to"):
             TrainConfig(**options).check_that_apply([name])
+
+
+@pytest.mark.parametrize("ways", [("all-to-all", "no-exchange"), ("no-exchange", "none", "all-to-all")])
+def test_a_job_resumes_with_another_way_to_balance_as_if_it_had_always_had_it(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, ways: tuple[str, ...]
+) -> None:
+    def job(out: str, balance: str, steps: int) -> dict[str, Any]:
+        return settings(tmp_path / out, small_dataset, balance=balance, batch_size=12, max_steps=steps, epochs=2)
+
+    samples, losses = together(ranks.run(2, run, job("whole", ways[-1], 3 * len(ways))))
+    resumed: dict[int, list[int]] = {}
+    last: dict[int, float] = {}
+    for number, way in enumerate(ways, 1):
+        more, last = together(ranks.run(2, run, job("parts", way, 3 * number)))
+        assert list(more) == [3 * number - 2, 3 * number - 1, 3 * number]
+        resumed |= more
+    assert resumed == samples
+    assert last == pytest.approx({step: losses[step] for step in last}, rel=1e-5)
 
 
 def test_a_job_without_data_makes_a_dataset_once(ranks: RankPool, tmp_path: Path) -> None:

@@ -48,13 +48,13 @@ def _numbers(record: LogRecord) -> tuple[float, float]:
     ("num_ranks", "data_ranks", "options"),
     [
         (2, 2, {}),
-        (2, 2, {"balance": "no-exchange"}),
+        (2, 2, {"balance": "all-to-all"}),
         (2, 2, SHARDED),
         (2, 2, {"task": "retrieval"}),
         (4, 2, {"tensor_parallel": 2}),
         (4, 2, {"tensor_parallel": 2, **SHARDED}),
     ],
-    ids=["replicated", "no exchange", "sharded, in a pipeline", "retrieval", "divided heads", "divided and sharded"],
+    ids=["replicated", "all-to-all", "sharded, in a pipeline", "retrieval", "divided heads", "divided and sharded"],
 )
 def test_the_steps_of_all_ranks_are_measured(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, num_ranks: int, data_ranks: int, options: dict[str, Any]
