@@ -1,5 +1,6 @@
 """The batches of a run: drawn before the clock starts, balanced while training or before, or perfectly even."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,19 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from end_to_end.experiments import Workload
-from evenrank.dataloader import LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import Cost
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Cost
+from evenrank.dataloader.random_batches import RandomBatches, RandomData, draw_samples
+from evenrank.dataloader.rank_loader import make_rng
+from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Distribution, Uniform, Zipf, parse_distribution
+from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID
 from trainer.world import World
 
 Ints = NDArray[np.int64]
+
+_SAMPLES_OF_EPOCH = sys.maxsize // 2  # which nobody reaches
 
 
 def draw_data(workload: Workload, lengths: Distribution, num_tasks: int) -> RandomData:
@@ -51,7 +57,47 @@ class Source:
 
     def endless(self) -> RandomBatches[SequenceBatch]:
         """Return a loader that cycles through the batches for as long as anyone may train."""
-        return self._loader(self._lengths, sys.maxsize // (self._config.batch_size * self._world.data_size))
+        return self._loader(self._lengths, _SAMPLES_OF_EPOCH // (self._config.batch_size * self._world.data_size))
+
+    def reading(self, balance: BalanceConfig, *, num_workers: int, endless: bool) -> Loader[SequenceBatch]:
+        """Return a loader that reads the same batches from a dataset in memory, and balances them. Collective.
+
+        Args:
+            balance: with no exchange.
+            num_workers: threads that read ahead.
+            endless: cycle through the batches in one epoch. Epochs of as few steps as there are batches would often
+                begin while the clock runs, and their first batches are not read ahead.
+        """
+        loader = build_loader(
+            self._dataset(),
+            dataclasses.replace(self._config, order="rows", num_workers=num_workers),
+            rank=self._world.data_rank,
+            world_size=self._world.data_size,
+            balance=balance,
+            group=self._world.data,
+        )
+        if endless:
+            loader._order = _Cycle(loader._order)
+        return loader
+
+    def _dataset(self) -> SequenceStore:
+        """Return the samples of all ranks in the order of the steps, and of the ranks within a step."""
+        config, ranks = self._config, range(self._world.data_size)
+        data, shortest = draw_data(self._workload, self._lengths, config.num_tasks or 1), config.max_num_candidates
+        parts = [
+            # As RandomBatches draws them.
+            draw_samples(
+                data, make_rng(config.seed, *place), config.batch_size, min_length=shortest, split=config.split
+            )
+            for place in ((rank, step) for step in range(self._workload.num_batches) for rank in ranks)
+        ]
+        first = parts[0]
+        return dataclasses.replace(
+            first,
+            offsets=np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))]),
+            events={name: np.concatenate([part.events[name] for part in parts]) for name in first.events},
+            rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+        )
 
     def once(self) -> RandomBatches[SequenceBatch]:
         """Return a loader of each batch once."""
@@ -88,6 +134,23 @@ class Source:
             rank=self._world.data_rank,
             world_size=self._world.data_size,
         )
+
+
+class _Cycle:
+    """An order, again and again in one epoch."""
+
+    num_samples = _SAMPLES_OF_EPOCH
+
+    def __init__(self, order: SampleOrder) -> None:
+        self._order = order
+
+    def rows(self, positions: Ints, *, seed: int, epoch: int) -> Ints:
+        """Return the rows at positions."""
+        return self._order.rows(positions % self._order.num_samples, seed=seed, epoch=epoch)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return what determines the order."""
+        return self._order.fingerprint()
 
 
 class _InTurn:

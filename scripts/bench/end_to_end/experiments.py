@@ -68,13 +68,15 @@ class Workload:
     item_exponent: float = 1.05
     """Item ids are drawn from a Zipf distribution with this exponent."""
     num_batches: int = 100
-    """Batches of a rank, drawn before the clock starts; steps cycle through them."""
+    """Batches of a rank, drawn before the clock starts; steps cycle through them. The median of a batch's steps in a
+    round ignores a late one only if there are at least three."""
     steps: int = 1000
     """Timed steps with live balancing, in all rounds together; those with prepared and even batches are as many."""
-    rounds: int = 2
-    """Times that live, prepared and even batches take turns."""
+    rounds: int = 3
+    """Times that live, prepared and even batches take turns, another kind first in each."""
     warmup_steps: int = 100
-    """Steps before the first round."""
+    """Steps of each kind of batches before the first round. With fewer than `num_batches`, the other batches are
+    trained for the first time in the first round, by one kind before the others."""
     skipped_steps: int = 10
     """First steps of each segment that do not count."""
     seed: int = 0

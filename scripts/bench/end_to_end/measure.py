@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -11,17 +12,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from end_to_end.batches import Source, load_of, tokens_of
+from end_to_end.batches import load_of, tokens_of
 from end_to_end.experiments import Workload
 from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Segment, Work
 from evenrank.dataloader import SequenceBatch
-from evenrank.dataloader.balance import Balancer, Cost, StepMetrics
+from evenrank.dataloader.balance import Cost, StepMetrics
 from evenrank.training import Work as BatchWork
 from evenrank.training import run_pipeline
 from evenrank.training.attention_timing import Clock
 from evenrank.training.pipelines import Pipeline
 
-Balanced = Callable[..., Balancer[SequenceBatch]]
+Batches = AbstractContextManager[Iterable[SequenceBatch]]
 
 
 class StepClock:
@@ -74,28 +75,21 @@ class StepClock:
         self._points.append(self._clock.mark())
 
 
-def prepare(
-    source: Source, balanced: Balanced, unbalanced: Balanced
-) -> tuple[list[SequenceBatch], list[SequenceBatch], Balance]:
-    """Return the batches as they are trained, even batches, and what balancing did. Collective.
+def prepare(batches: Batches, device: torch.device) -> list[SequenceBatch]:
+    """Return batches on a device, all before any is trained. Collective."""
+    with batches as opened:
+        return [batch.to(device) for batch in opened]
 
-    Args:
-        source: of loaders.
-        balanced: from a loader, to a Balancer with the settings of the run.
-        unbalanced: to one that moves no sample.
-    """
-    steps: list[StepMetrics] = []
-    with balanced(source.once(), on_step=steps.append) as balancer:
-        prepared = list(balancer)
-    with unbalanced(source.even()) as balancer:
-        even = list(balancer)
+
+def balance_of(steps: Iterable[StepMetrics]) -> Balance:
+    """Return what balancing did to the batches, given the metrics of each."""
 
     def column(name: str) -> Any:
         return np.array([getattr(step, name) for step in steps])
 
     names = ("before", "after", "lower_bound", "samples", "moved_samples", "tokens", "moved_tokens", "moved_bytes")
     times = {name: column(name) for name in ("plan_seconds", "gather_seconds")}
-    return prepared, even, Balance(**{name: column(name) for name in names}, **times)
+    return Balance(**{name: column(name) for name in names}, **times)
 
 
 def describe(batches: Iterable[SequenceBatch], work: Callable[[SequenceBatch], BatchWork], cost: Cost) -> Work:
@@ -121,7 +115,7 @@ def measure(
     clock: StepClock,
     workload: Workload,
     *,
-    live: Balancer[SequenceBatch],
+    live: Iterable[SequenceBatch],
     prepared: list[SequenceBatch],
     even: list[SequenceBatch],
     on_warm: Callable[[], None],
@@ -132,8 +126,8 @@ def measure(
         pipeline: that trains a batch.
         clock: that its model marks.
         workload: says how long.
-        live: balances the batches.
-        prepared: the batches that it hands out.
+        live: balances the batches while they are trained, one after the other, again and again.
+        prepared: the same batches, balanced beforehand.
         even: perfectly even batches.
         on_warm: called after the warm-up.
     """
@@ -142,18 +136,20 @@ def measure(
         PREPARED: chain.from_iterable(cycle([prepared])),
         EVEN: chain.from_iterable(cycle([even])),
     }
-    # Each kind warms up, so that allocations and compiled kernels of none are left for the clock.
+    # Each kind warms up, so that nothing that happens once is left for the clock of any: Triton compiles kernels, and
+    # cuBLAS chooses others, for new numbers of tokens; allocators ask the driver for memory.
     for batches in endless.values():
-        _train(pipeline, clock, islice(batches, -(-workload.warmup_steps // len(endless))))
+        _train(pipeline, clock, islice(batches, workload.warmup_steps))
     on_warm()
     # Whatever is there now stays; garbage collection would look at all of it time and again, on another rank each time.
     gc.collect()
     gc.freeze()
     counted = -(-workload.steps // workload.rounds)
     segments = []
+    kinds = [*endless]
     for number in range(workload.rounds):
-        for kind, batches in endless.items():
-            steps = islice(batches, counted + workload.skipped_steps)
+        for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:  # each comes first in its turn
+            steps = islice(endless[kind], counted + workload.skipped_steps)
             trained, marks = _train(pipeline, clock, steps)
             segments.append(
                 Segment(

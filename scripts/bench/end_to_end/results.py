@@ -20,8 +20,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 LIVE, PREPARED, EVEN = "live", "prepared", "even"
-"""Kinds of a segment: batches from the Balancer while training; the same batches, balanced before the clock starts;
-batches that give every rank the same lengths, of the same cost as the step's mean."""
+"""Kinds of a segment: batches that are balanced while training, by a Balancer or the loader that reads them; the same
+batches, balanced before the clock starts; batches that give every rank the same lengths, of the same cost as the
+step's mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

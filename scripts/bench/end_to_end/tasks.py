@@ -279,17 +279,14 @@ def check_names(tasks: Sequence[WorkerTask]) -> None:
     # Imported here, because they need torch, which a plan alone does not.
     from evenrank.training import PIPELINES
     from hstu.config import ATTENTIONS
-    from trainer.data import NO_EXCHANGE
     from trainer.data import check_names as check_balance
 
     for task in tasks:
         settings = task.run.settings
         try:
             check_balance(settings)
-            if settings.balance == NO_EXCHANGE:
-                raise ConfigError(
-                    f"balance = {NO_EXCHANGE!r} reads a dataset, these batches are drawn; choose an exchange"
-                )
+            if settings.window > 1:
+                raise ConfigError(f"window = {settings.window} changes batches, which are compared; leave it out")
             ATTENTIONS.check(settings.attention)
             PIPELINES.check(settings.pipeline)
         except ConfigError as error:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ import evenrank
 from end_to_end.batches import Source
 from end_to_end.cost_fit import fit_cost
 from end_to_end.experiments import Workload
-from end_to_end.measure import StepClock, describe, measure, peak_memory, prepare
+from end_to_end.measure import Batches, StepClock, balance_of, describe, measure, peak_memory, prepare
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask, new_result
 from evenrank.cli import console
 from evenrank.core.errors import ConfigError, EvenrankError
-from evenrank.dataloader import LoaderConfig, RandomBatches, SequenceBatch
-from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
+from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.cost import TokenCost
 from evenrank.datasets.schema import ACTION, ITEM_ID, SCHEMA_VERSION, USER_ID, Manifest
 from evenrank.training import device_peaks, make_pipeline, scale_loss
@@ -92,17 +94,17 @@ def measured(task: WorkerTask, world: World) -> RunResult:
     assert isinstance(read, LoaderConfig)
     source = Source(workload, task.distribution, read, world, cost)
 
-    def balanced_by(
-        loader: RandomBatches[SequenceBatch],
-        *,
-        settings: TrainConfig = config,
-        on_step: Callable[[StepMetrics], None] | None = None,
-    ) -> Balancer[SequenceBatch]:
-        way = balance_config(settings, cost=cost, on_step=on_step)
-        return Balancer(loader, way, device=world.device, group=world.data)
+    def balanced(*, endless: bool, on_step: Callable[[StepMetrics], None] | None = None) -> Batches:
+        way = balance_config(config, cost=cost, on_step=on_step)
+        if config.balance in EXCHANGES:
+            drawn = source.endless() if endless else source.once()
+            return Balancer(drawn, way, device=device, group=world.data)
+        return closing(source.reading(way, num_workers=config.num_workers, endless=endless))
 
-    unbalanced = partial(balanced_by, settings=dataclasses.replace(config, balance="none"))
-    prepared, even, balance = prepare(source, balanced_by, unbalanced)
+    steps: list[StepMetrics] = []
+    prepared = prepare(balanced(endless=False, on_step=steps.append), device)
+    as_drawn = BalanceConfig(cost=cost, strategy="none")
+    even = prepare(Balancer(source.even(), as_drawn, device=device, group=world.data), device)
     result = dataclasses.replace(
         new_result(task, _environment(device)),
         peak_flops=_peak_flops(config, device),
@@ -113,10 +115,9 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         cost={"name": type(cost).__name__, **dataclasses.asdict(cost)},
         balanced=describe(prepared, learns.work, cost),
         even=describe(even, learns.work, cost),
-        balance=balance,
+        balance=balance_of(steps),
     )
-    live: Balancer[SequenceBatch]
-    with balanced_by(source.endless()) as live:
+    with balanced(endless=True) as live:
         segments = measure(
             pipeline,
             clock,

@@ -28,6 +28,7 @@ from end_to_end.results import (
 )
 
 UNBALANCED = "unbalanced"
+NO_EXCHANGE = ", no exchange"  # after the name of a strategy
 _GIB = 2**30
 _NOT_COMPARED = ("balance", "strategy", "data", "out")  # settings in which runs that balance differently may differ
 
@@ -120,7 +121,7 @@ class Row:
     baseline: str | None
     """The first run of its chain that was measured, maybe the run itself. None: there is no result of a run before."""
     strategy: str
-    """How samples are distributed: UNBALANCED, or the name of a strategy."""
+    """How samples are distributed; see `strategy_of`."""
     setup: str
     """All other settings, workload and number of GPUs: rows with the same setup differ in balancing alone."""
     cost: str | None
@@ -141,8 +142,9 @@ def make_rows(results: Sequence[RunResult]) -> tuple[Row, ...]:
 
 
 def strategy_of(result: RunResult) -> str:
-    """Return how samples were distributed: UNBALANCED, or the name of a strategy."""
-    return UNBALANCED if result.settings["balance"] == "none" else str(result.settings["strategy"])
+    """Return how samples were distributed: UNBALANCED, or the name of a strategy, with no exchange or with one."""
+    balance, strategy = result.settings["balance"], str(result.settings["strategy"])
+    return {"none": UNBALANCED, "no-exchange": f"{strategy}{NO_EXCHANGE}"}.get(balance, strategy)
 
 
 def comparison(rows: Sequence[Row]) -> dict[str, Row]:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from end_to_end.cost_fit import Fit, configuration, is_balanced, trained_segments
 from end_to_end.experiments import slug
+from end_to_end.reports.columns import strategy_of
 from end_to_end.results import EVEN, LIVE, Floats, RunResult, compute_ms, job_ms, ratio, segments_of
 from evenrank.cli.reports import svg
 from evenrank.core.errors import ConfigError
@@ -239,7 +240,7 @@ def _step_rows(results: Sequence[RunResult]) -> list[list[str]]:
     runs: dict[tuple[str, str, int, str], dict[str, RunResult]] = {}
     for result in results:
         if result.cost is not None and is_balanced(result) and segments_of(result, LIVE):
-            key = result.lengths, configuration(result), result.gpus, f"{result.settings['strategy']}"
+            key = result.lengths, configuration(result), result.gpus, strategy_of(result)
             runs.setdefault(key, {})[result.cost["name"]] = result
     rows = []
     for (lengths, _, gpus, strategy), by_cost in runs.items():

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-from end_to_end.reports.columns import UNBALANCED, Row, comparison, strategy_of
+from end_to_end.reports.columns import NO_EXCHANGE, UNBALANCED, Row, comparison, strategy_of
 from end_to_end.results import LIVE, Floats, RunResult, compute_ms, job_ms, segments_of
 from evenrank.cli.reports import svg
 from rendering.figures import STYLE, WIDTH
 
-STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move")
+STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", f"lpt-swap{NO_EXCHANGE}", "min-move")
 _BAR = 0.66
 _NAME = 28  # letters of a run's name in a line
 _LETTER = 0.085  # inches of one on average, to leave room for text beside bars

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from end_to_end.cost_fit import Calibration, configuration, is_balanced, predict, sample_seconds, trained_segments
-from end_to_end.reports.columns import UNBALANCED, strategy_of
+from end_to_end.reports.columns import UNBALANCED
 from end_to_end.results import EVEN, LIVE, Floats, RunResult, job_ms, ratio, segments_of
 from evenrank.cli.simulation import LengthSource, simulated_steps
 from evenrank.core.errors import ConfigError
@@ -20,7 +20,7 @@ from evenrank.datasets.distributions import parse_distribution
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move", EVEN)
-"""EVEN: every rank has the mean cost of the step; the others are what `columns.strategy_of` returns."""
+"""EVEN: every rank has the mean cost of the step; the others are what `_strategy_of` returns."""
 
 _SAMPLED_RANKS = 1 << 11  # ranks times steps to simulate: few ranks need more steps for a mean as exact
 _MIN_STEPS = 100
@@ -203,8 +203,8 @@ def _measure(runs: Sequence[RunResult], calibration: Calibration, ranks: int, st
 
 
 def _strategy_of(run: RunResult) -> str:
-    """Return the strategy by which samples were distributed. Unlike in tables, a single rank has none."""
-    return strategy_of(run) if is_balanced(run) else UNBALANCED
+    """Return the strategy by which samples were distributed, with or without an exchange. A single rank has none."""
+    return str(run.settings["strategy"]) if is_balanced(run) else UNBALANCED
 
 
 def scaled_runs(results: Sequence[RunResult]) -> Iterator[list[RunResult]]:

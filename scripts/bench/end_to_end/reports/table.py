@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from end_to_end.reports.columns import Evenness, Row, Speed, comparison
+from end_to_end.reports.columns import NO_EXCHANGE, Evenness, Row, Speed, comparison
 from end_to_end.results import Spread
 from evenrank.cli import console
 from rendering import markdown_tables
@@ -213,11 +213,11 @@ def notes(columns: Sequence[Column]) -> str:
     return "".join(f"- {' '.join(column.header)}: {column.note}\n" for column in columns if column.note)
 
 
-EVEN_RATIOS = {"lpt-swap": 1.01, "min-move": 1.02}
+EVEN_RATIOS = {"lpt-swap": 1.01, f"lpt-swap{NO_EXCHANGE}": 1.01, "min-move": 1.02}
 """Largest step time of a strategy, over that of perfectly even batches."""
 EXPOSED = 0.005
 """Largest share of a step that balancing exposes."""
-MFU = 0.30
+MFU = 0.35
 """Smallest MFU of the best run."""
 _PERCENT = 100
 

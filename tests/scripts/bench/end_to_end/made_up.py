@@ -31,7 +31,8 @@ def marked(kind: str, number: int, before: Any, compute: Any, after: Any, *, bat
 
 def result(name: str, segments: Sequence[Segment] = (), **fields: Any) -> RunResult:
     """Return a result of two ranks and two batches."""
-    settings = dataclasses.asdict(TrainConfig(**fields.pop("settings", {"balance": "none"})))
+    given_settings = {"balance": "all-to-all"} | fields.pop("settings", {"balance": "none"})
+    settings = dataclasses.asdict(TrainConfig(**given_settings))
     made: dict[str, Any] = {"adds_to": None, "lengths": "lognormal", "gpus": 2, "data_ranks": 2, "settings": settings}
     made |= {"workload": {"steps": 4}, "environment": {"gpu": "H200", "torch": "2.11"}}
     if "failure" not in fields:

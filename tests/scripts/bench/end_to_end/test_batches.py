@@ -1,12 +1,23 @@
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from end_to_end.batches import even_lengths
-from evenrank.dataloader.balance import HSTUCost
+from end_to_end.batches import Source, even_lengths
+from end_to_end.experiments import Workload
+from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import ClippedZipf, Distribution, Lognormal
+from tests.ranks import RankPool
+from tests.scripts.bench.end_to_end import made_up
+from trainer.world import World
 
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True, contextual=("user_id",))
 MAX_LENGTH = 4096
@@ -37,3 +48,32 @@ def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -
     assert even.max() <= MAX_LENGTH
     # Rounding changes each sample by at most half an event.
     assert abs(cost(even).sum() - cost(whole).sum() / num_ranks) <= (cost(even + 1) - cost(even)).sum()
+
+
+NUM_BATCHES = 3
+WORKLOAD = Workload(lengths={"a": "lognormal:mean=9,std=9,high=40"}, item_rows=99, user_rows=9, num_batches=NUM_BATCHES)
+READ = LoaderConfig(batch_size=5, max_history_length=30, user_id=True, num_tasks=2, seed=4)
+
+
+def _contents(batch: SequenceBatch) -> list[list[int]]:
+    features = batch.features
+    values = [features.values(), features.lengths(), made_up.given(batch.labels).values(), batch.sample_ids]
+    return [value.tolist() for value in values]
+
+
+def _batches(rank: int, world_size: int) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+    """Return the batches of a Balancer, and more than two cycles of those that are read."""
+    world = World(rank=rank, size=world_size, device=torch.device("cpu"))
+    key_map = KeyMap(num_embeddings=99, world_size=world_size, mode="roundrobin")
+    source = Source(WORKLOAD, WORKLOAD.lengths["a"], replace(READ, key_maps={"item_id": key_map}), world, COST)
+    balance = BalanceConfig(cost=COST)
+    with Balancer(source.once(), balance) as balancer:
+        exchanged = [_contents(batch) for batch in balancer]
+    with closing(source.reading(balance, num_workers=1, endless=True)) as loader:
+        return exchanged, [_contents(batch) for batch in islice(loader, 2 * NUM_BATCHES + 1)]
+
+
+def test_batches_that_are_read_are_those_of_a_balancer_again_and_again(ranks: RankPool) -> None:
+    for exchanged, read in ranks.run(2, _batches):
+        assert len(exchanged) == NUM_BATCHES
+        assert read == [*exchanged, *exchanged, exchanged[0]]

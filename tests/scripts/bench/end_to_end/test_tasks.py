@@ -95,8 +95,16 @@ def test_results_that_are_replaced_are_set_aside_before_the_first_run(tasks: tup
 @pytest.mark.parametrize("setting", ["strategy", "balance", "attention", "pipeline"])
 def test_names_that_do_not_exist_are_found_before_anything_runs(tasks: tuple[WorkerTask, ...], setting: str) -> None:
     check_names(tasks)
-    changed: dict[str, Any] = {setting: "fastest", **({} if setting == "balance" else {"balance": "all-to-all"})}
-    settings = dataclasses.replace(tasks[1].run.settings, **changed)
-    wrong = dataclasses.replace(tasks[1], run=dataclasses.replace(tasks[1].run, settings=settings))
+    changed: dict[str, Any] = {"balance": "no-exchange", setting: "fastest"}
     with pytest.raises(ConfigError, match=rf"^run '{tasks[1].run.name}': .*fastest"):
-        check_names([tasks[0], wrong])
+        check_names([tasks[0], _with_settings(tasks[1], **changed)])
+
+
+def test_steps_whose_samples_change_cannot_be_compared(tasks: tuple[WorkerTask, ...]) -> None:
+    with pytest.raises(ConfigError, match="window = 4 changes batches, which are compared; leave it out"):
+        check_names([_with_settings(tasks[1], balance="no-exchange", window=4)])
+
+
+def _with_settings(task: WorkerTask, **changed: Any) -> WorkerTask:
+    settings = dataclasses.replace(task.run.settings, **changed)
+    return dataclasses.replace(task, run=dataclasses.replace(task.run, settings=settings))

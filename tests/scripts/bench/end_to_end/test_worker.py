@@ -18,7 +18,7 @@ from tests.scripts.bench.end_to_end import made_up
 from trainer.config import TrainConfig
 from trainer.world import World, divide
 
-STEPS = {"steps": 8, "rounds": 2, "warmup_steps": 3, "skipped_steps": 1}
+STEPS = {"steps": 8, "rounds": 2, "warmup_steps": 4, "skipped_steps": 1}
 WORKLOAD = Workload(
     lengths={"skewed": "lognormal:mean=12,std=20,high=64"}, item_rows=500, user_rows=300, num_batches=3, **STEPS
 )
@@ -41,7 +41,12 @@ def run(rank: int, world_size: int, settings: dict[str, Any]) -> RunResult:
 
 @pytest.fixture(scope="module")
 def balanced(ranks: RankPool) -> list[RunResult]:
-    return ranks.run(2, run, {"strategy": "lpt-swap"})
+    return ranks.run(2, run, {"balance": "all-to-all"})
+
+
+@pytest.fixture(scope="module")
+def read(ranks: RankPool) -> list[RunResult]:
+    return ranks.run(2, run, {"balance": "no-exchange"})
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,14 @@ def test_balancing_changes_who_trains_samples(balanced: list[RunResult], unbalan
     assert after.loads.max(0).sum() < before.loads.max(0).sum()
 
 
+def test_batches_are_the_same_with_no_exchange(balanced: list[RunResult], read: list[RunResult]) -> None:
+    for kind in ("balanced", "even", "balance"):
+        exchanged, own = (made_up.given(getattr(result[0], kind)) for result in (balanced, read))
+        for name in (field.name for field in dataclasses.fields(own) if not field.name.endswith("_seconds")):
+            np.testing.assert_array_equal(getattr(own, name), getattr(exchanged, name))
+    assert not made_up.given(read[0].balance).gather_seconds.any()
+
+
 def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult) -> None:
     for result in (balanced[0], unbalanced):
         work, balance = made_up.given(result.balanced), made_up.given(result.balance)
@@ -81,15 +94,23 @@ def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult
     assert made_up.given(balanced[0].balance).moved_samples.all()
 
 
-def test_kinds_of_batches_take_turns_and_even_ones_cost_the_mean(balanced: list[RunResult]) -> None:
+def test_even_batches_cost_the_mean(balanced: list[RunResult]) -> None:
     even, work = made_up.given(balanced[0].even), made_up.given(balanced[0].balanced)
     np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[1])
     np.testing.assert_allclose(even.loads[0], work.loads.mean(0), rtol=0.02)  # rounded to whole events of 6 samples
-    segments = balanced[0].segments
-    assert [(segment.round, segment.kind) for segment in segments] == [
-        (number, kind) for number in (0, 1) for kind in ("live", "prepared", "even")
-    ]
+
+
+@pytest.mark.parametrize("results", ["balanced", "read"])
+def test_kinds_of_batches_take_turns_another_one_first(results: str, request: pytest.FixtureRequest) -> None:
+    segments = request.getfixturevalue(results)[0].segments
+    rounds = (("live", "prepared", "even"), ("prepared", "even", "live"))
+    expected = [(number, kind) for number, kinds in enumerate(rounds) for kind in kinds]
+    assert [(segment.round, segment.kind) for segment in segments] == expected
+    first = {"live": WORKLOAD.warmup_steps, "prepared": WORKLOAD.warmup_steps, "even": WORKLOAD.warmup_steps}
     for segment in segments:
+        first[segment.kind] += WORKLOAD.skipped_steps
+        assert segment.batch[0] == first[segment.kind] % WORKLOAD.num_batches
+        first[segment.kind] += len(segment.batch)
         assert segment.marks.shape == (2, 4, 5)
         assert (np.diff(segment.marks, axis=2) >= 0).all()
         np.testing.assert_array_equal(segment.marks[:, 1:, 0], segment.marks[:, :-1, 4])
@@ -101,9 +122,10 @@ def test_another_number_of_processes_than_the_task_says_is_an_error() -> None:
         measured(make_task(4), World(rank=0, size=2, device=torch.device("cpu")))
 
 
-def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
+@pytest.mark.parametrize("balance_by", ["all-to-all", "no-exchange"])
+def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool, balance_by: str) -> None:
     sharded = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}
-    settings = {"tensor_parallel": 2, "strategy": "lpt-swap", **sharded}
+    settings = {"tensor_parallel": 2, "balance": balance_by, **sharded}
     result = ranks.run(4, run, settings)[0]
     assert {name: result.settings[name] for name in settings} == settings
     assert (result.gpus, result.data_ranks) == (4, 2)

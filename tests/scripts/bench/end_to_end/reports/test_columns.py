@@ -118,12 +118,13 @@ def test_runs_are_compared_that_differ_in_balancing_alone() -> None:
             dataclasses.replace(run("fitted", 5, strategy="lpt-swap"), cost={"name": "MeasuredCost"}),
             run("d", 10, strategy="lpt-swap"),
             run("e", 11, strategy="min-move"),
+            run("read", 9, strategy="lpt-swap", balance="no-exchange"),
             made_up.result("f", settings={"strategy": "karmarkar-karp"}, failure="out of memory"),
             run("g", 1, balance="none", recompute=True),
         ]
     )
     compared = {strategy: row.name for strategy, row in comparison(rows).items()}
-    assert compared == {UNBALANCED: "c", "lpt-swap": "d", "min-move": "e"}
+    assert compared == {UNBALANCED: "c", "lpt-swap": "d", "min-move": "e", "lpt-swap, no exchange": "read"}
     assert comparison([]) == {}
     # Of setups with as many strategies, the fastest.
     rows = make_rows([run("slow", 10, balance="none"), run("fast", 5, balance="none", recompute=True)])
