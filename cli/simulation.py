@@ -133,7 +133,7 @@ def simulated_steps(
         by_key, none = _lengths_by_key(balance.cost, lengths, of_tokens=source.of_tokens), np.zeros_like(lengths)
         tokens = count_tokens(balance.cost, by_key, per_window)
         costs, costs_in_window = (
-            scaled_costs(balance.cost, by_key, none, num_real=per_window, samples_per_step=count)
+            scaled_costs(balance.cost, by_key, none, samples_per_step=count)
             for count in (world_size * batch_size, per_window)
         )
         start = time.perf_counter()

@@ -3,36 +3,37 @@
 A step goes through three states:
 
     start    in a background thread, over a CPU group: all-gather the step's metadata, plan it, confirm the plan
-    launch   pack the samples that leave this rank, and start the exchange on a communicator of its own
-    finish   wait for the exchange; the balanced batch is complete
+    launch   upload the samples, and start the exchange on a communicator of its own
+    finish   wait for the exchange, and fill the balanced batch
 
-Iterating starts steps up to `lookahead` ahead, and launches step t+1 before it hands out step t. Every rank does this
-at the same points: step t+lookahead is started when step t is handed out, and a rank that has no more batches, or whose
-loader failed, takes part in the all-gathers like any other, so no rank waits for one that left.
+Iterating starts steps up to `lookahead` ahead, several at a time, and launches step t+1 before it hands out step t.
+Every rank does this at the same points, and a rank that has no more batches, or whose loader failed, takes part in the
+all-gathers like any other, so no rank waits for one that left.
 """
 
 import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, RankError
+from evenrank.core.errors import RankError
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
-from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
+from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.own_steps import LoadedStep
 from evenrank.dataloader.balance.ranks.connection import Connection
 from evenrank.dataloader.balance.ranks.handshake import HandshakeResult, RankReport, handshake
+from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
+from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain, start_together
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
@@ -42,29 +43,6 @@ from evenrank.dataloader.state.resume_point import Position
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-State = Literal["started", "launched", "finished"]
-
-
-@dataclass(kw_only=True, slots=True)
-class Handle:
-    """A step between `start` and `finish`."""
-
-    state: State = "started"
-    planned: Future[PlannedStep]
-    """The plan, made in the background."""
-    in_flight: StepInFlight | None = None
-    """The exchange, once it is launched; None if no rank has batches left."""
-    waited_seconds: float = 0.0
-    """See `StepMetrics`, also for the next one."""
-    exchange_seconds: float = 0.0
-
-    def check(self, call: str, needed: State) -> None:
-        """Raise a ConfigError unless a call comes after the one that it needs, and once."""
-        if self.state != needed:
-            found = "only started" if self.state == "started" else f"already {self.state}"
-            raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
-
-
 def _check_on_all_ranks(
     batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
 ) -> tuple[ExchangeDevice, LoaderAdapter[Batch], Callable[[StepMetrics], None] | None, HandshakeResult]:
@@ -72,7 +50,9 @@ def _check_on_all_ranks(
     exchange_device, source, observe, report, error = None, None, None, None, None
     try:
         config.check(exchanges=True)
-        source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + 1)
+        source = LoaderAdapter(
+            batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + MAX_STEPS
+        )
         num_batches = source.length()
         exchange_device = make_device(device)
         observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
@@ -122,22 +102,21 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._config = config
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         suppress_fx_tracing_warning()  # before the batches of any other loader
-        warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None)
+        warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None, exchanges=True)
         members = members_of(group, config.timeout)
         self._device, self._source, self._observe, result = _check_on_all_ranks(batches, config, device, members)
         self._num_steps = result.num_steps
         backend, use_in_thread = self._device.backend, self._device.use_in_thread
         self._connection = Connection(members, result.hosts, config.timeout, backend, use_in_thread)
         with self._connection.aborting():
-            collective, group_of_exchange = COLLECTIVES[config.exchange](), self._connection.exchange_group
-            self._exchange = Exchange(collective, group_of_exchange, self._device, world_size=members.world_size)
+            group_of_exchange = self._connection.exchange_group
+            self._exchange = Exchange(config.exchange, group_of_exchange, self._device, rank=members.rank)
             within(config.timeout, self._exchange.connect)  # NCCL connects through the store, in its first collective
         self._planner = StepPlanner(
             self._source.rank_invariants,
             config=config,
             all_gather=self._connection.all_gather,
             prepare=self._exchange.prepare,
-            rank=members.rank,
             world_size=members.world_size,
             is_measured=self._observe is not None,
         )
@@ -160,20 +139,26 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         self._connection.check_open()
         source = iter(self._source)
-        started: deque[Handle] = deque()
+        ahead = StepsAhead(lambda: self._load(source), self._start, self._config.lookahead)
         launched: deque[Handle] = deque()
         try:
-            started.extend(self._start_next(source) for _ in range(self._config.lookahead))
-            launched.append(self.launch(started.popleft()))
+            launched.append(self.launch(ahead.take()))
             while launched[0].in_flight is not None:
-                started.append(self._start_next(source))
+                following = ahead.take()
                 # All ranks learn of a failure here, before any of them waits for samples that were never sent.
-                self._await_plan(started[0])
+                prepared = self._await_plan(following)
                 self._unpack(launched[0])
-                launched.append(self.launch(started.popleft()))
+                launched.append(self._launch(following, prepared))
                 self._record_position(launched[0], is_last=launched[1].in_flight is None)
                 # User code can raise on one rank alone, so it runs after the collective was launched on all ranks.
                 yield self._hand_out(launched.popleft())
+        except GeneratorExit:
+            # Other ranks may go on, and wait for samples, up to the next all-gather, which tells them.
+            with contextlib.suppress(Exception):
+                for prepared in [handle.plan().prepared for handle in ahead.started]:
+                    if prepared is not None:
+                        self._exchange.launch(prepared)  # and not awaited, because a rank may be in another collective
+            raise
         except RankError as error:
             # Ranks may have launched different steps, so nothing is awaited; what is in flight ends with the groups.
             launched.clear()
@@ -181,11 +166,11 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             raise
         except Exception as error:  # possibly on this rank alone
             # All ranks have launched the same steps, so these can complete.
-            _drain([*launched, *started])
+            drain([*launched, *ahead.started])
             self._connection.fail(error)
             raise
         finally:
-            _drain([*launched, *started])
+            drain([*launched, *ahead.started])
 
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
@@ -196,7 +181,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         if batch is not None:
             self._source.bypass()
             batch = batch.clone()  # the caller may fill its buffers again before the background reads them
-        return Handle(planned=self._connection.submit(self._plan, batch, None))
+        return start_together(self._start, [LoadedStep(batch)])[0]
 
     def launch(self, handle: Handle) -> Handle:
         """Wait for the plan and start the exchange. Collective: every rank must call this.
@@ -207,20 +192,13 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             RankError: a rank failed, or ranks are inconsistent; on every rank, with the failed rank's message.
         """
         handle.check("launch", "started")
-        prepared = self._await_plan(handle)
-        handle.state = "launched"
-        if prepared is not None:
-            started = time.perf_counter()
-            with self._connection.watching():
-                handle.in_flight = self._exchange.launch(prepared)
-            handle.exchange_seconds = time.perf_counter() - started
-        return handle
+        return self._launch(handle, self._await_plan(handle))
 
     def finish(self, handle: Handle) -> Batch | None:
         """Wait for the exchange of a launched step and return the balanced batch; None if no rank had batches left."""
         handle.check("finish", "launched")
         self._unpack(handle)
-        if handle.in_flight is None:
+        if handle.batch is None:
             return None
         self._record_position(handle, is_last=False)
         try:
@@ -270,57 +248,48 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()
         with self._connection.watching():
-            prepared = handle.planned.result().prepared
+            prepared = handle.plan().prepared
         handle.waited_seconds += time.perf_counter() - started
         return prepared
+
+    def _launch(self, handle: Handle, prepared: PreparedStep | None) -> Handle:
+        handle.state = "launched"
+        if prepared is not None:
+            started = time.perf_counter()
+            with self._connection.watching():
+                handle.in_flight = self._exchange.launch(prepared)
+            handle.exchange_seconds = time.perf_counter() - started
+        return handle
 
     def _unpack(self, handle: Handle) -> None:
         handle.state = "finished"
         if handle.in_flight is not None:
             started = time.perf_counter()
             with self._connection.watching():
-                self._exchange.finish(handle.in_flight)
+                handle.batch = self._exchange.finish(handle.in_flight)
+            handle.in_flight = None
             handle.exchange_seconds += time.perf_counter() - started
 
     def _record_position(self, handle: Handle, *, is_last: bool) -> None:
         """Make `state_dict` return the position after a step."""
-        batch = handle.planned.result().batch
-        assert batch is not None
-        self._handed_out = Position(batch.epoch, batch.position)
+        assert handle.batch is not None
+        self._handed_out = Position(handle.batch.epoch, handle.batch.position)
         if is_last:
             self._source.end_epoch(self._handed_out)
 
     def _hand_out(self, handle: Handle) -> Batch:
-        assert handle.in_flight is not None
-        batch = handle.in_flight.prepared.balanced_batch()
-        metrics = handle.planned.result().metrics
+        metrics = handle.plan().metrics
         if self._observe is not None and metrics is not None:
             exchanged, waited = handle.exchange_seconds, handle.waited_seconds
             self._observe(dataclasses.replace(metrics, exchange_seconds=exchanged, waited_seconds=waited))
-        return cast(Batch, batch)
+        return cast(Batch, handle.batch)
 
-    def _start_next(self, source: Iterator[Batch]) -> Handle:
+    def _load(self, source: Iterator[Batch]) -> LoadedStep:
         self._connection.check_open()  # before a batch is pulled
-        batch, error = None, None
         try:
-            batch = next(source, None)
-        except Exception as raised:  # the loader's own error, which this step's all-gather reports to all ranks
-            error = raised
-        return Handle(planned=self._connection.submit(self._plan, batch, error))
+            return LoadedStep(next(source, None))
+        except Exception as error:  # the loader's own error, which this step's all-gather reports to all ranks
+            return LoadedStep(None, error)
 
-    def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
-        with self._device.profiled("start"):
-            return self._planner.plan(batch, error)
-
-
-def _drain(handles: Iterable[Handle]) -> None:
-    """Wait for plans, and for collectives on the CPU, whose results no longer matter, so that all ranks stay in step.
-
-    On a GPU, collectives follow each other on their stream without the host.
-    """
-    for handle in handles:
-        with contextlib.suppress(Exception):
-            handle.planned.result()
-        if handle.in_flight is not None and handle.in_flight.work is not None:
-            with contextlib.suppress(RuntimeError):
-                handle.in_flight.work.wait()
+    def _start(self, loaded: Sequence[LoadedStep]) -> Future[list[PlannedStep | Exception]]:
+        return self._connection.submit(self._planner.plan, loaded)

@@ -63,8 +63,9 @@ class BalanceConfig:
     """`Balancer` only. Rows of every balanced batch, padding included, at least as many as the loader's batches have;
     None: the rows of the longest batch of any rank so far."""
     lookahead: int = 2
-    """`Balancer` only. Steps whose metadata is gathered ahead of the step that trains, at least 1. On a GPU each
-    of them takes device memory of four times its batch; with `all-gather`, of three batches and one of every rank."""
+    """`Balancer` only. Steps that are planned ahead of the step that trains, at least 1. Up to 7 more batches are
+    loaded, because metadata is gathered for 8 steps at once. Device memory does not grow with it: on a GPU the next
+    step takes twice its batch; with `all-gather`, its batch and one of every rank."""
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective or a comparison waits for other ranks."""
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)

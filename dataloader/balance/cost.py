@@ -1,6 +1,6 @@
 """Lengths -> the cost of training each sample, as integers.
 
-A cost is any callable that takes the lengths and the numbers of candidates of a batch's samples, and returns int64:
+A cost is any callable that takes the lengths and the numbers of candidates of samples, and returns int64:
 
     cost({"item_id": [12, 0, 7], "action": [12, 0, 7], ...}, num_candidates=[1, 0, 1]) -> [c0, c1, c2]
 
@@ -15,7 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +36,16 @@ class Cost(Protocol):
     def __call__(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the cost of each sample: int64 [B], none negative.
+        """Return the cost of each of n samples, of one or more batches, without padding: int64 [n], none negative.
 
         The arrays are the function's own: it may write to them and keep them.
 
         Args:
-            lengths: per jagged key, int64 [B]. A key that occurs in a second KeyedJaggedTensor is called `field.key`.
-            num_candidates: int64 [B]; zeros for batches without candidates.
+            lengths: per jagged key, int64 [n]. A key that occurs in a second KeyedJaggedTensor is called `field.key`.
+            num_candidates: int64 [n]; zeros for batches without candidates.
         """
 
 
-@runtime_checkable
 class CountsTokens(Protocol):
     """A cost that knows the number of tokens of a sample in the model; optional."""
 
@@ -54,7 +53,6 @@ class CountsTokens(Protocol):
         """Return the tokens of each sample: int64 [B], each 0..2^31-1, given the lengths per jagged key, int64 [B]."""
 
 
-@runtime_checkable
 class BoundsCosts(Protocol):
     """A cost that knows its largest value, so that costs can be scaled to add up without overflow; optional."""
 
@@ -69,10 +67,10 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
     Raises:
         ConfigError: the cost returns anything but integers 0..2^31-1, one for each sample.
     """
-    if not isinstance(cost, CountsTokens):
+    if (tokens_of := getattr(cost, "tokens", None)) is None:
         total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
         return total
-    tokens = _integers("a cost's tokens()", cost.tokens(_copied(lengths)), (num_samples,))
+    tokens = _integers("a cost's tokens()", tokens_of(_copied(lengths)), (num_samples,))
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if low < 0 or high > MAX_TOKENS:
         raise ConfigError(f"a cost's tokens() must return 0..{MAX_TOKENS} for each sample, got {low}..{high}")
@@ -81,7 +79,7 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
 
 def cost_shift(cost: Cost, samples_per_step: int) -> int:
     """Return the bits by which costs are shifted right so that those of a step add up within 62; 0 if unbounded."""
-    max_cost = int(cost.max_cost) if isinstance(cost, BoundsCosts) else 0
+    max_cost = int(getattr(cost, "max_cost", 0))
     return max(0, (samples_per_step * max_cost).bit_length() - COST_BITS)
 
 
@@ -90,26 +88,21 @@ def scaled_costs(
     lengths: Mapping[str, NDArray[np.int64]],
     num_candidates: NDArray[np.int64],
     *,
-    num_real: int,
     samples_per_step: int,
 ) -> NDArray[np.int64]:
-    """Return the costs of rows, int64 [B], scaled so that those of `samples_per_step` rows can be summed.
-
-    Rows from `num_real` on are padding and cost 0, whatever `cost` returns for a length of 0.
+    """Return the costs of n samples, int64 [n], scaled so that those of `samples_per_step` samples can be summed.
 
     Raises:
         ConfigError: the costs are not integers, one is negative, or so large that a step could overflow.
     """
     costs = _integers("a cost", cost(_copied(lengths), num_candidates.copy()), num_candidates.shape)
-    real = costs[:num_real]
-    scaled = np.zeros(costs.shape, dtype=np.int64)
-    scaled[:num_real] = real.astype(np.int64, copy=False) >> cost_shift(cost, samples_per_step)
-    if len(real) and int(real.min()) < 0:
-        raise ConfigError(f"a cost must not be negative, got {int(real.min())}")
+    if len(costs) and int(costs.min()) < 0:
+        raise ConfigError(f"a cost must not be negative, got {int(costs.min())}")
+    scaled: NDArray[np.int64] = costs.astype(np.int64, copy=False) >> cost_shift(cost, samples_per_step)
     limit = (1 << COST_BITS) // samples_per_step
-    if int(scaled.max()) > limit:
+    if int(scaled.max(initial=0)) > limit:
         raise ConfigError(
-            f"a cost of {int(real.max())} is too large to be summed over {samples_per_step:,} samples; raise "
+            f"a cost of {int(costs.max())} is too large to be summed over {samples_per_step:,} samples; raise "
             f"max_tokens of the cost, or return costs of at most {limit}"
         )
     return scaled

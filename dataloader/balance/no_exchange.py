@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from evenrank.core.hashing import mix64
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
-from evenrank.dataloader.balance.exchange.plan import sample_bytes
+from evenrank.dataloader.balance.exchange.sections import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced
 from evenrank.dataloader.balance.step_windows import assign_to_steps
@@ -138,7 +138,7 @@ class LocalPlanner:
         for block in samples:
             candidates, by_name = block.num_candidates, _by_name(block)
             n = len(candidates)
-            costs = scaled_costs(cost, by_name, candidates, num_real=n, samples_per_step=num_slots)
+            costs = scaled_costs(cost, by_name, candidates, samples_per_step=num_slots)
             of_loss = loss_tokens(self._schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_))
             lengths = np.array([*block.of_keys.values()] if with_lengths else np.empty((0, n)), dtype=np.int64)
             blocks.append(_Known(costs, count_tokens(cost, by_name, n), of_loss, lengths))

@@ -1,106 +1,152 @@
-"""The background part of a step: all-gather its metadata, plan it, prepare its exchange, and confirm the plan.
+"""The background part of steps: all-gather their metadata, plan them, prepare their exchange, and confirm the plans.
 
 Every rank takes part in every all-gather, even if its loader failed or has no more batches, so that no rank waits for
 one that left, and an error reaches all ranks.
 """
 
 import dataclasses
+import functools
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import one_line
+from evenrank.core.errors import RankError, one_line
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
-from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
+from evenrank.dataloader.balance.exchange.sections import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balance.own_steps import LoadedStep, read_steps
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition
 from evenrank.dataloader.balance.ranks import consistency, metadata
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.batches.padding import empty_batch, pad_batch
-from evenrank.dataloader.batches.schema import BatchSchema, lengths_of
+from evenrank.dataloader.batches.padding import empty_batch
+from evenrank.dataloader.batches.schema import BatchSchema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
     """A step after planning. All fields are None if no rank has batches left."""
 
-    plan: Plan | None = None
-    batch: JaggedBatch | None = None  # this rank's batch before balancing; empty if it has no more
     prepared: PreparedStep | None = None  # its exchange, ready to be launched
+    rank_of: NDArray[np.int32] | None = None  # [W, B]: see `Assignment`
     metrics: StepMetrics | None = None  # if they are measured; the times of the exchange are 0
+
+
+class _Gathered(NamedTuple):
+    """What is known of n steps after the all-gather of their metadata."""
+
+    schemas: Sequence[BatchSchema]  # of each step: with the rows of the longest batch of any rank so far
+    messages: NDArray[np.uint8]  # [W, message size]: as they were received
+    steps: Sequence[metadata.StepMetadata]
+    errors: Sequence[Sequence[str | None]]  # of each rank, the error of each step; empty if no rank has any
+
+    def check(self, index: int) -> None:
+        """Raise a RankError if a rank has failed in a step, or ranks are not in the same one."""
+        consistency.raise_reported_errors([errors[index] for errors in self.errors if index < len(errors)])
+        consistency.check_headers(self.steps[index].headers)
 
 
 @dataclass(slots=True, eq=False)
 class StepPlanner:
-    """Plans one step after the other, together with all other ranks."""
+    """Plans steps, together with all other ranks."""
 
     rank_invariants: Callable[[], Mapping[str, Any]]  # settings of its loader that must be the same on all ranks
     _: KW_ONLY
     config: BalanceConfig
     all_gather: metadata.MetadataAllGather
-    prepare: Callable[[JaggedBatch, Plan], PreparedStep]  # its errors reach all ranks before anything is sent
-    rank: int
+    prepare: Callable[[JaggedBatch, BatchSchema, NDArray[np.int32], NDArray[np.int64]], PreparedStep]
     world_size: int
     is_measured: bool  # whether steps have metrics: they are only computed where somebody reads them
     _schema: BatchSchema | None = field(default=None, init=False)
-    _schema_hash: int = field(default=0, init=False)
 
-    def plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
-        """All-gather the metadata of a step, plan and prepare it. Collective: every rank must call this.
+    def plan(self, loaded: Sequence[LoadedStep]) -> list[PlannedStep | Exception]:
+        """All-gather the metadata of steps, plan and prepare them. Collective: every rank must call this.
 
-        `batch` is this rank's, on the CPU; None once it has no more, or if its loader has raised `error` instead.
+        Returns the steps up to the first that fails, and its error: on every rank, a RankError or its own.
         """
         started = time.perf_counter()
         if self._schema is None:
-            common = self._common_schema(batch, error)
-            if common is None:
-                return PlannedStep()
-            self._schema, self._schema_hash = common, metadata.hash63(common)
-        batch, step = self._gather_metadata(self._schema, batch, error)
-        gathered = time.perf_counter()
-        ranks_with_data = np.flatnonzero(step.header("ended") == 0)
-        if len(ranks_with_data) == 0:
-            return PlannedStep()
-        epoch, number, position = (int(step.header(name)[ranks_with_data[0]]) for name in ("epoch", "step", "position"))
-        planned, failure = PlannedStep(), None
-        try:
-            if batch is None:
-                batch = empty_batch(self._schema).replace(epoch=epoch, step=number, position=position)
-            plan, metrics = self._plan(self._schema, step, epoch=epoch, step=number, gather_seconds=gathered - started)
-            planned = PlannedStep(plan=plan, batch=batch, prepared=self.prepare(batch, plan), metrics=metrics)
-        except Exception as raised:  # reported to all ranks
-            failure = raised
-        rank_of = None if planned.plan is None else planned.plan.rank_of
-        step_name = f"step {number} of epoch {epoch}"
-        consistency.confirm(self.all_gather, step.messages, rank_of, failure, step_name, self.config.strategy)
-        return planned
+            self._schema = self._common_schema(loaded[0])
+            if self._schema is None:
+                return [PlannedStep() for _ in loaded]
+        gathered = self._gather_metadata(self._schema, loaded)
+        gather_seconds = (time.perf_counter() - started) / len(loaded)
+        are_in_step = not gathered.errors and consistency.are_in_step(np.stack([one.headers for one in gathered.steps]))
+        planned: list[PlannedStep] = []
+        error, failure, num_steps = None, None, 0
+        for index, (schema, step) in enumerate(zip(gathered.schemas, gathered.steps, strict=True)):
+            if not are_in_step:
+                try:
+                    gathered.check(index)
+                except RankError as raised:  # on all ranks
+                    error = raised
+                    break
+                if step.header("ended").all():
+                    break
+            num_steps += 1
+            if failure is None:
+                try:
+                    planned.append(self._plan(loaded[index].batch, schema, step, gather_seconds))
+                except Exception as raised:  # reported to all ranks
+                    failure = raised
+        if num_steps:
+            plans = [step.rank_of for step in planned if step.rank_of is not None]
+            confirmation = consistency.confirm(self.all_gather, gathered.messages, plans, failure, num_steps)
+            for index, known in enumerate(gathered.steps[:num_steps] if not confirmation.are_same else ()):
+                name = f"step {known.common('step')} of epoch {known.common('epoch')}"
+                try:
+                    confirmation.check(index, name, self.config.strategy)
+                except Exception as raised:
+                    return [*planned[:index], raised]
+        if error is not None:
+            return [*planned, error]
+        return [*planned, *(PlannedStep() for _ in loaded[len(planned) :])]
 
     def _plan(
-        self, schema: BatchSchema, known: metadata.StepMetadata, *, epoch: int, step: int, **measured: Any
-    ) -> tuple[Plan, StepMetrics | None]:
-        """Return this rank's plan for a step, and its metrics, among them those that were `measured` before."""
+        self, batch: JaggedBatch | None, schema: BatchSchema, known: metadata.StepMetadata, gather_seconds: float
+    ) -> PlannedStep:
+        """Plan and prepare a step that some rank has a batch of."""
         started = time.perf_counter()
-        costs, tokens, options = known.costs, known.tokens, self.config.options_of_step(epoch, step)
-        assignment = partition(costs, len(costs), tokens=tokens, num_real=known.num_real, **options)
-        plan = make_plan(schema, known, assignment, self.rank)
-        if not self.is_measured:
-            return plan, None
-        measured["plan_seconds"] = time.perf_counter() - started
-        lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), costs.size)  # [K, W * B]
-        num_bytes = np.where(assignment.rank_of >= 0, sample_bytes(schema, lengths).reshape(costs.shape), 0)
-        measured |= {"epoch": epoch, "step": step, "is_balanced": self.config.balances(epoch, step)}
-        return plan, measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, **measured)
+        epoch, step = known.common("epoch"), known.common("step")
+        if batch is None:
+            batch = empty_batch(schema).replace(epoch=epoch, step=step, position=known.common("position"))
+        assignment = partition(
+            known.costs,
+            len(known.costs),
+            tokens=known.tokens,
+            num_real=known.num_real,
+            **self.config.options_of_step(epoch, step),
+        )
+        prepared = self.prepare(batch, schema, assignment.rank_of, known.lengths)
+        metrics = None
+        if self.is_measured:
+            seconds = {"gather_seconds": gather_seconds, "plan_seconds": time.perf_counter() - started}
+            metrics = self._measure(schema, known, assignment, epoch=epoch, step=step, **seconds)
+        return PlannedStep(prepared=prepared, rank_of=assignment.rank_of, metrics=metrics)
 
-    def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
+    def _measure(
+        self, schema: BatchSchema, known: metadata.StepMetadata, assignment: Assignment, **others: Any
+    ) -> StepMetrics:
+        lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
+        num_bytes = sample_bytes(schema, lengths).reshape(known.costs.shape)
+        others["is_balanced"] = self.config.balances(others["epoch"], others["step"])
+        return measure_step(
+            assignment,
+            costs=known.costs,
+            tokens=known.tokens,
+            sample_bytes=np.where(assignment.rank_of >= 0, num_bytes, 0),
+            **others,
+        )
+
+    def _common_schema(self, loaded: LoadedStep) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
-        invariants, error = self._try_invariants(error)
-        schema, error = consistency.report_schema(batch, error)
+        invariants, error = self._try_invariants(loaded.error)
+        schema, error = consistency.report_schema(loaded.batch, error)
         report = schema, None if error is None else one_line(error), invariants
         schemas, errors, settings = zip(*metadata.all_gather_objects(self.all_gather, report), strict=True)
         consistency.raise_reported_errors(errors)
@@ -113,65 +159,34 @@ class StepPlanner:
         except Exception as raised:
             return {}, error or raised
 
-    def _gather_metadata(
-        self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None
-    ) -> tuple[JaggedBatch | None, metadata.StepMetadata]:
-        """Return this rank's batch, padded to the batch size of all ranks, and the metadata of a step.
-
-        Raises on every rank if one of them has failed.
-        """
-        num_rows = 0 if batch is None else batch.batch_size
-        costs = tokens = np.zeros(schema.batch_size, dtype=np.int64)
-        lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
-        invariants, error = self._try_invariants(error)
-        if batch is not None and error is None:
-            try:
-                consistency.check_batch(batch, schema, max_batch_size=self.config.batch_size)
-                if num_rows <= schema.batch_size:
-                    batch = pad_batch(batch, schema.batch_size)
-                    lengths = lengths_of(batch)
-                    costs, tokens = self._costs_and_tokens(batch, schema, lengths)
-            except Exception as raised:  # reported to all ranks below
-                error = raised
-        header = metadata.Header(
-            schema_hash=self._schema_hash,
-            status=int(error is not None),
-            ended=int(batch is None and error is None),
-            num_real=0 if batch is None or error is not None else batch.num_real,
-            num_rows=num_rows,
-            epoch=0 if batch is None else batch.epoch,
-            step=0 if batch is None else batch.step,
-            position=0 if batch is None else batch.position,
-            loader_hash=metadata.hash63({name: value for name, value in invariants.items() if name != "rank"}),
-        )
-        message = metadata.encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
-        step = metadata.decode(self.all_gather.all_gather(message), schema)
-        if step.header("status").any():
-            text = None if error is None else one_line(error)
-            consistency.raise_reported_errors(metadata.all_gather_objects(self.all_gather, text))
-        if (step.header("loader_hash") != header.loader_hash).any():
+    def _gather_metadata(self, schema: BatchSchema, loaded: Sequence[LoadedStep]) -> _Gathered:
+        """All-gather the metadata of steps."""
+        invariants, invariants_error = self._try_invariants(None)
+        loader_hash = metadata.hash63({name: value for name, value in invariants.items() if name != "rank"})
+        known = metadata.Header(schema_hash=_hash_of(schema), loader_hash=loader_hash)
+        own = read_steps(loaded, schema, self.config, world_size=self.world_size, common=known, error=invariants_error)
+        message = metadata.encode(own.headers, schema, own.costs, own.tokens, own.lengths)
+        messages = self.all_gather.all_gather(message)
+        steps = metadata.decode(messages, schema)
+        has_failed, errors = [step.header("status").any() for step in steps], []
+        if any(has_failed):
+            texts = [None if error is None else one_line(error) for error in own.errors]
+            errors = metadata.all_gather_objects(self.all_gather, texts)
+        if not has_failed[0] and (steps[0].header("loader_hash") != loader_hash).any():
             consistency.check_settings(metadata.all_gather_objects(self.all_gather, invariants))
-        consistency.check_headers(step)
-        longest = int(step.header("num_rows").max())
-        if longest > schema.batch_size:  # its lengths did not fit into this rank's message, or another's
-            longer = dataclasses.replace(schema, batch_size=longest)
-            self._schema, self._schema_hash = longer, metadata.hash63(longer)
-            return self._gather_metadata(longer, batch, error)
-        return batch, step
-
-    def _costs_and_tokens(
-        self, batch: JaggedBatch, schema: BatchSchema, lengths: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the cost and the tokens of each row, int64 [B], 0 for padding."""
-        candidates = getattr(batch, "num_candidates", None)
-        lengths_by_key = schema.lengths_by_key(lengths)
-        costs = scaled_costs(
-            self.config.cost,
-            lengths_by_key,
-            np.zeros(batch.batch_size, dtype=np.int64) if candidates is None else candidates.numpy(),
-            num_real=batch.num_real,
-            samples_per_step=self.world_size * batch.batch_size,
+        longest = [schema.batch_size, *(int(step.header("num_rows").max()) for step in steps)]
+        rows = list(itertools.accumulate(longest, max))[1:]
+        if rows[-1] == schema.batch_size:
+            return _Gathered([schema] * len(steps), messages, steps, errors)
+        # Lengths did not fit into this rank's message, or another's.
+        self._schema = dataclasses.replace(schema, batch_size=rows[-1])
+        again = self._gather_metadata(self._schema, loaded)
+        return again._replace(
+            schemas=[dataclasses.replace(schema, batch_size=rows_of_step) for rows_of_step in rows],
+            steps=[step.first_rows(rows_of_step) for step, rows_of_step in zip(again.steps, rows, strict=True)],
         )
-        tokens = count_tokens(self.config.cost, lengths_by_key, batch.batch_size)
-        tokens[batch.num_real :] = 0
-        return costs, tokens
+
+
+@functools.lru_cache
+def _hash_of(schema: BatchSchema) -> int:
+    return metadata.hash63(schema)

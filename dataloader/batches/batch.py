@@ -10,6 +10,7 @@ sample may have length 0 too.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -82,6 +83,16 @@ def dense(
     return field(default=default, metadata={"fill": fill, "dtype": dtype, "shape": row_shape})
 
 
+@functools.cache
+def _fill_values(batch_type: Any) -> dict[str, float]:
+    return {entry.name: entry.metadata.get("fill", 0) for entry in dataclasses.fields(batch_type)}
+
+
+@functools.cache
+def _tensor_names(batch_type: Any) -> tuple[str, ...]:
+    return tuple(entry.name for entry in dataclasses.fields(batch_type) if not entry.metadata.get("host"))
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class JaggedBatch(Pipelineable):  # type: ignore[misc]
     """Base of all batches, which TorchRec's pipelines accept. Derive a dataclass from it and add fields. Each is one of
@@ -125,13 +136,14 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 
     def tensors(self) -> Iterator[tuple[str, "KeyedJaggedTensor | Tensor | None"]]:
         """Yield name and value of every field that is not declared with `host()`, in declared order."""
-        for entry in dataclasses.fields(self):
-            if not entry.metadata.get("host"):
-                yield entry.name, getattr(self, entry.name)
+        batch_type: Any = type(self)
+        for name in _tensor_names(batch_type):
+            yield name, getattr(self, name)
 
-    def fill_values(self) -> dict[str, float]:
+    def fill_values(self) -> Mapping[str, float]:
         """Return the fill value of the padding rows of every field, by name."""
-        return {entry.name: entry.metadata.get("fill", 0) for entry in dataclasses.fields(self)}
+        batch_type: Any = type(self)
+        return _fill_values(batch_type)
 
     def replace(self, **changes: Any) -> Self:
         """Return a batch with other values of these fields, by name."""

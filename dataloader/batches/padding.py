@@ -11,7 +11,7 @@ from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch, keyed_jagged_tensor, name_keys
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 
@@ -44,7 +44,7 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
 @outside_inference_mode()
 def empty_batch(schema: BatchSchema) -> JaggedBatch:
     """Return a batch of this schema without samples, for a rank that has run out of data."""
-    max_lengths = dict.fromkeys(name_keys(schema.jagged_keys), 0)
+    max_lengths = dict.fromkeys(schema.key_names, 0)
     return schema.batch_type.without_samples(
         schema.batch_size,
         {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields},

@@ -1,8 +1,9 @@
 """The schema that the batches of all ranks share, and the checks of a batch before its samples move."""
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,11 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, longest_rows, name_keys
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, name_keys
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FieldSpec:
+class FieldSpec(NamedTuple):
     """The properties of a field that must be the same on all ranks."""
 
     name: str
@@ -43,18 +43,23 @@ class BatchSchema:
     length_limits: tuple[tuple[str, int], ...] = ()
     """By name, sorted."""
 
-    @property
-    def jagged_keys(self) -> tuple[tuple[str, str], ...]:
-        """Field and key of each of the K jagged features, in the order of the rows of lengths [K, ...]."""
-        return tuple((spec.name, key) for spec in self.fields for key in spec.keys or ())
+    jagged_keys: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
+    """Field and key of each of the K jagged features, in the order of the rows of lengths [K, ...]."""
+    key_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Their names, see `name_keys`."""
+
+    def __post_init__(self) -> None:
+        keys = tuple((spec.name, key) for spec in self.fields for key in spec.keys or ())
+        object.__setattr__(self, "jagged_keys", keys)
+        object.__setattr__(self, "key_names", tuple(name_keys(keys)))
 
     def lengths_by_key(self, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return the rows of lengths [K, ...], named by `name_keys`."""
-        return dict(zip(name_keys(self.jagged_keys), lengths, strict=True))
+        """Return the rows of lengths [K, ...], by name."""
+        return dict(zip(self.key_names, lengths, strict=True))
 
     def max_lengths(self, lengths: NDArray[np.int64]) -> dict[str, int]:
         """Return the longest row of each key, given lengths [K, B]."""
-        return longest_rows(dict(zip(self.jagged_keys, lengths, strict=True)))
+        return dict(zip(self.key_names, lengths.max(axis=1, initial=0).tolist(), strict=True))
 
     def differences(self, other: "BatchSchema") -> list[str]:
         """Return the differences from another schema, each as `field: this schema's value and the other's`."""
@@ -88,13 +93,27 @@ def _describe_field(spec: FieldSpec | None) -> str:
 
 def schema_of(batch: JaggedBatch) -> BatchSchema:
     """Return the schema of a batch; a TypeError or ValueError if a field has an unsupported type or number of rows."""
-    fills = batch.fill_values()
+    batch_type: Any = type(batch)
+    fills, limits = batch.fill_values(), batch.length_limits
+    return _schema(
+        batch_type,
+        batch.batch_size,
+        tuple(_spec_of(name, value, batch.batch_size, fills.get(name, 0)) for name, value in batch.tensors()),
+        batch.loss_key(),
+        tuple(sorted(limits.items())) if limits else (),
+    )
+
+
+@functools.lru_cache  # the batches of a loader have one schema, and each is compared with it
+def _schema(
+    batch_type: Any,
+    batch_size: int,
+    fields: tuple[FieldSpec, ...],
+    loss_key: LossKey | None,
+    limits: tuple[tuple[str, int], ...],
+) -> BatchSchema:
     schema = BatchSchema(
-        batch_type=type(batch),
-        batch_size=batch.batch_size,
-        fields=tuple(_spec_of(name, value, batch.batch_size, fills.get(name, 0)) for name, value in batch.tensors()),
-        loss_key=batch.loss_key(),
-        length_limits=tuple(sorted((batch.length_limits or {}).items())),
+        batch_type=batch_type, batch_size=batch_size, fields=fields, loss_key=loss_key, length_limits=limits
     )
     check_loss_key(schema.loss_key, schema.jagged_keys)
     return schema
@@ -137,34 +156,46 @@ def _check_on_cpu(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be on the CPU and require no gradient, but it {actual}; detach or move it")
 
 
-def check_contents(batch: JaggedBatch) -> None:
-    """Raise a ValueError if lengths do not match values, whose compiled copies check no bounds, or exceed limits."""
+def check_contents(batch: JaggedBatch) -> NDArray[np.int64]:
+    """Return `lengths_of` a batch, or raise a ValueError if they do not match its values or exceed its limits.
+
+    The compiled loops that copy values check no bounds.
+    """
     if not 0 <= batch.num_real <= batch.batch_size:
         raise ValueError(f"num_real must be between 0 and batch_size = {batch.batch_size}, got {batch.num_real}")
-    lengths_by_key: dict[tuple[str, str], NDArray[np.integer]] = {}
+    lengths = lengths_of(batch)
+    totals = lengths.sum(axis=1).tolist()
+    in_padding = batch.num_real < batch.batch_size and lengths[:, batch.num_real :].any()
+    is_negative = lengths.size > 0 and int(lengths.min()) < 0
+    first_key = 0
     for name, value in batch.tensors():
         if not isinstance(value, KeyedJaggedTensor):
             continue
-        lengths = value.lengths().view(len(value.keys()), batch.batch_size).numpy()
-        length_sum, num_values = int(lengths.sum()), len(value.values())
-        if lengths.size and int(lengths.min()) < 0:
-            raise ValueError(f"{name} has a negative length, {int(lengths.min())}")
-        weights = value.weights_or_none()
+        keys = slice(first_key, first_key := first_key + len(value.keys()))
+        if is_negative and (least := int(lengths[keys].min(initial=0))) < 0:
+            raise ValueError(f"{name} has a negative length, {least}")
+        length_sum, num_values, weights = sum(totals[keys]), len(value.values()), value.weights_or_none()
         if length_sum != num_values or (weights is not None and len(weights) != num_values):
             weighted = "" if weights is None else f" and {len(weights)} weights"
             raise ValueError(f"{name} has lengths that sum to {length_sum}, but {num_values} values{weighted}")
-        if int(lengths[:, batch.num_real :].sum()):
+        if in_padding and lengths[keys, batch.num_real :].any():
             raise ValueError(
                 f"{name} has padding rows that are not empty; put samples in the first num_real = {batch.num_real} rows"
             )
-        lengths_by_key |= {(name, key): lengths[index] for index, key in enumerate(value.keys())}
-    limits = batch.length_limits or {}
-    for name, length in longest_rows(lengths_by_key).items():
-        if length > limits.get(name, length):
-            raise ValueError(
-                f"{name} has a row of {length} values, more than its limit, {limits[name]}; a transform that makes "
-                "rows longer must replace length_limits too"
-            )
+    if limits := batch.length_limits:
+        longest = lengths.max(axis=1, initial=0).tolist()
+        for name, length in zip(name_keys(_jagged_keys(batch)), longest, strict=True):
+            if length > limits.get(name, length):
+                raise ValueError(
+                    f"{name} has a row of {length} values, more than its limit, {limits[name]}; a transform that makes "
+                    "rows longer must replace length_limits too"
+                )
+    return lengths
+
+
+def _jagged_keys(batch: JaggedBatch) -> list[tuple[str, str]]:
+    jagged = [(name, value.keys()) for name, value in batch.tensors() if isinstance(value, KeyedJaggedTensor)]
+    return [(name, key) for name, keys in jagged for key in keys]
 
 
 def lengths_of(batch: JaggedBatch) -> NDArray[np.int64]:

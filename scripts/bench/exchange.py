@@ -29,7 +29,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,14 +41,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
-from evenrank.dataloader.balance.exchange.plan import Plan
+from evenrank.dataloader.balance.exchange.layout import Layout
+from evenrank.dataloader.balance.own_steps import LoadedStep
 from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 
@@ -70,28 +73,41 @@ def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
     return RandomBatches(config, DATA, num_batches=steps, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
-def plan_steps(batch_size: int, steps: int, strategy: str) -> list[tuple[SequenceBatch, Plan]]:
+class PlannedBatch(NamedTuple):
+    """What a Balancer knows of a step before its exchange."""
+
+    batch: SequenceBatch
+    schema: BatchSchema
+    rank_of: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    layout: Layout  # of the all-to-all
+
+
+def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]:
     """All-gather and plan steps, as a Balancer does in the background."""
-    config = BalanceConfig(cost=COST, strategy=strategy, tolerance=TOLERANCE)
     all_gather = MetadataAllGather(members_of(None, TIMEOUT), None, TIMEOUT)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    on_cpu = Exchange(COLLECTIVES["all-to-all"](), None, make_device(None), world_size=world_size)
+    on_cpu = Exchange("all-to-all", None, make_device(None), rank=dist.get_rank())
+    planned: list[PlannedBatch] = []
+
+    def prepare(
+        batch: Any, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
+    ) -> PreparedStep:
+        prepared = on_cpu.prepare(batch, schema, rank_of, lengths)
+        planned.append(PlannedBatch(batch, schema, rank_of, lengths, prepared.layout))
+        return prepared
+
     planner = StepPlanner(
         dict,
-        config=config,
+        config=BalanceConfig(cost=COST, strategy=strategy, tolerance=TOLERANCE),
         all_gather=all_gather,
-        prepare=on_cpu.prepare,
-        rank=rank,
-        world_size=world_size,
+        prepare=prepare,
+        world_size=dist.get_world_size(),
         is_measured=True,
     )
-    steps_with_plans = []
     for batch in batches_of(batch_size, steps):
-        plan = planner.plan(batch, None).plan
-        assert plan is not None
-        steps_with_plans.append((batch, plan))
+        planner.plan([LoadedStep(batch)])
     all_gather.close()
-    return steps_with_plans
+    return planned
 
 
 class UploadOnce:
@@ -99,16 +115,17 @@ class UploadOnce:
 
     def __init__(self, device: ExchangeDevice) -> None:
         self._device = device
-        self._uploaded: set[int] = set()
+        self._uploaded: dict[int, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
-        """Upload the buffer if it has not been uploaded."""
-        if host_buffer.data_ptr() not in self._uploaded:
-            self._uploaded.add(host_buffer.data_ptr())
-            self._device.upload(host_buffer, buffer)
+    def upload(self, host_buffer: Tensor) -> Tensor:
+        """Return the buffer on the device, uploaded if it has not been."""
+        address = host_buffer.data_ptr()
+        if address not in self._uploaded:
+            self._uploaded[address] = self._device.upload(host_buffer)
+        return self._uploaded[address]
 
 
 def timed(run: Callable[[int], Any], steps: int, device: torch.device, group: dist.ProcessGroup) -> float:
@@ -197,12 +214,13 @@ def per_field(field: KeyedJaggedTensor, rows: Tensor, counts: tuple[list[int], l
     return values, lengths.view(num_keys, -1)
 
 
-def send_order(plan: Plan, device: torch.device) -> tuple[Tensor, tuple[list[int], list[int]]]:
+def send_order(plan: PlannedBatch, device: torch.device) -> tuple[Tensor, tuple[list[int], list[int]]]:
     """Return a rank's rows by destination, its own included, and the counts that `per_field` needs."""
-    destinations = plan.rank_of[plan.rank]
+    own = dist.get_rank()
+    destinations = plan.rank_of[own]
     rows = np.argsort(destinations, kind="stable")[np.count_nonzero(destinations < 0) :]
     send_counts = [int((destinations == rank).sum()) for rank in range(len(plan.rank_of))]
-    receive_counts = [int((source == plan.rank).sum()) for source in plan.rank_of]
+    receive_counts = [int((source == own).sum()) for source in plan.rank_of]
     return torch.from_numpy(rows).to(device), (send_counts, receive_counts)
 
 
@@ -215,31 +233,29 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     baseline_group = dist.new_group(backend=exchange_device.backend)
     cpu_group = dist.group.WORLD
     assert cpu_group is not None
-    planned = [
-        (batch.pin_memory() if device.type == "cuda" else batch, plan)
-        for batch, plan in plan_steps(batch_size, steps, strategy)
-    ]
-    plans = [plan for _, plan in planned]
+    plans = plan_steps(batch_size, steps, strategy)
+    layouts = [plan.layout for plan in plans]
+    loaded = [plan.batch.pin_memory() if device.type == "cuda" else plan.batch for plan in plans]
     row: dict[str, Any] = {"ranks": dist.get_world_size(), "batch_size": batch_size, "strategy": strategy}
     row["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    row["sent_kb"] = round(statistics.median(int(plan.send_bytes.sum()) for plan in plans) / 1e3, 1)
+    row["sent_kb"] = round(statistics.median(int(layout.send_bytes.sum()) for layout in layouts) / 1e3, 1)
 
     variants: dict[str, Callable[[int], Any]] = {}
     results: dict[str, KeyedJaggedTensor] = {}
-    for name in COLLECTIVES:
+    for name in EXCHANGES:
         upload_once: Any = UploadOnce(exchange_device)
-        exchange = Exchange(COLLECTIVES[name](), group, upload_once, world_size=dist.get_world_size())
-        prepared = [exchange.prepare(batch, plan) for batch, plan in planned]
+        exchange = Exchange(name, group, upload_once, rank=dist.get_rank())
+        prepared = [exchange.prepare(*plan[:-1]) for plan in plans]
         for step in prepared:  # uploads all batches
             exchange.finish(exchange.launch(step))
         if name == "all-to-all":
-            variants["copy"] = upload_variant(exchange_device, prepared)
+            variants["copy"] = partial(upload, exchange_device, [step.host_buffer for step in prepared])
         label = "ours" if name == "all-to-all" else "ours-all-gather"
-        variants[label] = exchange_variant(exchange, prepared)
+        variants[label] = partial(exchanged, exchange, prepared)
         results[label] = variants[label](0).features
 
-    on_device = [batch.to(device) for batch, _ in planned]
-    trained_rows = [np.flatnonzero(plan.rank_of.reshape(-1) == plan.rank) for plan in plans]
+    on_device = [batch.to(device) for batch in loaded]
+    trained_rows = [np.flatnonzero(plan.rank_of.reshape(-1) == dist.get_rank()) for plan in plans]
     rows = [torch.from_numpy(numbers).to(device) for numbers in trained_rows]
     orders = [send_order(plan, device) for plan in plans]
     variants["gather-select"] = lambda step: [
@@ -249,18 +265,18 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
         per_field(field, *orders[step], baseline_group) for field in jagged_fields(on_device[step])
     ]
     for baseline in ("gather-select", "per-field"):
-        check_equal(results, variants[baseline](0)[0], plans[0].num_real)
+        check_equal(results, variants[baseline](0)[0], layouts[0].num_real)
 
-    def empty_buffers(num_bytes: Callable[[Plan], NDArray[np.int64]]) -> list[Tensor]:
-        return [torch.zeros(int(num_bytes(plan).sum()), dtype=torch.uint8, device=device) for plan in plans]
+    def empty_buffers(sizes: Iterable[NDArray[np.int64]]) -> list[Tensor]:
+        return [torch.zeros(int(of_step.sum()), dtype=torch.uint8, device=device) for of_step in sizes]
 
-    send_buffers = empty_buffers(lambda plan: plan.send_bytes)
-    receive_buffers = empty_buffers(lambda plan: plan.receive_bytes)
+    send_buffers = empty_buffers(layout.send_bytes for layout in layouts)
+    receive_buffers = empty_buffers(layout.receive_bytes for layout in layouts)
     variants["raw"] = lambda step: dist.all_to_all_single(
         receive_buffers[step],
         send_buffers[step],
-        plans[step].receive_bytes.tolist(),
-        plans[step].send_bytes.tolist(),
+        layouts[step].receive_bytes.tolist(),
+        layouts[step].send_bytes.tolist(),
         group=baseline_group,
     )
     rounds = [{name: timed(run, steps, device, cpu_group) for name, run in variants.items()} for _ in range(ROUNDS)]
@@ -271,19 +287,14 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     return row
 
 
-def upload_variant(device: ExchangeDevice, prepared: list[PreparedStep]) -> Callable[[int], None]:
-    """Return a function that uploads the batch of a step."""
-    return lambda step: device.upload(prepared[step].host_buffer, prepared[step].device_buffer)
+def upload(device: ExchangeDevice, host_buffers: list[Tensor], step: int) -> Tensor:
+    """Upload the batch of a step."""
+    return device.upload(host_buffers[step])
 
 
-def exchange_variant(exchange: Exchange, prepared: list[PreparedStep]) -> Callable[[int], Any]:
-    """Return a function that exchanges a step and returns the balanced batch."""
-
-    def run(step: int) -> Any:
-        exchange.finish(exchange.launch(prepared[step]))
-        return prepared[step].balanced_batch()
-
-    return run
+def exchanged(exchange: Exchange, prepared: list[PreparedStep], step: int) -> Any:
+    """Exchange a step and return the balanced batch."""
+    return exchange.finish(exchange.launch(prepared[step]))
 
 
 def check_equal(results: dict[str, KeyedJaggedTensor], baseline: Jagged, num_real: int) -> None:

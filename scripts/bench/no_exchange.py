@@ -124,9 +124,7 @@ class OneRank:
         """Return the costs, scaled as those of a step, and the tokens of these rows: int64 [n] both."""
         lengths = self.config.make_collate().lengths(group_by_store([self.store], rows), len(rows))
         by_key = dict(zip(name_keys(tuple(lengths.of_keys)), lengths.of_keys.values(), strict=True))
-        costs = scaled_costs(
-            COST, by_key, lengths.num_candidates, num_real=len(rows), samples_per_step=self.samples_per_step
-        )
+        costs = scaled_costs(COST, by_key, lengths.num_candidates, samples_per_step=self.samples_per_step)
         return costs, count_tokens(COST, by_key, len(rows))
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.exchange import gpu_copy
-from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies, copy_on_cpu
+from evenrank.dataloader.balance.exchange.memory import addresses_of, copy_ranges
+from evenrank.dataloader.balance.exchange.sections import ALIGNMENT, as_bytes
 
 
 class ExchangeDevice:
@@ -20,6 +21,7 @@ class ExchangeDevice:
 
     backend = "gloo"  # of the process group that connects such devices
     async_collectives = True  # return work that the host waits for; otherwise enqueued on the current stream
+    tile_bytes = 0  # of the tiles that `copy` needs; 0: none
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")  # where balanced batches are
@@ -28,36 +30,31 @@ class ExchangeDevice:
     def use_in_thread(self) -> None:
         """Make this the current device of the calling thread, before it allocates buffers."""
 
-    def profiled(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that appears as a range of this name in a profile."""
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Return a context that enqueues work on the side stream, used on one thread alone."""
         return contextlib.nullcontext()
-
-    def side_stream(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that enqueues work on the side stream, as a range of this name in a profile."""
-        return contextlib.nullcontext()
-
-    def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
-        """Return copies as bytes in the format that `copy` reads from device memory; empty if it reads none."""
-        return np.empty(0, dtype=np.uint8)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Allocate a host buffer, uint8 [num_bytes], for `upload`; pinned if the device is a GPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Allocate a device buffer for the side stream, uint8 [num_bytes]; on any thread."""
+        """Allocate a device buffer, uint8 [num_bytes], under `side_stream`."""
         return self.host_buffer(num_bytes)
 
-    def upload_buffer(self, host_buffer: Tensor) -> Tensor:
-        """Allocate an equally sized device buffer, to which `upload` copies a host buffer; on any thread."""
-        return host_buffer  # itself
+    def upload(self, host_buffer: Tensor) -> Tensor:
+        """Return a host buffer on the device, copied under `side_stream`."""
+        return host_buffer
 
-    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
-        """Copy a host buffer to the device buffer that `upload_buffer` returned for it."""
+    def copy(self, copies: NDArray[np.int64], tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+        """Run copies (see `memory`) between device buffers, given their tiles in device memory, if it needs any."""
+        copy_ranges(copies, addresses_of(sources), target.data_ptr())
 
-    def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Run copies between device buffers, given their descriptors in device memory."""
-        copy_on_cpu(copies, [source.numpy() for source in sources], target.numpy())
+    def warm_up(self, source: Tensor, target: Tensor) -> None:
+        """Compile what `copy` needs, given two buffers of at least ALIGNMENT bytes, under `side_stream`."""
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
 
     def hand_over(self, buffers: Sequence[Tensor]) -> None:
         """Make buffers that were written on the side stream safe to use on the current stream."""
@@ -71,6 +68,7 @@ class _CudaDevice(ExchangeDevice):
 
     backend = "nccl"
     async_collectives = False
+    tile_bytes = gpu_copy.TILE_BYTES if gpu_copy.HAS_TRITON else 0
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
@@ -85,73 +83,58 @@ class _CudaDevice(ExchangeDevice):
         self._side_stream = torch.cuda.Stream(self.device, priority=-1)
         self._written = torch.cuda.Event()
         self._handed_over = torch.cuda.Event()
+        self._default_stream = torch.cuda.default_stream(self.device)
         self._default_stream_reached = torch.cuda.Event()
+        self._trains_elsewhere = False
 
     def use_in_thread(self) -> None:
         # In a new thread it is device 0, on which a context would take memory.
         torch.cuda.set_device(self.device)
 
-    def profiled(self, name: str) -> AbstractContextManager[Any]:
-        return _NvtxRange(name, contextlib.nullcontext())
-
-    def side_stream(self, name: str) -> AbstractContextManager[Any]:
-        return _NvtxRange(name, self._side_stream)
-
-    def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
-        if not gpu_copy.HAS_TRITON:
-            return np.empty(0, dtype=np.uint8)
-        return gpu_copy.tile_descriptors(copies).reshape(-1).view(np.uint8)
+    def side_stream(self) -> AbstractContextManager[Any]:
+        # As a context manager of its own it takes a quarter of the time of torch.cuda.stream.
+        return self._side_stream
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         # PyTorch's allocator does not reuse it while a copy reads it.
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def buffer(self, num_bytes: int) -> Tensor:
-        # The caching allocator reuses it in the order of the side stream. Not the stream itself as a context manager:
-        # that stores the previous stream, so threads must not share it.
-        with torch.cuda.stream(self._side_stream):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def upload_buffer(self, host_buffer: Tensor) -> Tensor:
-        return self.buffer(len(host_buffer))
+    def upload(self, host_buffer: Tensor) -> Tensor:
+        return host_buffer.to(self.device, non_blocking=True)
 
-    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
-        buffer.copy_(host_buffer, non_blocking=True)
-
-    def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        if gpu_copy.HAS_TRITON:
-            gpu_copy.copy_with_kernel(descriptors, sources, target)
+    def copy(self, copies: NDArray[np.int64], tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+        if self.tile_bytes:
+            gpu_copy.copy_with_kernel(tiles, sources, target)
         else:
             gpu_copy.copy_with_operators(copies, sources, target)
 
+    def warm_up(self, source: Tensor, target: Tensor) -> None:
+        one_range = np.array([[0, 0, 0, ALIGNMENT]])
+        tiles = as_bytes(torch.from_numpy(one_range)).to(self.device)
+        self.copy(one_range, tiles, (source,), target)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
     def hand_over(self, buffers: Sequence[Tensor]) -> None:
-        current_stream = torch.cuda.current_stream(self.device)
-        current_stream.wait_event(self._side_stream.record_event(self._written))
+        current = torch.cuda.current_stream(self.device)
+        self._side_stream.record_event(self._written)
+        current.wait_event(self._written)
         for buffer in buffers:
-            buffer.record_stream(current_stream)  # keeps it allocated until both streams are done
-        current_stream.record_event(self._handed_over)
+            buffer.record_stream(current)  # keeps it allocated until both streams are done
+        current.record_event(self._handed_over)
         # Pipelines fetch batches on a stream of their own and train on the default stream.
-        torch.cuda.default_stream(self.device).record_event(self._default_stream_reached)
+        self._trains_elsewhere = current != self._default_stream
+        if self._trains_elsewhere:
+            self._default_stream.record_event(self._default_stream_reached)
 
     def wait_for_training(self) -> None:
         self._side_stream.wait_event(self._handed_over)
-        self._side_stream.wait_event(self._default_stream_reached)
-
-
-class _NvtxRange:
-    """An NVTX range around a context, with a quarter of the overhead of torch.cuda.nvtx.range and torch.cuda.stream."""
-
-    def __init__(self, name: str, context: AbstractContextManager[Any]) -> None:
-        self._name = name
-        self._context = context
-
-    def __enter__(self) -> None:
-        torch.cuda.nvtx.range_push(f"evenrank {self._name}")
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-        torch.cuda.nvtx.range_pop()
+        if self._trains_elsewhere:
+            self._side_stream.wait_event(self._default_stream_reached)
 
 
 def make_device(device: torch.device | str | None) -> ExchangeDevice:

@@ -1,11 +1,12 @@
-"""`Exchange`: carries out a plan. Packs what a rank sends, moves it in one collective, unpacks it into a batch.
+"""`Exchange`: carries out a step. Lays out what a rank sends, moves it in one collective, and makes it a batch.
 
-    prepare    in the background: write the batch to one host buffer, followed by the descriptors of all copies, and
-               create the tensors of the new batch as views of a buffer that is not filled yet
-    launch     upload the host buffer, pack the send buffer, start the collective
+    prepare    in the background: write the samples, by destination, to one host buffer, followed by what the host knows
+               of the new batch, and the tiles of the copies that fill it
+    launch     upload the host buffer, start the collective
     finish     wait for the collective, then copy received and kept samples to the new batch
 
-On a GPU, launch and finish are enqueued on a side stream, and the host never waits.
+On a GPU, launch and finish are enqueued on a side stream, and the host never waits. Device memory is taken from launch
+on: twice a batch until finish, where the new batch takes its own.
 
 Why this cannot deadlock: collectives are started on the consumer's thread, by `launch`, at one fixed point of each
 `next()` of a Balancer. Between two such points the training loop starts its own collectives (gradients, sharded
@@ -21,130 +22,145 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.batch_buffer import lay_out_output, lay_out_rows, output_fields, write_batch
-from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout, warmup_layout
-from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice
-from evenrank.dataloader.balance.exchange.plan import Plan
+from evenrank.dataloader.balance.exchange.layout import Layout, lay_out, write_host_buffer
+from evenrank.dataloader.balance.exchange.memory import addresses_of
+from evenrank.dataloader.balance.exchange.new_batch import Views, make_fields, plan_views
+from evenrank.dataloader.balance.exchange.sections import ALIGNMENT, sections_of, tensors_of
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import JaggedBatch, loss_tokens
+from evenrank.dataloader.batches.schema import BatchSchema
+from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedStep:
-    """A step that can be launched, once. Buffers are uint8, on the device except for `host_buffer`."""
+    """A step that can be launched, once."""
 
-    layout: CollectiveLayout  # buffers of the collective
-    unpack: ByteCopies  # from the receive buffer (source 0) and the device buffer (source 1) to the output buffer
-    host_buffer: Tensor  # the loaded batch, the host data of the new one, and the descriptors of the two copies
-    device_buffer: Tensor  # target of the upload of `host_buffer`
-    descriptors: tuple[Tensor, Tensor]  # to pack and to unpack: parts of the device buffer
-    send_buffer: Tensor
-    receive_buffer: Tensor
-    output_buffer: Tensor  # the new batch
-    loaded_batch: JaggedBatch  # the batch before balancing, on the CPU
-    new_fields: dict[str, Any]  # fields of the new batch that differ: views of the output buffer, not filled yet
-
-    def balanced_batch(self) -> JaggedBatch:
-        """Return the new batch; its tensors hold their values once the exchange is finished."""
-        return self.loaded_batch.replace(**self.new_fields)
+    layout: Layout
+    send_bytes: list[int]  # see `Layout`
+    receive_bytes: list[int]
+    views: Views  # of the new batch
+    host_buffer: Tensor  # uint8 [host_bytes]
+    batch: JaggedBatch  # before the exchange
+    metadata: dict[str, Any]  # what the new batch has instead, besides its tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInFlight:
-    """A launched step."""
+    """A launched step. Buffers are uint8, on the device."""
 
     prepared: PreparedStep
+    uploaded: Tensor  # the host buffer
+    received: Tensor
     work: Work | None  # the collective, if the host must wait for it
 
 
 class Exchange:
-    """Carries out plans over a process group, with one collective; `group` is None if there is only one rank."""
+    """Exchanges samples over a process group, with one collective a step; `group` is None if there is only one rank.
 
-    def __init__(
-        self, collective: Collective, group: FailFastGroup | None, device: ExchangeDevice, *, world_size: int
-    ) -> None:
-        self._collective = collective
+    `collective` is `all-to-all` or `all-gather`, which give the same batches, bit for bit.
+    """
+
+    def __init__(self, collective: str, group: FailFastGroup | None, device: ExchangeDevice, *, rank: int) -> None:
+        self._sends_all = collective == "all-gather" and group is not None
         self._group = group
         self._device = device
-        self._world_size = world_size
+        self._rank = rank
 
     def connect(self) -> None:
         """Compile kernels and connect all ranks, so that the first step does not wait for it.
 
         Collective: every rank must call this, on any thread.
         """
-        device = self._device
+        device, world_size = self._device, 1 if self._group is None else self._group.world_size
         device.use_in_thread()
-        layout = warmup_layout(self._collective, self._world_size)
-        with device.side_stream("connect"):
-            descriptors = torch.from_numpy(device.descriptors(layout.pack)).to(device.device)
-            source, send_buffer = device.buffer(sum(layout.send_splits)), device.buffer(sum(layout.send_splits))
-            receive_buffer = device.buffer(sum(layout.receive_splits))
-            device.copy(layout.pack, descriptors, (source,), send_buffer)
-            self._wait(self._start(layout, send_buffer, receive_buffer))
-        device.hand_over((source, send_buffer, receive_buffer))
-        if device.device.type == "cuda":
-            torch.cuda.synchronize(device.device)
+        splits = [ALIGNMENT] * world_size
+        with device.side_stream():
+            sent, received = (device.buffer(sum(splits)).zero_() for _ in range(2))
+            self._wait(self._start(sent, splits[:1] if self._sends_all else splits, received, splits))
+            device.warm_up(sent, received)
+        device.hand_over((sent, received))
+        device.synchronize()
 
-    def prepare(self, batch: JaggedBatch, plan: Plan) -> PreparedStep:
-        """Do all that needs no other rank and moves nothing on the device; on any thread."""
-        device = self._device
-        rows = lay_out_rows(plan.sections, plan.world_lengths[plan.rank], batch.num_real)
-        batch_bytes = rows.total_bytes
-        output = lay_out_output(plan, batch_bytes)
-        layout = self._collective.layout(plan, rows, output.rows)
-        unpack = ByteCopies.concatenate([layout.unpack, output.host_copies])
-        descriptors = [device.descriptors(copies) for copies in (layout.pack, unpack)]
-        splits = [batch_bytes + len(output.host_data), *map(len, descriptors)]
-        host_buffer = device.host_buffer(sum(splits))
-        write_batch(batch, plan.sections, rows, host_buffer)
-        host_buffer.numpy()[batch_bytes:] = np.concatenate([output.host_data, *descriptors])
-        device_buffer = device.upload_buffer(host_buffer)
-        send_buffer, output_buffer = device.buffer(sum(layout.send_splits)), device.buffer(output.total_bytes)
-        receive_buffer = send_buffer if self._group is None else device.buffer(sum(layout.receive_splits))
-        _, pack_descriptors, unpack_descriptors = device_buffer.split_with_sizes(splits)
+    def prepare(
+        self, batch: JaggedBatch, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
+    ) -> PreparedStep:
+        """Do all that needs no other rank and moves nothing on the device; on any thread.
+
+        `rank_of` is who trains each row, [W, B], -1 for padding; `lengths` are those of all ranks' rows, [W, K, B]. The
+        batch may have fewer rows than B.
+        """
+        sections, tile_bytes = sections_of(schema), self._device.tile_bytes
+        layout = lay_out(sections, rank_of, lengths, self._rank, self._sends_all, tile_bytes)
+        host_buffer = self._device.host_buffer(layout.host_bytes)
+        tensors = tensors_of(batch)  # kept while their addresses are used
+        write_host_buffer(
+            layout,
+            sections,
+            addresses_of(tensors),
+            lengths[self._rank],
+            rank_of[self._rank],
+            tile_bytes,
+            host_buffer.numpy(),
+        )
+        by_key = dict(zip(schema.jagged_keys, lengths.transpose(1, 0, 2), strict=True))
+        tokens = loss_tokens(schema.loss_key, by_key, rank_of >= 0)  # [W, B]
+        metadata = {
+            "batch_size": rank_of.shape[1],
+            "num_real": layout.num_real,
+            "loss_tokens": int(tokens[rank_of == self._rank].sum()),
+            "world_loss_tokens": int(tokens.sum()),
+            "dp_size": len(rank_of),
+            "max_lengths": schema.max_lengths(layout.lengths),
+        }
         return PreparedStep(
             layout=layout,
-            unpack=unpack,
+            send_bytes=layout.send_bytes.tolist(),
+            receive_bytes=layout.receive_bytes.tolist(),
+            views=plan_views(layout, schema),
             host_buffer=host_buffer,
-            device_buffer=device_buffer,
-            descriptors=(pack_descriptors, unpack_descriptors),
-            send_buffer=send_buffer,
-            receive_buffer=receive_buffer,
-            output_buffer=output_buffer,
-            loaded_batch=batch,
-            new_fields=output_fields(output_buffer, output),
+            batch=batch,
+            metadata=metadata,
         )
 
     def launch(self, step: PreparedStep) -> StepInFlight:
         """Start a step. Collective: every rank must call this, in the same order."""
         device = self._device
-        with device.side_stream("launch"):
-            device.upload(step.host_buffer, step.device_buffer)
+        with device.side_stream():
+            uploaded = device.upload(step.host_buffer)
+            received = device.buffer(sum(step.receive_bytes))
             # A collective occupies multiprocessors while it waits for other ranks. Right after the all-reduce of the
             # gradients, where a training step begins, no rank is far ahead, so it hardly waits.
             device.wait_for_training()
-            device.copy(step.layout.pack, step.descriptors[0], (step.device_buffer,), step.send_buffer)
-            work = self._start(step.layout, step.send_buffer, step.receive_buffer)
-        return StepInFlight(prepared=step, work=work)
+            work = self._start(uploaded, step.send_bytes, received, step.receive_bytes)
+        return StepInFlight(prepared=step, uploaded=uploaded, received=received, work=work)
 
-    def finish(self, in_flight: StepInFlight) -> None:
-        """Wait for the collective and fill the new batch; on a GPU the side stream waits, not the host."""
+    def finish(self, in_flight: StepInFlight) -> JaggedBatch:
+        """Wait for the collective and return the new batch; on a GPU the side stream waits, not the host."""
+        if torch.is_inference_mode_enabled():  # a batch that is made during an evaluation may be trained after it
+            with outside_inference_mode():
+                return self.finish(in_flight)
         device, step = self._device, in_flight.prepared
-        sources = (step.receive_buffer, step.device_buffer)
-        with device.side_stream("finish"):
+        layout = step.layout
+        with device.side_stream():
             self._wait(in_flight.work)
-            device.copy(step.unpack, step.descriptors[1], sources, step.output_buffer)
-        device.hand_over((step.output_buffer,))
+            output = device.buffer(layout.output_bytes)
+            tiles = in_flight.uploaded[layout.tiles :]
+            device.copy(layout.copies, tiles, (in_flight.received, in_flight.uploaded), output)
+        device.hand_over((output,))
+        return step.batch.replace(**step.metadata, **make_fields(output, step.views))
 
-    def _start(self, layout: CollectiveLayout, send_buffer: Tensor, receive_buffer: Tensor) -> Work | None:
+    def _start(self, sent: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> Work | None:
         if (group := self._group) is None:
             return None
-        async_op = self._device.async_collectives
-        return self._collective.start(layout, send_buffer, receive_buffer, group, async_op=async_op)
+        sent, async_op = sent[: sum(send_bytes)], self._device.async_collectives
+        if self._sends_all:
+            return group.all_gather(received.split(receive_bytes), sent, async_op=async_op)
+        return group.all_to_all(received, sent, receive_bytes, send_bytes, async_op=async_op)
 
     def _wait(self, work: Work | None) -> None:
         if self._group is not None and work is not None:

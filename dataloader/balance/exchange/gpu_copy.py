@@ -9,8 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
-
 try:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -18,51 +16,36 @@ except ImportError:  # CPU builds of PyTorch come without Triton
     triton = None
 
 HAS_TRITON = triton is not None
-_TILE_BYTES = 8192  # copied by one program
-_DESCRIPTOR_BYTES = 4 * 8  # of one tile
+TILE_BYTES = 8192  # copied by one program
+_BYTES_OF_TILE = 4 * 8  # of its description
 _NUM_WARPS = 4
 
 
-def tile_descriptors(copies: ByteCopies) -> NDArray[np.int64]:
-    """Split ranges into tiles, int64 [n, 4]: number of the source, start in it, start in the target, bytes."""
-    tiles_per_range = -(-copies.num_bytes // _TILE_BYTES)
-    range_of = np.repeat(np.arange(len(tiles_per_range)), tiles_per_range)
-    first_tile = np.cumsum(tiles_per_range) - tiles_per_range
-    offsets = _TILE_BYTES * (np.arange(len(range_of)) - np.repeat(first_tile, tiles_per_range))
-    tiles = np.empty((len(range_of), 4), dtype=np.int64)
-    tiles[:, 0] = copies.source[range_of]
-    tiles[:, 1] = copies.source_starts[range_of] + offsets
-    tiles[:, 2] = copies.target_starts[range_of] + offsets
-    tiles[:, 3] = np.minimum(copies.num_bytes[range_of] - offsets, _TILE_BYTES)
-    return tiles
-
-
-def copy_with_kernel(descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy tiles in one kernel launch, given the bytes of `tile_descriptors` and one or two sources, on the GPU."""
-    if num_tiles := descriptors.numel() // _DESCRIPTOR_BYTES:
-        buffers = (descriptors, sources[0], sources[-1], target)
+def copy_with_kernel(tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+    """Copy tiles in one kernel launch, given their bytes (`memory.write_tiles`) and one or two sources; on a GPU."""
+    if num_tiles := tiles.numel() // _BYTES_OF_TILE:
+        buffers = (tiles, sources[0], sources[-1], target)
         _compiled_kernel(target.device.index)[(num_tiles, 1, 1)](*[buffer.data_ptr() for buffer in buffers])
 
 
-def copy_with_operators(copies: ByteCopies, sources: Sequence[Tensor], target: Tensor) -> None:
+def copy_with_operators(copies: NDArray[np.int64], sources: Sequence[Tensor], target: Tensor) -> None:
     """Run copies with one gather per source buffer; on any device."""
     device = target.device
     for number, source in enumerate(sources):
-        of_source = copies.source == number
-        num_bytes = copies.num_bytes[of_source]
+        _, source_starts, target_starts, num_bytes = copies[copies[:, 0] == number].T
         total = int(num_bytes.sum())
         first_byte = np.cumsum(num_bytes) - num_bytes
-        shifts = np.stack([copies.source_starts[of_source] - first_byte, copies.target_starts[of_source] - first_byte])
+        shifts = np.stack([source_starts - first_byte, target_starts - first_byte])
         # Passing the size of the result avoids a synchronization to read it from the device.
         repeated = torch.repeat_interleave(
-            torch.from_numpy(shifts).to(device), torch.from_numpy(num_bytes).to(device), dim=1, output_size=total
+            torch.from_numpy(shifts).to(device), torch.from_numpy(num_bytes.copy()).to(device), dim=1, output_size=total
         )
         indices = repeated + torch.arange(total, device=device)
         target.index_copy_(0, indices[1], source.index_select(0, indices[0]))
 
 
 if triton is not None:
-    _TILE_WORDS = tl.constexpr(_TILE_BYTES // 8)
+    _TILE_WORDS = tl.constexpr(TILE_BYTES // 8)
 
     @functools.cache
     def _compiled_kernel(device: int) -> Any:
@@ -80,13 +63,13 @@ if triton is not None:
             mask = offsets < count
             tl.store(target + offsets, tl.load(source + offsets, mask=mask), mask=mask)
 
-    @triton.jit(do_not_specialize=["descriptors", "first", "second", "target"])
-    def _copy_tile(descriptors, first, second, target):
+    @triton.jit(do_not_specialize=["tiles", "first", "second", "target"])
+    def _copy_tile(tiles, first, second, target):
         """Copy one tile, in the widest words to which its addresses and its size are aligned."""
-        descriptor = descriptors.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
-        source = tl.load(descriptor + 1) + tl.where(tl.load(descriptor) == 0, first, second)
-        target = tl.load(descriptor + 2) + target
-        size = tl.load(descriptor + 3)
+        tile = tiles.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
+        source = tl.load(tile + 1) + tl.where(tl.load(tile) == 0, first, second)
+        target = tl.load(tile + 2) + target
+        size = tl.load(tile + 3)
         combined = source | target | size
         if combined % 16 == 0:
             # The hints let the compiler load and store two words at a time.

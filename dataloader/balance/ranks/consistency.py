@@ -22,14 +22,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
-from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather, StepMetadata, all_gather_objects
+from evenrank.dataloader.balance.ranks.metadata import HEADER, MetadataAllGather, all_gather_objects
 from evenrank.dataloader.balance.ranks.process_group import Members, within
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
@@ -38,6 +38,7 @@ from evenrank.dataloader.batches.schema import BatchSchema, check_contents, sche
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
 _MASK = (1 << 61) - 1
+_SAME_WORDS = ("schema_hash", "epoch", "step", "position")  # of the headers of ranks that are in step
 _SAME_STEPS = "iterate over the same epochs, load the same state, and leave loops at the same step on all ranks"
 
 
@@ -116,28 +117,40 @@ def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None 
     return known[0][1] if known else None
 
 
-def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> None:
-    """Check that a batch, before padding, has the common schema except for its rows, and lengths that match."""
-    if differences := schema.differences(dataclasses.replace(schema_of(batch), batch_size=schema.batch_size)):
+def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> NDArray[np.int64]:
+    """Return the lengths of a batch, int64 [K, its rows]; it has the common schema except for its rows."""
+    if (own := schema_of(batch)) != schema:
+        own = dataclasses.replace(own, batch_size=schema.batch_size)
+    if own != schema and (differences := schema.differences(own)):
         raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
     if max_batch_size is not None and batch.batch_size > max_batch_size:
         raise ConfigError(
             f"a batch has {batch.batch_size} rows, but the Balancer's batch_size is {max_batch_size}; raise it, or "
             "leave it out"
         )
-    check_contents(batch)
+    return check_contents(batch)
 
 
-def check_headers(step: StepMetadata) -> None:
-    """Raise a RankError unless all ranks that still have batches are in the same step of the same epoch."""
-    ranks = np.flatnonzero(step.header("ended") == 0)
-    for name in ("schema_hash", "epoch", "step", "position"):
-        words = step.header(name)[ranks]
-        changes = np.flatnonzero(words[1:] != words[:-1])
-        if len(changes):
-            i = int(changes[0])
+def check_headers(headers: NDArray[np.int64]) -> None:
+    """Raise a RankError unless all ranks that still have batches are in the same step of the same epoch.
+
+    `headers` are those of all ranks, int64 [W, 9].
+    """
+    if len(missing := np.flatnonzero(headers[:, HEADER["num_rows"]] < 0)):
+        raise RankError(f"ranks are out of step: rank {missing[0]} has not started a step of others; {_SAME_STEPS}")
+    ranks = np.flatnonzero(headers[:, HEADER["ended"]] == 0)
+    for name in _SAME_WORDS:
+        words = headers[ranks, HEADER[name]]
+        for i in np.flatnonzero(words[1:] != words[:-1])[:1]:
             found = f"{name} is {words[i]} on rank {ranks[i]}, {words[i + 1]} on rank {ranks[i + 1]}"
             raise RankError(f"ranks are out of step: {found}; {_SAME_STEPS}")
+
+
+def are_in_step(headers: NDArray[np.int64]) -> bool:
+    """Return whether all ranks have batches in all of n steps, int64 [n, W, 9], and pass `check_headers`."""
+    columns = [HEADER[name] for name in _SAME_WORDS]
+    are_same = (headers[..., columns] == headers[:, :1, columns]).all()
+    return bool(are_same and not headers[..., HEADER["ended"]].any() and (headers[..., HEADER["num_rows"]] >= 0).all())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -230,34 +243,58 @@ class PlanCheck:
             raise RankError(within(timeout, lambda: store.compare_set(_NOTE, "", note)).decode())
 
 
+class Confirmation(NamedTuple):
+    """Whether all ranks have planned the same, for each of n steps."""
+
+    failed: NDArray[np.int64]  # [n, W]: 1 if a rank failed in this step or an earlier one
+    received: NDArray[np.int64]  # [n, W]: digests of the metadata
+    assigned: NDArray[np.int64]  # [n, W]: digests of the assignments
+    errors: Sequence[str | None]  # of each rank
+    own_error: Exception | None
+
+    @property
+    def are_same(self) -> bool:
+        """Whether no step has an error."""
+        differ = [(digests != digests[:, :1]).any() for digests in (self.received, self.assigned)]
+        return not (self.failed.any() or any(differ))
+
+    def check(self, index: int, step_name: str, strategy: str) -> None:
+        """Raise the error of a step, of which the earlier ones have none; a RankError with it on other ranks."""
+        if self.failed[index].any():
+            errors = [error if failed else None for error, failed in zip(self.errors, self.failed[index], strict=True)]
+            if self.own_error is not None and one_line(self.own_error) in errors:
+                raise self.own_error
+            raise_reported_errors(errors)
+        other_metadata = "received other metadata than rank 0; the memory or the network of a host is faulty"
+        other_plan = (
+            f"assigns samples differently from rank 0, given the same costs; the strategy {strategy!r} must be a pure "
+            "function of its argument, and the same code on all ranks"
+        )
+        for digests, fault in ((self.received[index], other_metadata), (self.assigned[index], other_plan)):
+            if len(differing := np.flatnonzero(digests != digests[0])):
+                raise RankError(f"in {step_name}, rank {differing[0]} {fault}")
+
+
 def confirm(
     all_gather: MetadataAllGather,
     metadata: NDArray[np.uint8],
-    rank_of: NDArray[np.int32] | None,
+    plans: Sequence[NDArray[np.int32]],
     error: Exception | None,
-    step_name: str,
-    strategy: str,
-) -> None:
-    """Return if all ranks have the same plan of a step. Collective: every rank must call this.
+    num_steps: int,
+) -> Confirmation:
+    """Compare the plans of n steps between ranks. Collective: every rank must call this.
 
-    `metadata` are the messages received from all ranks, uint8 [W, message size], and `rank_of` this rank's assignment,
-    int32 [W, B]; None if it failed with `error`, which it raises, while the others raise a RankError with it.
+    `metadata` are the messages received from all ranks, uint8 [W, message size], and `plans` this rank's assignments,
+    int32 [W, B] each: of all steps, or of those before the one that failed with `error`.
     """
-    words = np.array([error is not None, _digest(metadata), 0 if rank_of is None else _digest(rank_of)], dtype=np.int64)
-    failed, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
-    if failed.any():
-        errors = all_gather_objects(all_gather, None if error is None else one_line(error))
-        if error is not None:
-            raise error
-        raise_reported_errors(errors)
-    other_metadata = "received other metadata than rank 0; the memory or the network of a host is faulty"
-    other_plan = (
-        f"assigns samples differently from rank 0, given the same costs; the strategy {strategy!r} must be a pure "
-        "function of its argument, and the same code on all ranks"
-    )
-    for digests, fault in ((received, other_metadata), (assigned, other_plan)):
-        if len(differing := np.flatnonzero(digests != digests[0])):
-            raise RankError(f"in {step_name}, rank {differing[0]} {fault}")
+    words = np.zeros((num_steps, 3), dtype=np.int64)
+    words[len(plans) :, 0] = 1
+    words[:, 1] = _digest(metadata)
+    words[: len(plans), 2] = [_digest(plan) for plan in plans]
+    of_ranks = all_gather.all_gather(words.reshape(-1).view(np.uint8)).copy().view(np.int64)
+    failed, received, assigned = of_ranks.reshape(-1, *words.shape).transpose(2, 1, 0)
+    errors = all_gather_objects(all_gather, None if error is None else one_line(error)) if failed.any() else []
+    return Confirmation(failed, received, assigned, errors, error)
 
 
 def _digest(array: NDArray[np.generic]) -> int:

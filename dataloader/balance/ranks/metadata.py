@@ -1,6 +1,7 @@
-"""The wire format of a step's metadata, and the all-gather that brings every rank the messages of all.
+"""The wire format of the metadata of steps, and the all-gather that brings every rank the messages of all.
 
-The size of a message follows from the batches' schema, so it is all-gathered without exchanging sizes first:
+A message is of up to 8 steps. Its size follows from the batches' schema alone, so it is all-gathered without exchanging
+sizes first, also between ranks that are out of step. Of each step it has
 
     header    9 x int64    schema hash, status, ended, num_real, num_rows, epoch, step, position, loader hash
     costs     B x int64
@@ -11,6 +12,7 @@ A message has everything that planning depends on. Results of users' functions, 
 rather than computed again by every rank, because the functions of two ranks may differ.
 """
 
+import functools
 import hashlib
 import pickle
 from collections.abc import Sequence
@@ -30,33 +32,52 @@ from evenrank.dataloader.batches.schema import BatchSchema
 MAX_RANKS_OF_FLAT_ALL_GATHER = 512
 
 
+MAX_STEPS = 8
+"""Steps of a message: an all-gather takes about as long for 8 as for one."""
+
+_NOT_STARTED = -1
+
+
 class Header(NamedTuple):
     """The fixed part of a message, in words of int64."""
 
     schema_hash: int  # hash of the batches' schema
-    status: int  # 1 if the rank failed, else 0
-    ended: int  # 1 once the rank has no more batches, else 0
-    num_real: int  # samples in this step
-    num_rows: int = 0  # of the batch before padding; if it has more than the schema, the message lacks its samples
+    status: int = 0  # 1 if the rank failed, else 0
+    ended: int = 0  # 1 once the rank has no more batches, else 0
+    num_real: int = 0  # samples in this step
+    num_rows: int = 0  # of the batch before padding; if it has more than the schema, the message lacks its samples; or
+    # -1 after the last step of the message
     epoch: int = 0
     step: int = 0
     position: int = 0  # in the epoch
     loader_hash: int = 0  # hash of the loader's identity, which can change when a state is loaded
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+HEADER = {name: index for index, name in enumerate(Header._fields)}
+"""Index of each word of a header."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """The messages of all ranks in a step. W ranks, B rows per rank, K jagged keys."""
+    """What all ranks have sent of a step. W ranks, B rows per rank, K jagged keys."""
 
     headers: NDArray[np.int64]  # [W, 9]
     costs: NDArray[np.int64]  # [W, B], 0 for padding
     tokens: NDArray[np.int64]  # [W, B], 0 for padding
     lengths: NDArray[np.int64]  # [W, K, B], 0 for padding
-    messages: NDArray[np.uint8]  # [W, message size]: all of this as it was received
 
     def header(self, name: str) -> NDArray[np.int64]:
         """Return one word of all ranks' headers: int64 [W]."""
-        return self.headers[:, Header._fields.index(name)]
+        return self.headers[:, HEADER[name]]
+
+    def common(self, name: str) -> int:
+        """Return a word that is the same on all ranks that still have batches; some rank must have."""
+        return int(self.header(name)[np.argmin(self.header("ended"))])
+
+    def first_rows(self, count: int) -> "StepMetadata":
+        """Return the metadata of the first rows of each rank, where the others are padding."""
+        arrays = (np.ascontiguousarray(values[..., :count]) for values in (self.costs, self.tokens, self.lengths))
+        return StepMetadata(self.headers, *arrays)
 
     @property
     def num_real(self) -> NDArray[np.int64]:
@@ -70,32 +91,36 @@ def hash63(value: object) -> int:
 
 
 def encode(
-    header: Header, schema: BatchSchema, costs: NDArray[np.int64], tokens: NDArray[np.int64], lengths: NDArray[np.int64]
+    headers: Sequence[Header],
+    schema: BatchSchema,
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    lengths: NDArray[np.int64],
 ) -> NDArray[np.uint8]:
-    """Return a rank's message, uint8, given costs [B], tokens [B] and lengths [K, B], int64; the latter below 2^31."""
-    assert costs.shape == tokens.shape == (schema.batch_size,)
-    assert lengths.shape == (len(schema.jagged_keys), schema.batch_size)
-    message = np.empty(1, dtype=_message_type(schema))
-    message["header"], message["costs"], message["tokens"], message["lengths"] = header, costs, tokens, lengths
+    """Return a rank's message, uint8, given the headers, costs [n, B], tokens [n, B] and lengths [n, K, B] of n steps.
+
+    There are at most MAX_STEPS. Tokens and lengths are below 2^31.
+    """
+    message = np.zeros(MAX_STEPS, dtype=_step_type(schema.batch_size, len(schema.jagged_keys)))
+    started, others = message[: len(headers)], message[len(headers) :]
+    started["header"], started["costs"], started["tokens"], started["lengths"] = headers, costs, tokens, lengths
+    others["header"] = Header(0, num_rows=_NOT_STARTED)
     return message.view(np.uint8)
 
 
-def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepMetadata:
-    """Return the metadata in the messages of all ranks: uint8 [W, message size]."""
-    fields = np.ascontiguousarray(messages).view(_message_type(schema))[:, 0]
-    return StepMetadata(
-        headers=fields["header"].copy(),
-        costs=fields["costs"].copy(),
-        tokens=fields["tokens"].astype(np.int64),
-        lengths=fields["lengths"].astype(np.int64),
-        messages=messages,
-    )
+def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> list[StepMetadata]:
+    """Return the steps that some rank has started, given the messages of all ranks: uint8 [W, message size]."""
+    steps = np.ascontiguousarray(messages).view(_step_type(schema.batch_size, len(schema.jagged_keys))).T  # [steps, W]
+    is_started = (steps["header"][..., HEADER["num_rows"]] != _NOT_STARTED).any(axis=1)
+    names = ("header", "costs", "tokens", "lengths")
+    fields = (np.ascontiguousarray(steps[: is_started.sum()][name], dtype=np.int64) for name in names)
+    return [StepMetadata(headers, *arrays) for headers, *arrays in zip(*fields, strict=True)]
 
 
-def _message_type(schema: BatchSchema) -> np.dtype[np.void]:
-    size, header = schema.batch_size, ("header", "i8", (len(Header._fields),))
-    lengths = ("lengths", "i4", (len(schema.jagged_keys), size))
-    return np.dtype([header, ("costs", "i8", (size,)), ("tokens", "i4", (size,)), lengths])
+@functools.lru_cache
+def _step_type(batch_size: int, num_keys: int) -> np.dtype[np.void]:
+    header, lengths = ("header", "i8", (len(Header._fields),)), ("lengths", "i4", (num_keys, batch_size))
+    return np.dtype([header, ("costs", "i8", (batch_size,)), ("tokens", "i4", (batch_size,)), lengths])
 
 
 class MetadataAllGather:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, step_planner
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
@@ -128,7 +128,7 @@ def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, 
 @given(world=worlds())
 def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: World) -> None:
     batch_size, steps = world
-    first, second = (ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in COLLECTIVES)
+    first, second = (ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in EXCHANGES)
     assert first == second
 
 
@@ -203,7 +203,7 @@ def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
     return batch.ids[:2].tolist()
 
 
-@pytest.mark.parametrize("exchange", COLLECTIVES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
     assert sorted(itertools.chain(*ranks.run(2, _balance_dense, exchange))) == [0, 1, 2, 3]
 

@@ -53,7 +53,7 @@ def test_costs_are_shifted_so_that_a_step_of_the_longest_samples_sums_within_62_
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=False, max_tokens=100_000)
     samples = 16_384 * 128
     lengths = {"item_id": np.array([100_000, 77])}
-    scaled = scaled_costs(cost, lengths, NONE_OF_TWO, num_real=2, samples_per_step=samples).tolist()
+    scaled = scaled_costs(cost, lengths, NONE_OF_TWO, samples_per_step=samples).tolist()
     assert 2**60 < scaled[0] * samples <= 2**62
     shift = cost_shift(cost, samples)
     assert scaled == [c >> shift for c in cost(lengths, NONE_OF_TWO).tolist()]
@@ -71,13 +71,7 @@ def test_costs_are_shifted_so_that_a_step_of_the_longest_samples_sums_within_62_
 )
 def test_what_a_cost_returns_is_checked(returned: Ints, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scaled_costs(lambda lengths, candidates: returned, {}, NONE_OF_TWO, num_real=2, samples_per_step=8)
-
-
-def test_padding_costs_0_whatever_the_cost_returns() -> None:
-    returned = np.array([5, -7])
-    scaled = scaled_costs(lambda lengths, candidates: returned, {}, NONE_OF_TWO, num_real=1, samples_per_step=8)
-    assert scaled.tolist() == [5, 0]
+        scaled_costs(lambda lengths, candidates: returned, {}, NONE_OF_TWO, samples_per_step=8)
 
 
 class _Layer(torch.nn.Module):

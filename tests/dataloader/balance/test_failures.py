@@ -17,7 +17,7 @@ import torch.distributed as dist
 from evenrank.core.errors import ConfigError, EvenrankError, RankError, one_line
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.batches.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.batches.padding import pad_batch
@@ -212,7 +212,7 @@ def _lose_a_rank_later(rank: int, world_size: int, exchange: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("exchange", COLLECTIVES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_rank_that_is_killed_ends_the_others_within_seconds(exchange: str) -> None:
     pool = RankPool(timeout=120)  # far less than the 30 minutes that a Balancer's collectives wait
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
+from evenrank.dataloader.balance.exchange import layout, memory
 from evenrank.dataloader.balance.partition import strategies
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.warmup import warm_up
@@ -14,14 +15,24 @@ from evenrank.dataloader.balance.warmup import warm_up
 _PLAN_AFTER_WARM_UP = """
 import numpy as np
 from numba.core import event
-from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.balance import STRATEGIES, partition
+from evenrank.dataloader.balance.exchange.device import make_device
+from evenrank.dataloader.balance.exchange.exchange import Exchange
+from evenrank.dataloader.balance.ranks.metadata import Header, decode, encode
+from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.batches.schema import lengths_of, schema_of
+from tests.dataloader.rich_batch import rich_batch
 
 for strategy in STRATEGIES:
-    warm_up(strategy, limits_tokens=True)
+    warm_up(strategy, limits_tokens=True, exchanges=True)
 rng = np.random.default_rng(0)
 costs, tokens = rng.integers(0, 1 << 40, 512), rng.integers(0, 1000, 512)
+batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
+schema, zeros = schema_of(batch), np.zeros((1, 2), dtype=np.int64)
 with event.install_recorder("numba:compile") as recorder:
+    (step,) = decode(encode([Header(0)], schema, zeros, zeros, lengths_of(batch)[np.newaxis])[np.newaxis], schema)
+    exchange = Exchange("all-to-all", None, make_device(None), rank=0)
+    exchange.finish(exchange.launch(exchange.prepare(batch, schema, partition(step.costs, 1).rank_of, step.lengths)))
     for strategy in STRATEGIES:
         partition(costs, 64, strategy=strategy, tokens=tokens)
         partition(costs, 64, strategy=strategy, tokens=tokens, max_tokens_per_rank=4100, on_overflow="warn")
@@ -29,14 +40,15 @@ print(len(recorder.buffer))
 """
 
 
-def test_planning_compiles_nothing_after_warm_up() -> None:
+def test_planning_and_exchanging_compile_nothing_after_warm_up() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _PLAN_AFTER_WARM_UP]
-    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "0\n"
+    root = Path(__file__).parents[3]
+    assert subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout == "0\n"
 
 
-def test_all_compiled_loops_of_planning_release_the_gil() -> None:
+def test_all_compiled_loops_of_planning_and_exchanging_release_the_gil() -> None:
     names = [path.stem for path in Path(strategies.__file__).parent.glob("[!_]*.py")]
-    modules = [importlib.import_module(f"{strategies.__package__}.{name}") for name in names]
+    modules = [importlib.import_module(f"{strategies.__package__}.{name}") for name in names] + [layout, memory]
     functions = [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
     assert len(functions) > 30
     for function in functions:

@@ -11,7 +11,7 @@ from torchdata.nodes import PinMemory
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.ranks import process_group
 from evenrank.datasets.distributions import Lognormal
 from tests.dataloader.balance.batch_bits import bits_of
@@ -35,7 +35,7 @@ def _random_batches(rank: int, world_size: int, num_batches: int) -> RandomBatch
 def _same_as_on_the_cpu(rank: int, world_size: int, seeds: int) -> int:
     torch.cuda.set_device(rank)
     compared = 0
-    for seed, exchange, strategy in itertools.product(range(seeds), COLLECTIVES, STRATEGIES):
+    for seed, exchange, strategy in itertools.product(range(seeds), EXCHANGES, STRATEGIES):
         config = BalanceConfig(cost=rich_tokens, exchange=exchange, strategy=strategy)
         bits = []
         for device in (None, f"cuda:{rank}"):

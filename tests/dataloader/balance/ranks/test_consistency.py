@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.partition.strategies import PartitionProblem
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck, confirm
 from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
@@ -92,7 +92,7 @@ def _train_with_strategy(rank: int, world_size: int, what: str, exchange: str) -
             list(balancer)
 
 
-@pytest.mark.parametrize("exchange", COLLECTIVES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_rank_that_assigns_differently_is_named_before_a_sample_moves(ranks: RankPool, exchange: str) -> None:
     for failure in ranks.try_run(3, _train_with_strategy, "differs", exchange):
         assert failure.type_name == "RankError"
@@ -113,7 +113,7 @@ def _confirm(rank: int, world_size: int) -> None:
     metadata[1, 7] ^= rank == 2
     gather = MetadataAllGather(members_of(None, TIMEOUT), None, TIMEOUT)
     try:
-        confirm(gather, metadata=metadata, rank_of=rank_of, error=None, step_name="step 7", strategy="min-move")
+        confirm(gather, metadata, [rank_of], None, 1).check(0, "step 7", "min-move")
     finally:
         gather.close()
 

@@ -3,11 +3,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.exchange import gpu_copy
-from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
-from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies, copy_on_cpu
-from evenrank.dataloader.balance.exchange.gpu_copy import copy_with_kernel, copy_with_operators, tile_descriptors
+from evenrank.dataloader.balance.exchange.gpu_copy import TILE_BYTES, copy_with_kernel, copy_with_operators
+from evenrank.dataloader.balance.exchange.memory import addresses_of, copy_ranges, count_tiles, write_tiles
+from evenrank.dataloader.balance.exchange.sections import as_bytes
 
 
 @st.composite
@@ -18,19 +19,28 @@ def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return unit, draw(st.lists(st.tuples(st.integers(0, 3), length), max_size=8))
 
 
-def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[ByteCopies, list[torch.Tensor], torch.Tensor]:
+Copies = NDArray[np.int64]
+
+
+def _tiles(copies: Copies) -> Copies:
+    tiles = np.empty((count_tiles(copies, TILE_BYTES), 4), dtype=np.int64)
+    write_tiles(copies, TILE_BYTES, tiles)
+    return tiles
+
+
+def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[Copies, list[torch.Tensor], torch.Tensor]:
     """Return copies of ranges, alternately from two sources, to a target in reverse order; the sources; the target."""
     gaps, sizes = np.array([(0, 0), *ranges]).T[:, 1:] * unit
     end = int((sizes + gaps).sum())
     starts = np.cumsum(sizes + gaps) - sizes
     targets = int(sizes.sum()) - np.cumsum(sizes)
-    parts = [ByteCopies.from_source(i, starts[i::2], targets[i::2], sizes[i::2]) for i in range(2)]
+    copies = np.stack([np.arange(len(sizes)) % 2, starts, targets, sizes], axis=1)
     rng = np.random.default_rng(end)
     sources = [torch.from_numpy(rng.integers(0, 256, end, dtype=np.uint8)) for _ in range(2)]
     expected = torch.zeros_like(sources[0])
     for index, (start, target, size) in enumerate(zip(starts, targets, sizes, strict=True)):
         expected[target : target + size] = sources[index % 2][start : start + size]
-    return ByteCopies.concatenate(parts), sources, expected
+    return copies[sizes > 0], sources, expected
 
 
 @settings(max_examples=60)
@@ -38,7 +48,7 @@ def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[ByteCopies, list[
 def test_the_loop_and_the_operators_copy_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
     copies, sources, expected = _copies(*layout)
     by_loop, by_operators = torch.zeros_like(expected), torch.zeros_like(expected)
-    copy_on_cpu(copies, [source.numpy() for source in sources], by_loop.numpy())
+    copy_ranges(copies, addresses_of(sources), by_loop.data_ptr())
     copy_with_operators(copies, sources, by_operators)
     assert torch.equal(by_loop, expected)
     assert torch.equal(by_operators, expected)
@@ -52,7 +62,7 @@ def test_on_a_gpu_the_kernel_and_the_operators_copy_the_same(layout: tuple[int, 
     copies, sources, expected = _copies(*layout)
     on_gpu = [source.cuda() for source in sources]
     by_kernel, by_operators = torch.zeros_like(on_gpu[0]), torch.zeros_like(on_gpu[0])
-    copy_with_kernel(as_bytes(torch.from_numpy(tile_descriptors(copies))).cuda(), on_gpu, by_kernel)
+    copy_with_kernel(as_bytes(torch.from_numpy(_tiles(copies))).cuda(), on_gpu, by_kernel)
     copy_with_operators(copies, on_gpu, by_operators)
     assert torch.equal(by_kernel.cpu(), expected)
     assert torch.equal(by_operators.cpu(), expected)
@@ -66,14 +76,15 @@ def test_rows_of_every_dtype_and_of_100_000_elements_are_copied(dtype: torch.dty
     size = values.element_size()
     on_gpu, copied = values.cuda(), torch.zeros_like(values, device="cuda")
     reverse = (int(lengths.sum()) - np.cumsum(lengths)) * size
-    copies = ByteCopies.from_source(0, (np.cumsum(lengths) - lengths) * size, reverse, lengths * size)
-    descriptors = as_bytes(torch.from_numpy(tile_descriptors(copies))).cuda()
-    copy_with_kernel(descriptors, [as_bytes(on_gpu)], as_bytes(copied))
+    starts = (np.cumsum(lengths) - lengths) * size
+    copies = np.stack([np.zeros_like(starts), starts, reverse, lengths * size], axis=1)[lengths > 0]
+    tiles = as_bytes(torch.from_numpy(_tiles(copies))).cuda()
+    copy_with_kernel(tiles, [as_bytes(on_gpu)], as_bytes(copied))
     expected = torch.cat(list(reversed(values.split(lengths.tolist()))))
     assert torch.equal(copied.cpu(), expected)
 
 
 def test_tiles_cover_each_range_once() -> None:
-    copies = ByteCopies.from_source(1, np.array([0, 5, 100]), np.array([3, 0, 40_000]), np.array([3, 0, 8192 * 2 + 1]))
+    copies = np.array([[1, 0, 3, 3], [1, 100, 40_000, 8192 * 2 + 1]])
     tiles = [[1, 100, 40_000, 8192], [1, 8292, 48_192, 8192], [1, 16_484, 56_384, 1]]
-    assert tile_descriptors(copies).tolist() == [[1, 0, 3, 3], *tiles]
+    assert _tiles(copies).tolist() == [[1, 0, 3, 3], *tiles]

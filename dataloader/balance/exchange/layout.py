@@ -1,0 +1,262 @@
+"""What one rank sends and receives in a step, to the byte: assignment and lengths -> buffers and copies.
+
+Every rank knows the lengths of all samples, so it lays out its buffers without asking other ranks, and lengths are not
+sent. What one rank sends to another is a chunk: for each section the samples that move, in ascending order of rows,
+each section aligned to 16 bytes.
+
+    host buffer      chunk to rank 0                              ...   own chunk   lengths, offsets, padding   tiles
+                     [item_id 7 3 9 4 | action 1 1 0 2 | ids 5 8]
+    output buffer    item_id of all new samples | action | ids | lengths, offsets
+
+Samples that stay on their rank are in its own chunk, which is uploaded and not sent. New samples are in ascending order
+of the ranks that they come from, then rows, so each section of a chunk is one range of the output buffer. An all-gather
+sends one chunk of all samples to every rank, which keeps those that it trains.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.exchange.memory import copy_bytes, count_tiles, write_tiles
+from evenrank.dataloader.balance.exchange.sections import ALIGNMENT, Sections
+
+_RECEIVED, _UPLOADED = 0, 1  # source buffers of copies
+
+
+class Layout(NamedTuple):
+    """The buffers of one rank in one step, in bytes. W ranks, B rows per rank; C chunks: W, or 1 with an all-gather."""
+
+    num_real: int  # samples of this rank after the exchange
+    lengths: NDArray[np.int64]  # [K, B]: of its rows after the exchange, 0 for padding
+    send_bytes: NDArray[np.int64]  # [C]: of each chunk that is sent; 0 for its own
+    receive_bytes: NDArray[np.int64]  # [W]: of each chunk that is received
+    chunk_starts: NDArray[np.int64]  # [C, S]: start of each section of each chunk in the host buffer
+    host_data: int  # start of lengths, offsets and padding in the host buffer: the end of the chunks
+    tiles: int  # start of the tiles in the host buffer
+    host_bytes: int  # size of the host buffer
+    tensor_starts: NDArray[np.int64]  # [T]: start of each tensor in the output buffer
+    output_data: int  # start of lengths and offsets in the output buffer
+    output_bytes: int  # size of the output buffer
+    copies: NDArray[np.int64]  # [n, 4]: see `memory`; from the receive buffer (0) and the host buffer (1) to the output
+
+
+@compiled
+def lay_out(
+    sections: Sections,
+    rank_of: NDArray[np.int32],
+    lengths: NDArray[np.int64],
+    rank: int,
+    sends_all: bool,
+    tile_bytes: int,
+) -> Layout:
+    """Lay out a step, given who trains each row, [W, B], -1 for padding, and the lengths of all rows, [W, K, B].
+
+    With `sends_all` it is an all-gather. `tile_bytes` 0: the host buffer has no tiles.
+    """
+    world_size, batch_size = rank_of.shape
+    num_sections = len(sections.key)
+    num_real, new_lengths = 0, np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
+    for source in range(world_size):
+        for row in range(batch_size):
+            if rank_of[source, row] == rank:
+                new_lengths[:, num_real] = lengths[source, :, row]
+                num_real += 1
+
+    # The output buffer.
+    tensor_starts = np.zeros(sections.tensor[-1] + 1 if num_sections else 0, dtype=np.int64)
+    targets = np.zeros(num_sections, dtype=np.int64)  # where the next sample of each section goes
+    end = 0
+    for section in range(num_sections):
+        if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
+            end = _aligned(end)
+            tensor_starts[sections.tensor[section]] = end
+        targets[section] = end
+        for row in range(batch_size):
+            end += _row_bytes(sections, section, new_lengths, row)
+    output_data = end = _aligned(end)
+    for i in range(len(sections.jagged_fields)):
+        _, num_keys, length_bytes = sections.jagged_fields[i]
+        end += _aligned(num_keys * batch_size * length_bytes) + _aligned((num_keys * batch_size + 1) * length_bytes)
+    output_bytes = end
+
+    # The chunks that are sent, this rank's own last.
+    num_chunks = 1 if sends_all else world_size
+    sent = np.zeros((num_chunks, num_sections), dtype=np.int64)
+    for row in range(batch_size):
+        if rank_of[rank, row] >= 0:
+            for section in range(num_sections):
+                chunk = 0 if sends_all else rank_of[rank, row]
+                sent[chunk, section] += _row_bytes(sections, section, lengths[rank], row)
+    send_bytes = np.zeros(num_chunks, dtype=np.int64)
+    chunk_starts = np.zeros((num_chunks, num_sections), dtype=np.int64)
+    end = 0
+    for index in range(num_chunks):
+        chunk = index
+        if not sends_all and index >= rank:
+            chunk = rank if index == num_chunks - 1 else index + 1
+        start = end
+        for section in range(num_sections):
+            chunk_starts[chunk, section] = end
+            end += _aligned(sent[chunk, section])
+        if sends_all or chunk != rank:
+            send_bytes[chunk] = end - start
+    host_data = end
+
+    if sends_all:  # all chunks of an all-gather have one size
+        for source in range(world_size):
+            end = max(end, _chunk_bytes(sections, lengths[source], rank_of[source]))
+        send_bytes[0] = end
+    host_data = end
+
+    # The chunks that are received, and the copies to the output buffer.
+    receive_bytes = np.zeros(world_size, dtype=np.int64)
+    max_copies = (batch_size if sends_all else world_size) * num_sections + num_sections + 1
+    copies = np.empty((max_copies, 4), dtype=np.int64)
+    num_copies, received = 0, 0
+    for source in range(world_size):
+        chunk_start = received
+        is_own = source == rank and not sends_all
+        for section in range(num_sections):
+            start = position = chunk_starts[rank, section] if is_own else received
+            for row in range(batch_size):
+                trained_by = rank_of[source, row]
+                if trained_by < 0 or (trained_by != rank and not sends_all):
+                    continue
+                num_bytes = _row_bytes(sections, section, lengths[source], row)
+                if trained_by == rank and num_bytes:
+                    last = num_copies - 1
+                    if position > start and copies[last, 1] + copies[last, 3] == position:
+                        copies[last, 3] += num_bytes
+                    else:
+                        buffer = _UPLOADED if is_own else _RECEIVED
+                        copies[num_copies] = (buffer, position, targets[section], num_bytes)
+                        num_copies += 1
+                    targets[section] += num_bytes
+                position += num_bytes
+            if not is_own:
+                received += _aligned(position - start)
+        if sends_all:
+            received = chunk_start + send_bytes[0]
+        receive_bytes[source] = received - chunk_start
+
+    # What the host knows about the new batch: lengths and offsets, and the padding rows of dense fields.
+    end = host_data + output_bytes - output_data
+    copies[num_copies] = (_UPLOADED, host_data, output_data, output_bytes - output_data)
+    num_copies += 1
+    for section in range(num_sections):
+        if sections.key[section] < 0 and num_real < batch_size:
+            num_bytes = (batch_size - num_real) * sections.element_bytes[section]
+            copies[num_copies] = (_UPLOADED, end, targets[section], num_bytes)
+            num_copies += 1
+            end += _aligned(num_bytes)
+    tiles = end
+    if tile_bytes:
+        end += count_tiles(copies[:num_copies], tile_bytes) * 8 * copies.shape[1]
+    return Layout(
+        num_real,
+        new_lengths,
+        send_bytes,
+        receive_bytes,
+        chunk_starts,
+        host_data,
+        tiles,
+        end,
+        tensor_starts,
+        output_data,
+        output_bytes,
+        copies[:num_copies].copy(),
+    )
+
+
+@compiled
+def write_host_buffer(
+    layout: Layout,
+    sections: Sections,
+    tensors: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    trained_by: NDArray[np.int32],
+    tile_bytes: int,
+    buffer: NDArray[np.uint8],
+) -> None:
+    """Fill the host buffer, uint8 [host_bytes], given the addresses of the T tensors of a rank's batch.
+
+    The lengths, [K, B], and who trains each row, [B], are those of this rank before the exchange.
+    """
+    address = buffer.ctypes.data
+    sends_all = len(layout.chunk_starts) == 1
+    next_sample = layout.chunk_starts.copy()
+    source = 0
+    for section in range(len(sections.key)):
+        if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
+            source = tensors[sections.tensor[section]]
+        for row in range(len(trained_by)):
+            num_bytes = _row_bytes(sections, section, lengths, row)
+            if trained_by[row] >= 0:
+                chunk = 0 if sends_all else trained_by[row]
+                copy_bytes(address + next_sample[chunk, section], source, num_bytes)
+                next_sample[chunk, section] += num_bytes
+            source += num_bytes
+
+    end = layout.host_data
+    for i in range(len(sections.jagged_fields)):
+        first_key, num_keys, length_bytes = sections.jagged_fields[i]
+        flat = layout.lengths[first_key : first_key + num_keys].reshape(-1)
+        size = _aligned(len(flat) * length_bytes)
+        end_of_offsets = end + size + _aligned((len(flat) + 1) * length_bytes)
+        if length_bytes == 4:
+            _write_lengths(
+                flat, buffer[end : end + size].view(np.int32), buffer[end + size : end_of_offsets].view(np.int32)
+            )
+        else:
+            _write_lengths(
+                flat, buffer[end : end + size].view(np.int64), buffer[end + size : end_of_offsets].view(np.int64)
+            )
+        end = end_of_offsets
+    for section in range(len(sections.key)):
+        if sections.key[section] < 0 and layout.num_real < len(trained_by):
+            start = end
+            padding = sections.padding[sections.padding_starts[section] : sections.padding_starts[section + 1]]
+            for _ in range(layout.num_real, len(trained_by)):
+                buffer[start : start + len(padding)] = padding
+                start += len(padding)
+            end += _aligned(start - end)
+    if tile_bytes:
+        write_tiles(layout.copies, tile_bytes, buffer[layout.tiles : layout.host_bytes].view(np.int64).reshape(-1, 4))
+
+
+@compiled
+def _write_lengths(
+    lengths: NDArray[np.int64], to_lengths: NDArray[np.integer[Any]], to_offsets: NDArray[np.integer[Any]]
+) -> None:
+    offset = 0
+    for i in range(len(lengths)):
+        to_lengths[i] = lengths[i]
+        to_offsets[i] = offset
+        offset += lengths[i]
+    to_offsets[len(lengths)] = offset
+
+
+@compiled
+def _chunk_bytes(sections: Sections, lengths: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
+    """Return the bytes of all samples of a rank, given the lengths of its rows, [K, B], and who trains them, [B]."""
+    total = 0
+    for section in range(len(sections.key)):
+        num_bytes = 0
+        for row in range(len(trained_by)):
+            if trained_by[row] >= 0:
+                num_bytes += _row_bytes(sections, section, lengths, row)
+        total += _aligned(num_bytes)
+    return total
+
+
+@compiled
+def _row_bytes(sections: Sections, section: int, lengths: NDArray[np.int64], row: int) -> int:
+    key = sections.key[section]
+    return int(sections.element_bytes[section] * (1 if key < 0 else lengths[key, row]))
+
+
+@compiled
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,95 @@
+"""The sections of a batch: runs of equally typed elements that move between ranks as bytes, with a row for each sample.
+
+The values of a jagged key are a section, their weights another one, and so are the rows of a dense field. Sections of
+one tensor are adjacent, in the order of its keys.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.schema import BatchSchema
+
+ALIGNMENT = 16  # bytes: the widest load and store of a GPU
+
+
+class Sections(NamedTuple):
+    """The S sections of a schema, as arrays for compiled loops. T tensors, K jagged keys, J jagged fields."""
+
+    tensor: NDArray[np.int64]  # [S]: number of the tensor that it is a part of, ascending
+    key: NDArray[np.int64]  # [S]: row of the lengths [K, B] that counts its elements; -1 for a dense field
+    element_bytes: NDArray[np.int64]  # [S]: of one value or weight of a jagged key, or of one row of a dense field
+    padding_starts: NDArray[np.int64]  # [S + 1]: where in `padding` its padding row begins; jagged keys have none
+    padding: NDArray[np.uint8]  # the padding rows of dense fields
+    jagged_fields: NDArray[np.int64]  # [J, 3]: its first key, its number of keys, and the bytes of a length
+
+
+@functools.lru_cache
+def sections_of(schema: BatchSchema) -> Sections:
+    """Return the sections of a schema, in the order of its fields."""
+    rows: list[tuple[int, int, int]] = []
+    padding, jagged_fields, first_key, tensor = [], [], 0, 0
+    for spec in schema.fields:
+        if spec.dtype is None:
+            continue
+        element_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        if spec.keys is None:
+            rows.append((tensor, -1, element_bytes))
+            padding.append(as_bytes(torch.full(spec.shape, spec.fill, dtype=spec.dtype, device="cpu")).numpy())
+            tensor += 1
+            continue
+        assert spec.lengths_dtype is not None
+        keys = range(first_key, first_key + len(spec.keys))
+        jagged_fields.append((first_key, len(keys), spec.lengths_dtype.itemsize))
+        first_key += len(keys)
+        for dtype, num_bytes in ((spec.dtype, element_bytes), (spec.weights_dtype, 0)):
+            if dtype is not None:
+                rows += [(tensor, key, num_bytes or dtype.itemsize) for key in keys]
+                padding += [np.empty(0, dtype=np.uint8)] * len(keys)
+                tensor += 1
+    tensors, key_of, element_bytes_of = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    return Sections(
+        tensor=tensors,
+        key=key_of,
+        element_bytes=element_bytes_of,
+        padding_starts=np.cumsum([0, *map(len, padding)]),
+        padding=np.concatenate([np.empty(0, dtype=np.uint8), *padding]),
+        jagged_fields=np.array(jagged_fields, dtype=np.int64).reshape(-1, 3),
+    )
+
+
+def tensors_of(batch: JaggedBatch) -> list[Tensor]:
+    """Return the T tensors of a batch, contiguous, in the order of the sections."""
+    tensors: list[Tensor] = []
+    for _, value in batch.tensors():
+        if isinstance(value, KeyedJaggedTensor):
+            weights = value.weights_or_none()
+            tensors += [value.values()] if weights is None else [value.values(), weights]
+        elif value is not None:
+            tensors.append(value)
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def sample_bytes(schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bytes of each sample over all fields: int64 [n], given lengths [K, n]."""
+    sections = sections_of(schema)
+    is_jagged = sections.key >= 0
+    bytes_of_value = np.bincount(
+        sections.key[is_jagged], weights=sections.element_bytes[is_jagged], minlength=len(lengths)
+    )
+    total: NDArray[np.int64] = bytes_of_value.astype(np.int64) @ lengths + sections.element_bytes[~is_jagged].sum()
+    return total
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor of any dtype and shape as uint8 [bytes]."""
+    if tensor.numel() == 0:  # empty tensors can have strides that `view` rejects
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,113 @@
+"""Steps between `start` and `finish`, and those that a Balancer starts ahead of the one that trains.
+
+Metadata is gathered for several steps at once: an all-gather takes as long for 8 as for one. So batches are loaded
+ahead of it, one for each step that is handed out, and a step is started with the others of its group:
+
+    lookahead = 2     loaded before it     started with them
+    step 0            0 1                  0, 1
+    step 1            2 3                  2, 3
+    step 3            4 .. 7               4 .. 7
+    step 9            8 .. 15              8 .. 15, and so on in groups of 8
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.exchange.exchange import StepInFlight
+from evenrank.dataloader.balance.own_steps import LoadedStep
+from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
+from evenrank.dataloader.balance.step_planner import PlannedStep
+from evenrank.dataloader.batches.batch import JaggedBatch
+
+State = Literal["started", "launched", "finished"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Handle:
+    """A step between `start` and `finish`."""
+
+    state: State = "started"
+    group: Future[list[PlannedStep | Exception]]
+    """The plans of all steps that were started with it, made in the background."""
+    index: int
+    """Of this step among them."""
+    in_flight: StepInFlight | None = None
+    """The exchange, once it is launched; None if no rank has batches left."""
+    batch: JaggedBatch | None = None
+    """The balanced batch, once it is finished."""
+    waited_seconds: float = 0.0
+    """See `StepMetrics`, also for the next one."""
+    exchange_seconds: float = 0.0
+
+    def check(self, call: str, needed: State) -> None:
+        """Raise a ConfigError unless a call comes after the one that it needs, and once."""
+        if self.state != needed:
+            found = "only started" if self.state == "started" else f"already {self.state}"
+            raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
+
+    def plan(self) -> PlannedStep:
+        """Wait for the plan of the step, or raise its error."""
+        group = self.group.result()
+        planned = group[min(self.index, len(group) - 1)]  # an error is the last
+        if isinstance(planned, Exception):
+            raise planned
+        return planned
+
+
+Start = Callable[[Sequence[LoadedStep]], "Future[list[PlannedStep | Exception]]"]
+"""Plans steps in the background."""
+
+
+class StepsAhead:
+    """The steps of an iteration, in order, of which `lookahead` are started ahead of the one that is taken."""
+
+    def __init__(self, load: Callable[[], LoadedStep], start: Start, lookahead: int) -> None:
+        self._load = load
+        self._start = start
+        self._lookahead = lookahead
+        self._loaded: list[LoadedStep] = []
+        self._num_started = 0
+        self.started: deque[Handle] = deque()
+
+    def take(self) -> Handle:
+        """Return the next step. Collective: every rank must call this."""
+        if len(self.started) >= self._lookahead and len(self._loaded) < self._next_group - 1:
+            self._load_one()
+        while len(self.started) < self._lookahead:
+            self._load_one()
+        return self.started.popleft()
+
+    @property
+    def _next_group(self) -> int:
+        return min(max(self._num_started, 1), MAX_STEPS)
+
+    def _load_one(self) -> None:
+        self._loaded.append(self._load())
+        if len(self._loaded) == self._next_group:
+            self.started.extend(start_together(self._start, self._loaded))
+            self._num_started += len(self._loaded)
+            self._loaded = []
+
+
+def start_together(start: Start, loaded: Sequence[LoadedStep]) -> list[Handle]:
+    """Start steps whose metadata is gathered at once."""
+    group = start(loaded)
+    return [Handle(group=group, index=index) for index in range(len(loaded))]
+
+
+def drain(handles: Iterable[Handle]) -> None:
+    """Wait for plans, and for collectives on the CPU, whose results no longer matter, so that all ranks stay in step.
+
+    On a GPU, collectives follow each other on their stream without the host.
+    """
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            handle.group.result()
+        if handle.in_flight is not None and handle.in_flight.work is not None:
+            with contextlib.suppress(RuntimeError):
+                handle.in_flight.work.wait()

@@ -1,0 +1,101 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.dataloader.balance.config import EXCHANGES
+from evenrank.dataloader.balance.exchange.device import ExchangeDevice
+from evenrank.dataloader.balance.exchange.exchange import Exchange, StepInFlight
+from evenrank.dataloader.balance.exchange.sections import ALIGNMENT, sample_bytes
+from evenrank.dataloader.balance.partition.strategies import Assignment
+from evenrank.dataloader.balance.ranks.metadata import Header, decode, encode
+from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.schema import lengths_of, schema_of
+from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
+    """Draw padded batches of all ranks, and any assignment within the batch size."""
+    world_size, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rank_of = np.array(draw(st.permutations([*range(world_size)] * batch_size)), dtype=np.int32)
+    rank_of = rank_of.reshape(world_size, batch_size)
+    pairs = st.tuples(st.integers(0, 5), st.integers(0, 5))
+    batches = []
+    for rank in range(world_size):
+        rows = draw(st.lists(st.lists(pairs, min_size=2, max_size=2), max_size=batch_size))
+        rank_of[rank, len(rows) :] = -1
+        batches.append(pad_batch(rich_batch(rows, first_id=10 * rank), batch_size))
+    return batches, Assignment(rank_of=rank_of)
+
+
+@pytest.mark.parametrize("collective", EXCHANGES)
+@settings(max_examples=200)
+@given(world=worlds())
+def test_an_exchange_moves_each_sample_complete_to_its_rank(
+    world: tuple[list[RichBatch], Assignment], collective: str
+) -> None:
+    batches, assignment = world
+    schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
+    group: Any = object()  # chunks are moved here, not by a group
+    exchanges = [Exchange(collective, group, ExchangeDevice(), rank=rank) for rank in range(len(batches))]
+    prepared = [
+        exchange.prepare(batch, schema, assignment.rank_of, lengths)
+        for exchange, batch in zip(exchanges, batches, strict=True)
+    ]
+    layouts = [step.layout for step in prepared]
+
+    # Each rank sends what the others expect, to the byte.
+    sent, expected = (np.stack([getattr(one, name) for one in layouts]) for name in ("send_bytes", "receive_bytes"))
+    assert np.array_equal(np.broadcast_to(sent, expected.shape), expected.T)
+    assert all((layout.chunk_starts % ALIGNMENT == 0).all() for layout in layouts)
+    if collective == "all-to-all":  # samples that stay are not sent
+        assert not sent.diagonal().any()
+
+    chunks = [
+        torch.split(step.host_buffer[: step.layout.send_bytes.sum()], step.layout.send_bytes.tolist())
+        for step in prepared
+    ]
+    for rank, (exchange, step) in enumerate(zip(exchanges, prepared, strict=True)):
+        received = torch.cat([of_source[rank % len(of_source)] for of_source in chunks])
+        after = exchange.finish(StepInFlight(prepared=step, uploaded=step.host_buffer, received=received, work=None))
+        assert isinstance(after, RichBatch)
+        of_batches = zip(batches, assignment.rank_of, strict=True)
+        of_rows = [row for batch, ranks in of_batches for row in zip(samples_of(batch), ranks, strict=False)]
+        assert samples_of(after) == [sample for sample, new_rank in of_rows if new_rank == rank]
+        assert schema_of(after) == schema
+        assert lengths_of(after)[:, after.num_real :].sum() == 0
+        assert after.ids[after.num_real :].eq(-1).all()
+        assert after.matrix[after.num_real :].eq(0.5).all()
+        assert after.loss_tokens == lengths_of(after)[-1].sum()
+        assert after.world_loss_tokens == sum(batch.loss_tokens for batch in batches)
+
+
+def test_metadata_of_several_steps_survives_encoding() -> None:
+    batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
+    schema = schema_of(batch)
+    numbers = {"num_real": 2, "num_rows": 6, "epoch": 3, "step": 4, "position": 2**40, "loader_hash": 5}
+    headers = [Header(schema_hash=2**62, status=1, ended=1, **numbers), Header(schema_hash=9)]
+    costs, tokens = np.array([[7, 2**61], [0, 1]]), np.array([[0, 2**31 - 1], [2, 3]])
+    lengths = np.stack([lengths_of(batch), 2 * lengths_of(batch)])
+    first, second = decode(encode(headers, schema, costs, tokens, lengths)[np.newaxis], schema)
+    assert first.headers.tolist() == [[2**62, 1, 1, 2, 6, 3, 4, 2**40, 5]]
+    assert first.header("position").tolist() == [2**40]
+    assert first.num_real.tolist() == [2]
+    assert first.costs.tolist() == [[7, 2**61]]
+    assert first.tokens.tolist() == [[0, 2**31 - 1]]
+    assert first.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]
+    assert second.headers.tolist() == [[9, 0, 0, 0, 0, 0, 0, 0, 0]]
+    assert (second.costs.tolist(), second.tokens.tolist()) == ([[0, 1]], [[2, 3]])
+    assert second.lengths.tolist() == [[[2, 10], [4, 12], [6, 14], [8, 16]]]
+
+
+def test_the_bytes_of_a_sample_include_all_its_fields() -> None:
+    batch = rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 0)]])
+    dense = batch.ids.element_size() + 2 * batch.matrix.element_size() + 3 * batch.flags.element_size()
+    first, weighted = batch.first.values().element_size(), batch.weighted.values().element_size()
+    jagged = 3 * first + 7 * (weighted + batch.weighted.weights().element_size())
+    assert sample_bytes(schema_of(batch), lengths_of(batch)).tolist() == [jagged + dense, dense]
