@@ -66,7 +66,7 @@ def table(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "count"), [("smoke", 3), ("scaling", 12), ("hstu", 24)])
+@pytest.mark.parametrize(("name", "count"), [("smoke", 4), ("scaling", 12), ("hstu", 26)])
 def test_a_dry_run_prints_commands_and_writes_nothing(command: Command, tmp_path: Path, name: str, count: int) -> None:
     file = BENCH / f"experiments/{name}.toml"
     shown = command.run(file, "--dry-run", "--gpus", "4")
@@ -94,7 +94,7 @@ def test_a_dry_run_needs_neither_torch_nor_a_gpu_and_a_mistake_is_one_line(tmp_p
 
 
 def test_processes_are_as_many_as_gpus(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command.run(BENCH / "experiments/smoke.toml", "--dry-run").stdout.count("--nproc_per_node 2") == 3
+    assert command.run(BENCH / "experiments/smoke.toml", "--dry-run").stdout.count("--nproc_per_node 2") == 4
     monkeypatch.setattr(train, "_count_gpus", lambda: 2)
     assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
     assert command.run(table).stdout.splitlines()[-1] == "report small 3"
@@ -146,7 +146,7 @@ def test_a_report_can_be_made_alone_and_the_exit_code_is_of_runs(command: Comman
         ("--gpus 2 --only x", "--only 'x' is not in the file; known are baseline, halved-heads"),
         ("--report-only --dry-run", "--report-only and --dry-run are two different things to do; choose one"),
         ("--gpus 2 --routing roundrobin", "--routing is for sharded tables, which no run has; leave it out"),
-        ("--gpus 2 --steps 1", "steps must be at least rounds, got steps=1 and rounds=2"),
+        ("--gpus 2 --steps 1", "steps must be at least rounds, got steps=1 and rounds=3"),
         ("--gpus 2 --partition x", "are for --runner slurm; add it"),
         ("--runner slurm", "--runner slurm takes --gpus-per-node, and not --gpus"),
         ("--runner slurm --gpus-per-node 2", "there is no sbatch on the PATH"),
