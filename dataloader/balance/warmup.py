@@ -4,9 +4,8 @@ import threading
 
 import numpy as np
 
-from evenrank.dataloader.balance.exchange.layout import lay_out, write_host_buffer
+from evenrank.dataloader.balance.exchange.layout import Sections, lay_out, write_host_buffer
 from evenrank.dataloader.balance.exchange.memory import copy_ranges
-from evenrank.dataloader.balance.exchange.sections import Sections
 from evenrank.dataloader.balance.partition.strategies import partition
 
 _COMPILED = ("karmarkar-karp", "lpt-swap", "min-move")

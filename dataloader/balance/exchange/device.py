@@ -12,8 +12,9 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.exchange import gpu_copy
+from evenrank.dataloader.balance.exchange.layout import ALIGNMENT
 from evenrank.dataloader.balance.exchange.memory import addresses_of, copy_ranges
-from evenrank.dataloader.balance.exchange.sections import ALIGNMENT, as_bytes
+from evenrank.dataloader.balance.exchange.sections import as_bytes
 
 
 class ExchangeDevice:

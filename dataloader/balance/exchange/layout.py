@@ -20,9 +20,20 @@ from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.exchange.memory import copy_bytes, count_tiles, write_tiles
-from evenrank.dataloader.balance.exchange.sections import ALIGNMENT, Sections
 
+ALIGNMENT = 16  # bytes: the widest load and store of a GPU
 _RECEIVED, _UPLOADED = 0, 1  # source buffers of copies
+
+
+class Sections(NamedTuple):
+    """The S sections of a schema, as arrays for compiled loops. T tensors, K jagged keys, J jagged fields."""
+
+    tensor: NDArray[np.int64]  # [S]: number of the tensor that it is a part of, ascending
+    key: NDArray[np.int64]  # [S]: row of the lengths [K, B] that counts its elements; -1 for a dense field
+    element_bytes: NDArray[np.int64]  # [S]: of one value or weight of a jagged key, or of one row of a dense field
+    padding_starts: NDArray[np.int64]  # [S + 1]: where in `padding` its padding row begins; jagged keys have none
+    padding: NDArray[np.uint8]  # the padding rows of dense fields
+    jagged_fields: NDArray[np.int64]  # [J, 3]: its first key, its number of keys, and the bytes of a length
 
 
 class Layout(NamedTuple):

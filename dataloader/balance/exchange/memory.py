@@ -5,16 +5,18 @@ its bytes. The buffers of a batch have any number and dtypes, so compiled code g
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
-from torch import Tensor
 
 from evenrank.core.numba_cache import compiled
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -30,7 +32,7 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) ->
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+def addresses_of(tensors: "Sequence[Tensor]") -> NDArray[np.int64]:
     """Return the addresses of the first elements of tensors, which must be kept meanwhile: int64 [n]."""
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.balance.exchange.layout import Layout
-from evenrank.dataloader.balance.exchange.sections import ALIGNMENT
+from evenrank.dataloader.balance.exchange.layout import ALIGNMENT, Layout
 from evenrank.dataloader.batches.schema import BatchSchema
 
 

@@ -6,7 +6,6 @@ one tensor are adjacent, in the order of its keys.
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,21 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.dataloader.balance.exchange.layout import Sections
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema
-
-ALIGNMENT = 16  # bytes: the widest load and store of a GPU
-
-
-class Sections(NamedTuple):
-    """The S sections of a schema, as arrays for compiled loops. T tensors, K jagged keys, J jagged fields."""
-
-    tensor: NDArray[np.int64]  # [S]: number of the tensor that it is a part of, ascending
-    key: NDArray[np.int64]  # [S]: row of the lengths [K, B] that counts its elements; -1 for a dense field
-    element_bytes: NDArray[np.int64]  # [S]: of one value or weight of a jagged key, or of one row of a dense field
-    padding_starts: NDArray[np.int64]  # [S + 1]: where in `padding` its padding row begins; jagged keys have none
-    padding: NDArray[np.uint8]  # the padding rows of dense fields
-    jagged_fields: NDArray[np.int64]  # [J, 3]: its first key, its number of keys, and the bytes of a length
 
 
 @functools.lru_cache
