@@ -17,14 +17,12 @@ from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
 from evenrank.dataloader.balance.partition.min_move import min_move
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
 from evenrank.dataloader.balance.partition.relabel import relabel
+from evenrank.dataloader.balance.partition.slots import PADDING, mark_padding, read_slots, slots_of_ranks
 from evenrank.dataloader.balance.partition.token_limit import balance_within_token_limit
 
-PADDING = -1
 DEFAULT_STRATEGY: Final = "lpt-swap"
 DEFAULT_TOLERANCE: Final = 0.001
 OnOverflow = Literal["raise", "warn"]
-
-_MAX_TOTAL_COST = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,26 +164,30 @@ def partition(
         raise ConfigError(
             f"costs must be batch_size for each of world_size ranks, got {costs.size} costs for world_size={world_size}"
         )
-    batch_size = costs.size // world_size
-    is_real = real_rows(batch_size, world_size, num_real)
-    slot_costs = _by_slot("costs", costs, is_real)
+    counts = _counts_of_ranks(costs.size // world_size, world_size, num_real)
+    slots = read_slots(_by_row("costs", costs, costs.size), _by_row("tokens", tokens, costs.size), counts)
+    for name, values, are_valid in (
+        ("costs", slots.costs, slots.are_costs_valid),
+        ("tokens", slots.tokens, slots.are_tokens_valid),
+    ):
+        if not are_valid:
+            found = f"got {values.min()}..{values.max()}"
+            raise ConfigError(f"{name} must not be negative and must sum to at most 2^62, {found}")
     if padded:
-        return unbalanced(is_real, padded=True)
-    order = argsort_descending(slot_costs)
-    bound = int(heaviest_load_bound(slot_costs, order, world_size))
+        return Assignment(rank_of=mark_padding(slots.home, counts), padded=True)
     problem = PartitionProblem(
-        costs=slot_costs,
-        tokens=None if tokens is None else _by_slot("tokens", tokens, is_real),
-        home=np.repeat(np.arange(world_size, dtype=np.int32), batch_size),
-        order=order,
+        costs=slots.costs,
+        tokens=None if tokens is None else slots.tokens,
+        home=slots.home,
+        order=slots.order,
         world_size=world_size,
-        target=bound + int(bound * tolerance),
+        target=slots.lower_bound + int(slots.lower_bound * tolerance),
     )
     # A strategy of the user may work in place.
     rank_of = _call(strategy, problem if max_tokens_per_rank is None else copy.deepcopy(problem))
     if max_tokens_per_rank is not None:
         rank_of = _within_token_limit(problem, rank_of, max_tokens_per_rank, strategy != "none", on_overflow)
-    return Assignment(rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)))
+    return Assignment(rank_of=mark_padding(rank_of, counts))
 
 
 def unbalanced(is_real: NDArray[np.bool_], *, padded: bool = False) -> Assignment:
@@ -214,21 +216,26 @@ def lower_bound(costs: NDArray[np.int64], world_size: int, *, padded: bool = Fal
 
 def real_rows(batch_size: int, world_size: int, num_real: NDArray[np.int64] | None) -> NDArray[np.bool_]:
     """Return which rows are samples, bool [W, B]: the first `num_real` of each rank; None: all."""
-    counts = np.full(world_size, batch_size) if num_real is None else np.asarray(num_real)
-    if counts.shape != (world_size,) or counts.min() < 0 or counts.max() > batch_size:
-        raise ConfigError(f"num_real must be 0..{batch_size} for each of {world_size} ranks, got {counts.tolist()}")
+    counts = _counts_of_ranks(batch_size, world_size, num_real)
     is_real: NDArray[np.bool_] = np.arange(batch_size) < counts[:, np.newaxis]
     return is_real
 
 
-def _by_slot(name: str, values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the values of all rows as int64 [W * B], 0 for padding, after checking them."""
-    if values.size != is_real.size:
-        raise ConfigError(f"{name} must have one value for each of {is_real.size} rows, got {values.size}")
-    slots = np.where(is_real, values.reshape(is_real.shape), 0).reshape(-1).astype(np.int64, copy=False)
-    if int(slots.min()) < 0 or float(slots.sum(dtype=np.float64)) > _MAX_TOTAL_COST:
-        raise ConfigError(f"{name} must not be negative and must sum to at most 2^62, got {slots.min()}..{slots.max()}")
-    return slots
+def _counts_of_ranks(batch_size: int, world_size: int, num_real: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Return the samples of each rank, int64 [W], after checking them."""
+    counts = np.full(world_size, batch_size) if num_real is None else np.array(num_real, dtype=np.int64)
+    if counts.shape != (world_size,) or counts.min() < 0 or counts.max() > batch_size:
+        raise ConfigError(f"num_real must be 0..{batch_size} for each of {world_size} ranks, got {counts.tolist()}")
+    return counts
+
+
+def _by_row(name: str, values: NDArray[np.int64] | None, num_rows: int) -> NDArray[np.int64]:
+    """Return a copy of the values of all rows, int64 [W * B]; an empty one if they are not known."""
+    if values is None:
+        return np.empty(0, dtype=np.int64)
+    if values.size != num_rows:
+        raise ConfigError(f"{name} must have one value for each of {num_rows} rows, got {values.size}")
+    return np.array(values, dtype=np.int64, order="C").reshape(-1)
 
 
 def _call(strategy: str, problem: PartitionProblem) -> NDArray[np.int32]:
@@ -238,12 +245,12 @@ def _call(strategy: str, problem: PartitionProblem) -> NDArray[np.int32]:
     if not isinstance(rank_of, np.ndarray) or rank_of.shape != (num_slots,) or rank_of.dtype.kind not in "iu":
         described = f"{rank_of.dtype} {rank_of.shape}" if isinstance(rank_of, np.ndarray) else type(rank_of).__name__
         raise ConfigError(f"the strategy {strategy!r} must return integers of shape ({num_slots},), got {described}")
-    low, high = int(rank_of.min(initial=0)), int(rank_of.max(initial=0))
-    if low < 0 or high >= world_size:
-        raise ConfigError(f"the strategy {strategy!r} must return ranks 0..{world_size - 1}, got {low}..{high}")
-    counts, batch_size = np.bincount(rank_of, minlength=world_size), num_slots // world_size
-    if (counts != batch_size).any():
-        rank = int(np.argmax(counts != batch_size))
+    counts, batch_size = slots_of_ranks(rank_of.astype(np.int64), world_size).tolist(), num_slots // world_size
+    if counts.pop():
+        found = f"{rank_of.min()}..{rank_of.max()}"
+        raise ConfigError(f"the strategy {strategy!r} must return ranks 0..{world_size - 1}, got {found}")
+    if counts != [batch_size] * world_size:
+        rank = next(rank for rank, count in enumerate(counts) if count != batch_size)
         raise ConfigError(
             f"the strategy {strategy!r} must assign {batch_size} of the {num_slots} slots, padding included, to each "
             f"rank; rank {rank} got {counts[rank]}"
