@@ -38,10 +38,13 @@ def warm_up(strategy: str, *, limits_tokens: bool = False, exchanges: bool = Fal
 
 
 def _warm_up_exchange() -> None:
+    from evenrank.dataloader.batches.schema import describe_lengths  # imports torch, without which costs are simulated
+
     none, one, rows = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 1), -1, dtype=np.int32)
     no_bytes, no_fields = np.empty(0, dtype=np.uint8), np.empty((0, 3), dtype=np.int64)
-    sections = Sections(none, none, none, one, no_bytes, no_fields)
+    sections = Sections(none, none, none, one, no_bytes, no_fields, none, none, -1, 0)
     lengths = np.zeros((1, 1, 1), dtype=np.int64)
+    describe_lengths(lengths[0], 0)
     layout = lay_out(sections, rows, lengths, 0, False, 0)
     write_host_buffer(layout, sections, none, lengths[0], rows[0], 0, np.empty(layout.host_bytes, dtype=np.uint8))
     copy_ranges(np.empty((0, 4), dtype=np.int64), one, 0)

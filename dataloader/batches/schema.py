@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, name_keys
 
 
@@ -56,10 +57,6 @@ class BatchSchema:
     def lengths_by_key(self, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Return the rows of lengths [K, ...], by name."""
         return dict(zip(self.key_names, lengths, strict=True))
-
-    def max_lengths(self, lengths: NDArray[np.int64]) -> dict[str, int]:
-        """Return the longest row of each key, given lengths [K, B]."""
-        return dict(zip(self.key_names, lengths.max(axis=1, initial=0).tolist(), strict=True))
 
     def differences(self, other: "BatchSchema") -> list[str]:
         """Return the differences from another schema, each as `field: this schema's value and the other's`."""
@@ -156,7 +153,7 @@ def _check_on_cpu(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be on the CPU and require no gradient, but it {actual}; detach or move it")
 
 
-def check_contents(batch: JaggedBatch) -> NDArray[np.int64]:
+def check_contents(batch: JaggedBatch, schema: BatchSchema) -> NDArray[np.int64]:
     """Return `lengths_of` a batch, or raise a ValueError if they do not match its values or exceed its limits.
 
     The compiled loops that copy values check no bounds.
@@ -164,27 +161,24 @@ def check_contents(batch: JaggedBatch) -> NDArray[np.int64]:
     if not 0 <= batch.num_real <= batch.batch_size:
         raise ValueError(f"num_real must be between 0 and batch_size = {batch.batch_size}, got {batch.num_real}")
     lengths = lengths_of(batch)
-    totals = lengths.sum(axis=1).tolist()
-    in_padding = batch.num_real < batch.batch_size and lengths[:, batch.num_real :].any()
-    is_negative = lengths.size > 0 and int(lengths.min()) < 0
+    least, longest, totals, in_padding = describe_lengths(lengths, batch.num_real).tolist()
     first_key = 0
     for name, value in batch.tensors():
         if not isinstance(value, KeyedJaggedTensor):
             continue
         keys = slice(first_key, first_key := first_key + len(value.keys()))
-        if is_negative and (least := int(lengths[keys].min(initial=0))) < 0:
-            raise ValueError(f"{name} has a negative length, {least}")
+        if (negative := min(least[keys])) < 0:
+            raise ValueError(f"{name} has a negative length, {negative}")
         length_sum, num_values, weights = sum(totals[keys]), len(value.values()), value.weights_or_none()
         if length_sum != num_values or (weights is not None and len(weights) != num_values):
             weighted = "" if weights is None else f" and {len(weights)} weights"
             raise ValueError(f"{name} has lengths that sum to {length_sum}, but {num_values} values{weighted}")
-        if in_padding and lengths[keys, batch.num_real :].any():
+        if any(in_padding[keys]):
             raise ValueError(
                 f"{name} has padding rows that are not empty; put samples in the first num_real = {batch.num_real} rows"
             )
     if limits := batch.length_limits:
-        longest = lengths.max(axis=1, initial=0).tolist()
-        for name, length in zip(name_keys(_jagged_keys(batch)), longest, strict=True):
+        for name, length in zip(schema.key_names, longest, strict=True):
             if length > limits.get(name, length):
                 raise ValueError(
                     f"{name} has a row of {length} values, more than its limit, {limits[name]}; a transform that makes "
@@ -193,16 +187,26 @@ def check_contents(batch: JaggedBatch) -> NDArray[np.int64]:
     return lengths
 
 
-def _jagged_keys(batch: JaggedBatch) -> list[tuple[str, str]]:
-    jagged = [(name, value.keys()) for name, value in batch.tensors() if isinstance(value, KeyedJaggedTensor)]
-    return [(name, key) for name, keys in jagged for key in keys]
-
-
 def lengths_of(batch: JaggedBatch) -> NDArray[np.int64]:
     """Return the lengths of all jagged keys of a batch on the CPU: int64 [K, batch_size], in schema order."""
-    rows = [
-        value.lengths().view(len(value.keys()), batch.batch_size).numpy()
-        for _, value in batch.tensors()
-        if isinstance(value, KeyedJaggedTensor)
-    ]
-    return np.concatenate([np.zeros((0, batch.batch_size), dtype=np.int64), *rows]).astype(np.int64, copy=False)
+    jagged = [value for _, value in batch.tensors() if isinstance(value, KeyedJaggedTensor)]
+    lengths = np.empty((sum(len(value.keys()) for value in jagged), batch.batch_size), dtype=np.int64)
+    end = 0
+    for value in jagged:
+        rows = lengths[end : (end := end + len(value.keys()))]
+        rows[:] = value.lengths().view(rows.shape).numpy()
+    return lengths
+
+
+@compiled
+def describe_lengths(lengths: NDArray[np.int64], num_real: int) -> NDArray[np.int64]:
+    """Return, for each key, the least length or 0, the longest, the sum of all, and that of padding: int64 [4, K]."""
+    described = np.zeros((4, len(lengths)), dtype=np.int64)
+    for key in range(len(lengths)):
+        for row in range(lengths.shape[1]):
+            length = lengths[key, row]
+            described[0, key] = min(described[0, key], length)
+            described[1, key] = max(described[1, key], length)
+            described[2, key] += length
+            described[3, key] += length if row >= num_real else 0
+    return described

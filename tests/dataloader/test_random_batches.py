@@ -17,7 +17,7 @@ from evenrank.dataloader import (
     SequenceBatch,
     random_codes,
 )
-from evenrank.dataloader.batches.schema import check_contents
+from evenrank.dataloader.batches.schema import check_contents, schema_of
 from evenrank.dataloader.random_batches import _FORMAT
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import Uniform
@@ -49,7 +49,7 @@ def test_all_values_follow_their_distributions() -> None:
     of_ranks = [_batches(USERS, rank=rank, user_id=True) for rank in range(4)]
     batches = of_ranks[0]
     for batch in batches:
-        check_contents(batch)
+        check_contents(batch, schema_of(batch))
         assert (batch.batch_size, batch.num_real) == (16, 16)
         assert batch.features.keys() == ["user_id", "age", "item_id", "action"]
         for key in ("user_id", "age"):
@@ -80,7 +80,7 @@ def test_contextual_features_can_have_any_number_of_values_and_batches_few_sampl
     batches = _batches(data)
     assert {batch.num_real for batch in batches} == {0, 1, 2, 3}
     for batch in batches:
-        check_contents(batch)
+        check_contents(batch, schema_of(batch))
         assert batch.features.keys()[:2] == ["tags", "age"]
         assert batch.features["age"].lengths().tolist() == [1] * batch.num_real + [0] * (16 - batch.num_real)
         assert batch.sample_ids[batch.num_real :].tolist() == [-1] * (16 - batch.num_real)
@@ -90,7 +90,7 @@ def test_contextual_features_can_have_any_number_of_values_and_batches_few_sampl
     assert {value for row in rows for value in row} == set(range(50, 60))
     (coded,) = RandomBatches(SemanticIdConfig(batch_size=16, codes=CODES), data, num_batches=1)
     assert coded.features.keys() == ["tags", "age", "semantic_id"]
-    check_contents(coded)
+    check_contents(coded, schema_of(coded))
 
 
 def test_semantic_ids_are_codes_of_the_table() -> None:
@@ -118,7 +118,7 @@ def test_distinct_batches_are_made_beforehand_and_repeated(monkeypatch: pytest.M
     monkeypatch.undo()
     drawn = _batches(num_batches=3, rank=2)
     for step, batch in enumerate(cycled):
-        check_contents(batch)
+        check_contents(batch, schema_of(batch))
         assert _contents(batch)[2:] == _contents(drawn[step % 3])[2:]
 
 

@@ -31,7 +31,7 @@ from evenrank.dataloader.balance.exchange.memory import addresses_of
 from evenrank.dataloader.balance.exchange.new_batch import Views, make_fields, plan_views
 from evenrank.dataloader.balance.exchange.sections import sections_of, tensors_of
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
-from evenrank.dataloader.batches.batch import JaggedBatch, loss_tokens
+from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 
@@ -107,15 +107,13 @@ class Exchange:
             tile_bytes,
             host_buffer.numpy(),
         )
-        by_key = dict(zip(schema.jagged_keys, lengths.transpose(1, 0, 2), strict=True))
-        tokens = loss_tokens(schema.loss_key, by_key, rank_of >= 0)  # [W, B]
         metadata = {
             "batch_size": rank_of.shape[1],
             "num_real": layout.num_real,
-            "loss_tokens": int(tokens[rank_of == self._rank].sum()),
-            "world_loss_tokens": int(tokens.sum()),
+            "loss_tokens": layout.loss_tokens,
+            "world_loss_tokens": layout.world_loss_tokens,
             "dp_size": len(rank_of),
-            "max_lengths": schema.max_lengths(layout.lengths),
+            "max_lengths": dict(zip(schema.key_names, layout.max_lengths.tolist(), strict=True)),
         }
         return PreparedStep(
             layout=layout,

@@ -26,7 +26,7 @@ _RECEIVED, _UPLOADED = 0, 1  # source buffers of copies
 
 
 class Sections(NamedTuple):
-    """The S sections of a schema, as arrays for compiled loops. T tensors, K jagged keys, J jagged fields."""
+    """The S sections of a schema, as arrays for compiled loops. T tensors, K jagged keys, J jagged fields, D dtypes."""
 
     tensor: NDArray[np.int64]  # [S]: number of the tensor that it is a part of, ascending
     key: NDArray[np.int64]  # [S]: row of the lengths [K, B] that counts its elements; -1 for a dense field
@@ -34,12 +34,18 @@ class Sections(NamedTuple):
     padding_starts: NDArray[np.int64]  # [S + 1]: where in `padding` its padding row begins; jagged keys have none
     padding: NDArray[np.uint8]  # the padding rows of dense fields
     jagged_fields: NDArray[np.int64]  # [J, 3]: its first key, its number of keys, and the bytes of a length
+    dtypes: NDArray[np.int64]  # [T + 2 J]: of tensors, then lengths and offsets of each jagged field; 0..D-1
+    dtype_bytes: NDArray[np.int64]  # [D]: of one element
+    loss_key: int  # row of the lengths that count loss tokens; -1: each sample is one
+    loss_skip: int  # see `LossKey`
 
 
 class Layout(NamedTuple):
     """The buffers of one rank in one step, in bytes. W ranks, B rows per rank; C chunks: W, or 1 with an all-gather."""
 
     num_real: int  # samples of this rank after the exchange
+    loss_tokens: int  # of these samples
+    world_loss_tokens: int  # of all ranks
     lengths: NDArray[np.int64]  # [K, B]: of its rows after the exchange, 0 for padding
     send_bytes: NDArray[np.int64]  # [C]: of each chunk that is sent; 0 for its own
     receive_bytes: NDArray[np.int64]  # [W]: of each chunk that is received
@@ -47,7 +53,9 @@ class Layout(NamedTuple):
     host_data: int  # start of lengths, offsets and padding in the host buffer: the end of the chunks
     tiles: int  # start of the tiles in the host buffer
     host_bytes: int  # size of the host buffer
-    tensor_starts: NDArray[np.int64]  # [T]: start of each tensor in the output buffer
+    views: NDArray[np.int64]  # [2 (T + 2 J) + D]: see `_views`
+    length_per_key: NDArray[np.int64]  # [K]: elements of each key after the exchange
+    max_lengths: NDArray[np.int64]  # [K]: of its longest row
     output_data: int  # start of lengths and offsets in the output buffer
     output_bytes: int  # size of the output buffer
     copies: NDArray[np.int64]  # [n, 4]: see `memory`; from the receive buffer (0) and the host buffer (1) to the output
@@ -69,27 +77,46 @@ def lay_out(
     world_size, batch_size = rank_of.shape
     num_sections = len(sections.key)
     num_real, new_lengths = 0, np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
+    loss_tokens = world_loss_tokens = 0
     for source in range(world_size):
         for row in range(batch_size):
+            if rank_of[source, row] < 0:
+                continue
+            tokens = 1
+            if sections.loss_key >= 0:
+                tokens = max(lengths[source, sections.loss_key, row] - sections.loss_skip, 0)
+            world_loss_tokens += tokens
             if rank_of[source, row] == rank:
                 new_lengths[:, num_real] = lengths[source, :, row]
                 num_real += 1
+                loss_tokens += tokens
+    length_per_key, max_lengths = np.zeros((2, len(new_lengths)), dtype=np.int64)
+    for key in range(len(new_lengths)):
+        for row in range(num_real):
+            length_per_key[key] += new_lengths[key, row]
+            max_lengths[key] = max(max_lengths[key], new_lengths[key, row])
 
     # The output buffer.
-    tensor_starts = np.zeros(sections.tensor[-1] + 1 if num_sections else 0, dtype=np.int64)
+    starts, ends = np.empty((2, len(sections.dtypes)), dtype=np.int64)
+    num_parts = 0
     targets = np.zeros(num_sections, dtype=np.int64)  # where the next sample of each section goes
     end = 0
     for section in range(num_sections):
         if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
             end = _aligned(end)
-            tensor_starts[sections.tensor[section]] = end
+            starts[num_parts] = end
+            num_parts += 1
         targets[section] = end
         for row in range(batch_size):
             end += _row_bytes(sections, section, new_lengths, row)
+        ends[num_parts - 1] = end
     output_data = end = _aligned(end)
     for i in range(len(sections.jagged_fields)):
         _, num_keys, length_bytes = sections.jagged_fields[i]
-        end += _aligned(num_keys * batch_size * length_bytes) + _aligned((num_keys * batch_size + 1) * length_bytes)
+        for num_lengths in (num_keys * batch_size, num_keys * batch_size + 1):
+            starts[num_parts], ends[num_parts] = end, end + num_lengths * length_bytes
+            end = _aligned(ends[num_parts])
+            num_parts += 1
     output_bytes = end
 
     # The chunks that are sent, this rank's own last.
@@ -167,6 +194,8 @@ def lay_out(
         end += count_tiles(copies[:num_copies], tile_bytes) * 8 * copies.shape[1]
     return Layout(
         num_real,
+        loss_tokens,
+        world_loss_tokens,
         new_lengths,
         send_bytes,
         receive_bytes,
@@ -174,7 +203,9 @@ def lay_out(
         host_data,
         tiles,
         end,
-        tensor_starts,
+        _views(sections, starts, ends, output_bytes),
+        length_per_key,
+        max_lengths,
         output_data,
         output_bytes,
         copies[:num_copies].copy(),
@@ -235,6 +266,27 @@ def write_host_buffer(
             end += _aligned(start - end)
     if tile_bytes:
         write_tiles(layout.copies, tile_bytes, buffer[layout.tiles : layout.host_bytes].view(np.int64).reshape(-1, 4))
+
+
+@compiled
+def _views(sections: Sections, starts: NDArray[np.int64], ends: NDArray[np.int64], num_bytes: int) -> NDArray[np.int64]:
+    """Return how each dtype divides a buffer: the elements up to its first part, in it, up to the next one ... the end.
+
+    Parts, [T + 2 J] with their bytes, ascend; those of other dtypes are in between.
+    """
+    sizes = np.empty(2 * len(starts) + len(sections.dtype_bytes), dtype=np.int64)
+    num_sizes = 0
+    for dtype in range(len(sections.dtype_bytes)):
+        end = 0
+        for part in range(len(starts)):
+            if sections.dtypes[part] == dtype:
+                sizes[num_sizes] = (starts[part] - end) // sections.dtype_bytes[dtype]
+                sizes[num_sizes + 1] = (ends[part] - starts[part]) // sections.dtype_bytes[dtype]
+                num_sizes += 2
+                end = ends[part]
+        sizes[num_sizes] = (num_bytes - end) // sections.dtype_bytes[dtype]
+        num_sizes += 1
+    return sizes
 
 
 @compiled

@@ -23,6 +23,8 @@ def sections_of(schema: BatchSchema) -> Sections:
     """Return the sections of a schema, in the order of its fields."""
     rows: list[tuple[int, int, int]] = []
     padding, jagged_fields, first_key, tensor = [], [], 0, 0
+    parts = dtypes_of_parts(schema)
+    dtypes = list(dict.fromkeys(parts))
     for spec in schema.fields:
         if spec.dtype is None:
             continue
@@ -49,7 +51,18 @@ def sections_of(schema: BatchSchema) -> Sections:
         padding_starts=np.cumsum([0, *map(len, padding)]),
         padding=np.concatenate([np.empty(0, dtype=np.uint8), *padding]),
         jagged_fields=np.array(jagged_fields, dtype=np.int64).reshape(-1, 3),
+        dtypes=np.array([dtypes.index(dtype) for dtype in parts], dtype=np.int64),
+        dtype_bytes=np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64),
+        loss_key=-1 if schema.loss_key is None else schema.jagged_keys.index(schema.loss_key[:2]),
+        loss_skip=0 if schema.loss_key is None else schema.loss_key.skip,
     )
+
+
+def dtypes_of_parts(schema: BatchSchema) -> list[torch.dtype]:
+    """Return the dtypes of the parts of an output buffer: T tensors, then lengths and offsets of each jagged field."""
+    known = [spec for spec in schema.fields if spec.dtype is not None]
+    of_tensors = [dtype for spec in known for dtype in (spec.dtype, spec.weights_dtype) if dtype is not None]
+    return of_tensors + [spec.lengths_dtype for spec in known for _ in range(2) if spec.lengths_dtype is not None]
 
 
 def tensors_of(batch: JaggedBatch) -> list[Tensor]:

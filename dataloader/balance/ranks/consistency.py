@@ -119,7 +119,8 @@ def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None 
 
 def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> NDArray[np.int64]:
     """Return the lengths of a batch, int64 [K, its rows]; it has the common schema except for its rows."""
-    if (own := schema_of(batch)) != schema:
+    of_batch = own = schema_of(batch)
+    if own != schema:
         own = dataclasses.replace(own, batch_size=schema.batch_size)
     if own != schema and (differences := schema.differences(own)):
         raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
@@ -128,7 +129,7 @@ def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int 
             f"a batch has {batch.batch_size} rows, but the Balancer's batch_size is {max_batch_size}; raise it, or "
             "leave it out"
         )
-    return check_contents(batch)
+    return check_contents(batch, of_batch)
 
 
 def check_headers(headers: NDArray[np.int64]) -> None:

@@ -40,7 +40,8 @@ def _balance(rank: int, world_size: int, steps: list[list[Step]], batch_size: in
         for batch in balancer:
             assert lengths_of(batch)[:, batch.num_real :].sum() == 0
             assert batch.ids[batch.num_real :].eq(-1).all()
-            assert batch.max_lengths == schema_of(batch).max_lengths(lengths_of(batch))
+            longest = lengths_of(batch).max(axis=1, initial=0)
+            assert batch.max_lengths == dict(zip(schema_of(batch).key_names, longest, strict=True))
             loss = (batch.loss_tokens, batch.world_loss_tokens, batch.dp_size)
             numbers = (batch.batch_size, batch.step, batch.position)
             seen.append({"samples": samples_of(batch), "loss": loss, "numbers": numbers})

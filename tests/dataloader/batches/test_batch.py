@@ -149,9 +149,11 @@ def test_index_select_takes_rows_of_all_fields(case: tuple[RichBatch, list[int]]
         assert samples_of(chosen) == expected
         assert (chosen.batch_size, chosen.num_real) == (len(rows), len(expected))
         assert chosen.loss_tokens == sum(len(sample["weighted c values"]) for sample in expected)
-        assert chosen.max_lengths == schema_of(chosen).max_lengths(lengths_of(chosen))
+        assert chosen.max_lengths == dict(
+            zip(schema_of(chosen).key_names, lengths_of(chosen).max(axis=1, initial=0), strict=True)
+        )
         assert chosen.ids[chosen.num_real :].tolist() == [-1] * (len(rows) - len(expected))
-        check_contents(chosen)
+        check_contents(chosen, schema_of(chosen))
 
 
 def test_slice_takes_bounds_like_python() -> None:

@@ -39,7 +39,7 @@ def test_batch_has_all_declared_values_and_padding(batch_size: int | None) -> No
     assert batch.max_lengths == {"item_id": 3, "user": 1, "price": 3}
     assert batch.features.values().dtype == torch.int64
     assert batch.label.dtype == torch.float32
-    check_contents(batch)
+    check_contents(batch, schema_of(batch))
     assert [spec.fill for spec in schema_of(batch).fields if spec.name == "label"] == [-1]
     assert schema_of(pad_batch(collate([]), 3 + padding)) == schema_of(batch)
 

@@ -93,10 +93,10 @@ def test_rows_keep_their_limits(config: ReadConfig[Any], users: list[tuple[int, 
     targets = [min(pair) for pair in zip(num_events, num_targets, strict=True)] if has_targets else None
     batches = _batches(config, _store(num_events, num_tags, targets))
     for batch in batches:
-        check_contents(batch)
+        check_contents(batch, schema_of(batch))
         schema = schema_of(batch)
         assert dict(schema.length_limits) == batch.length_limits
-        longest = schema.max_lengths(lengths_of(batch))
+        longest = dict(zip(schema.key_names, lengths_of(batch).max(axis=1, initial=0), strict=True))
         assert longest.keys() == batch.length_limits.keys()
         assert all(longest[key] <= limit for key, limit in batch.length_limits.items())
     assert len({schema_of(batch) for batch in batches}) == 1
@@ -121,7 +121,7 @@ def test_limits_are_kept_by_everything_that_makes_a_batch_of_another() -> None:
     others = (pad_batch(batch, 5), batch.slice(1, 2), batch.to("cpu"), batch.replace(step=3), empty_batch(schema))
     for other in (batch, *others):
         assert other.length_limits == limits
-        check_contents(other)
+        check_contents(other, schema_of(other))
     longer = replace(schema, length_limits=tuple(sorted((limits | {"item_id": 11, "action": 11}).items())))
     assert schema.differences(longer) == ["length limit of action: 10 and 11", "length limit of item_id: 10 and 11"]
     unlimited = replace(schema, length_limits=())
@@ -133,9 +133,9 @@ def test_a_transform_that_makes_rows_longer_is_refused_until_it_raises_the_limit
     batch = _batches(LoaderConfig(batch_size=1, max_history_length=9), _store([9], [0], None))[0]
     lower = batch.replace(length_limits={"item_id": 8})
     with pytest.raises(ValueError, match="item_id has a row of 9 values, more than its limit, 8; a transform"):
-        check_contents(lower)
-    check_contents(lower.replace(length_limits={"item_id": 9, "action": 20}))
-    check_contents(lower.replace(length_limits=None))
+        check_contents(lower, schema_of(lower))
+    check_contents(lower.replace(length_limits={"item_id": 9, "action": 20}), schema_of(lower))
+    check_contents(lower.replace(length_limits=None), schema_of(lower))
 
 
 def test_the_values_of_anyones_samples_can_have_limits() -> None:
@@ -143,7 +143,7 @@ def test_the_values_of_anyones_samples_can_have_limits() -> None:
     collate = JaggedCollate(declared)
     batch = collate([{"item_id": [1, 2, 3], "tags": [4] * 9, "user": [5]}])
     assert batch.length_limits == {"item_id": 3, "user": 1}
-    check_contents(batch)
+    check_contents(batch, schema_of(batch))
     with pytest.raises(DataError, match="sample 1 of a batch has 4 values of 'item_id', more than its max_length, 3"):
         collate([{"item_id": [], "tags": [], "user": [5]}, {"item_id": [1] * 4, "tags": [], "user": [5]}])
     assert JaggedCollate({"item_id": jagged()})([{"item_id": [1]}]).length_limits is None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader
-from evenrank.dataloader.batches.schema import check_contents
+from evenrank.dataloader.batches.schema import check_contents, schema_of
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.datasets import open_store
@@ -68,7 +68,7 @@ def test_labels_follow_from_the_sample(
     num_batches = -(-len(ids) // batch_size)
     seen = 0
     for batch in collate(group_by_store([store], ids), ids, batch_size=batch_size, num_batches=num_batches):
-        check_contents(batch)
+        check_contents(batch, schema_of(batch))
         assert batch.loss_tokens == len(batch.labels.values())
         for row in range(batch.num_real):
             shown = codes[items[offsets[seen] : offsets[seen + 1]][-max_history_length - 1 :]]
