@@ -11,6 +11,8 @@ from .collate.jagged import jagged as jagged
 from .collate.semantic_ids import CodeTable as CodeTable
 from .config import LoaderConfig as LoaderConfig
 from .config import SemanticIdConfig as SemanticIdConfig
+from .elastic_sampler import ElasticLoader as ElasticLoader
+from .elastic_sampler import ElasticSampler as ElasticSampler
 from .loader import Loader as Loader
 from .loader import build_loader as build_loader
 from .random_batches import RandomBatches as RandomBatches
@@ -25,6 +27,8 @@ from .stream_loader import merge_stream_states as merge_stream_states
 
 __all__ = [
     "CodeTable",
+    "ElasticLoader",
+    "ElasticSampler",
     "JaggedBatch",
     "JaggedCollate",
     "Loader",

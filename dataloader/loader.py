@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -22,10 +22,17 @@ from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
-from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
-from evenrank.dataloader.sampling.steps import Iteration, Mixture, StepShape, find_samples, make_order, remapped_stores
-from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
+from evenrank.dataloader.sampling.epoch_positions import EpochPositions
+from evenrank.dataloader.sampling.steps import (
+    Mixture,
+    StepShape,
+    StoredSamples,
+    find_samples,
+    make_order,
+    remapped_stores,
+)
+from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.state.vocabulary import shared_ids
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
@@ -57,7 +64,7 @@ def build_loader(
             the batch to yield, which may have other keys and fields, the same ones in every batch. The generator is
             seeded with the loader's seed, the epoch and the batch's position.
         balance: yield batches that are balanced over the ranks, as a Balancer would, but without an exchange: every
-            rank reads the samples that it trains, so all must be able to read all.
+            rank reads the samples that it trains on, so all must be able to read all.
         group: with `balance`, the data-parallel ranks, which compare their loaders when these are created. None: the
             default process group or, without one, nothing is compared.
 
@@ -85,7 +92,7 @@ def build_loader(
     return create_on_all_ranks(make, group=group, world_size=world_size, timeout=balance.timeout)
 
 
-class Loader(RankLoader[Batch]):
+class Loader(EpochPositions, RankLoader[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Every rank yields the same number of batches; with `balance`, the end of an epoch waits for all ranks, up to
@@ -110,7 +117,8 @@ class Loader(RankLoader[Batch]):
         balance: BalanceConfig | None = None,
         members: Members | None = None,
     ) -> None:
-        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
+        EpochPositions.__init__(self)
+        RankLoader.__init__(self, config, rank=rank, world_size=world_size, transform=transform)
         if balance is not None and transform is not None:
             raise ConfigError(
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "
@@ -122,10 +130,7 @@ class Loader(RankLoader[Batch]):
         self._samples, self.left_out = find_samples(stores, self._collate)
         self._stores = remapped_stores(stores, self._collate, config.key_maps)
         self._order = make_order(config.order, self._stores, self._samples, mixture)
-        self.num_samples = self._order.num_samples
-        self._next: ResumePoint = ResumePoint()
-        self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
-        self._after_last = (0, 0)  # epoch and position after the batch yielded last
+        self._key_maps = config.key_maps
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
@@ -133,7 +138,8 @@ class Loader(RankLoader[Batch]):
         )
         in_flight = (config.num_workers + 1) * config.prefetch
         shape = StepShape(rank, world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight)
-        self._sampler = make_step_sampler(self._stores, self._collate, shape, balance)
+        self._stored = StoredSamples(self._stores, self._collate, config.batch_size)
+        self._sampler = make_step_sampler(self._stored, shape, balance)
         self._on_step = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
         if rank == 0:
             for reason, rows in self.left_out.items():
@@ -145,14 +151,6 @@ class Loader(RankLoader[Batch]):
         """Number of rows that are not samples."""
         return sum(len(samples.left_out) for samples in self._samples)
 
-    def __len__(self) -> int:
-        """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
-        return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
-
-    def remaining_batches(self) -> int:
-        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._begin(self._next).schedule.num_steps
-
     def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
         """Return a batch, without padding, of the samples with these `sample_ids`, int64 [n]."""
         groups = group_by_store(self._stores, sample_ids)
@@ -160,15 +158,14 @@ class Loader(RankLoader[Batch]):
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, seed, iteration = self.epoch, self._seed, self._begin(self._next)
-        schedule, is_measured = iteration.schedule, self._on_step is not None
-        self._next = ResumePoint(epoch=epoch + 1)
+        seed, iteration, is_measured = self._seed, self._begin_epoch(), self._on_step is not None
+        epoch, schedule = iteration.point.epoch, iteration.schedule
 
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
             sampled = self._sampler.sample(iteration, steps, is_measured=is_measured)
             made = []
-            for step, samples, batch in zip(steps, sampled, self._sampler.collate(sampled), strict=True):
+            for step, samples, batch in zip(steps, sampled, self._stored.batches(sampled), strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
                 made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples.metrics))
             return made
@@ -181,13 +178,10 @@ class Loader(RankLoader[Batch]):
                 plans.add(batch.plan_hash)
             if self._on_step is not None and metrics is not None:
                 self._on_step(metrics)
-            self._after_last = (batch.epoch, batch.position)
+            self._after_last = Position(batch.epoch, batch.position)
             yield batch
         if self._plan_check is not None and plans is not None:
             self._plan_check.end_epoch(plans)
-
-    def _begin(self, point: ResumePoint) -> Iteration:
-        return self._sampler.begin(self._order, point, seed=self._seed)
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
@@ -198,7 +192,8 @@ class Loader(RankLoader[Batch]):
         return state | {"_on_step": None, "_plan_check": None}  # often an open file; a connection
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
         # Rebuilt rather than pickled, because an order may refer to a mapped column of the store.
         self._order = make_order(self._config.order, self._stores, self._samples, self._mixture)
 
@@ -221,42 +216,6 @@ class Loader(RankLoader[Batch]):
     def get_state(self) -> dict[str, Any]:
         """Return `state_dict()` without comparing plans: some nodes of torchdata ask for it after every batch."""
         return self._state(None)
-
-    def _state(self, after: JaggedBatch | None) -> dict[str, Any]:
-        epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        point = self._resumed.get(epoch)
-        if point is None or position < point.position:
-            point = ResumePoint(epoch=epoch)
-        skipped = self._sampler.skipped(self._order, point, position, seed=self._seed)
-        saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._config.key_maps))
-        return saved.to_state(self.num_samples, self._fingerprint, self._ids)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, from the next iteration on, at the position that `state_dict` returned.
-
-        If no samples are left in that epoch, the next iteration is the next epoch.
-
-        Raises:
-            StateError: the state is damaged, of another version, or of other data, codes, filters or `key_maps`;
-                to train on other data after it, call `begin_after`.
-            ConfigError: the rest of the epoch cannot be packed.
-        """
-        saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint, self._ids)
-        check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state")
-        point = self._sampler.resume(self._order, saved)
-        is_over = point.position > 0 and not self._sampler.begin(self._order, point, seed=saved.seed).schedule.num_steps
-        self._seed, self._after_last = saved.seed, (point.epoch, point.position)
-        self._resumed[point.epoch] = point
-        self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
-
-    def begin_after(self, state: Mapping[str, Any]) -> None:
-        """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
-
-        Raises:
-            StateError: the state is damaged, or of a dataset whose vocabulary this one does not extend.
-        """
-        self._next = ResumePoint(epoch=SavedPosition.next_epoch(state, self._ids))
-        self._after_last = (self._next.epoch, 0)
 
     def _own_invariants(self) -> dict[str, Any]:
         return {

@@ -175,6 +175,11 @@ class RandomBatches(RankLoader[Batch]):
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
         return self._num_batches - self._next.position // self._samples_per_step
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+        return self._next.epoch
+
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = self._next.epoch, self._next.position // self._samples_per_step
         self._next = Position(epoch + 1, 0)

@@ -13,7 +13,6 @@ from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
-from evenrank.dataloader.state.resume_point import Position, ResumePoint
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
@@ -26,9 +25,6 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 
 class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`."""
-
-    _next: ResumePoint | Position
-    """Where the next iteration begins."""
 
     def __init__(
         self, config: ReadConfig[Batch], *, rank: int, world_size: int, transform: Transform[Batch] | None = None
@@ -46,9 +42,9 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._seed = config.seed  # or that of a loaded state
 
     @property
+    @abstractmethod
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        return self._next.epoch
 
     @abstractmethod
     def _own_invariants(self) -> dict[str, Any]:

@@ -118,6 +118,11 @@ class StreamLoader(RankLoader[Batch]):
         self._shard_positions: ShardPositions = {}  # at which the next iteration begins; absent: at (0, 0)
         self._snapshots: Snapshots[ShardPositions] = Snapshots(_KEPT_STEPS)  # of this rank's shards
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+        return self._next.epoch
+
     def __iter__(self) -> Iterator[Batch]:
         (epoch, position), seed = self._next, self._seed
         shards = self._shards_of(self._rank, epoch, seed)

@@ -4,14 +4,13 @@
     torchrun --nproc_per_node 2 examples/own_dataloader.py --data out/synthetic
 
 `Histories` and `NextItem` stand for any dataset and any model. What evenrank adds is in `build_balancer` and `train`:
-JaggedCollate, the Balancer and `scale_loss`. torchdata's StatefulDataLoader is a DataLoader that can save its position;
-with `torch.utils.data.DataLoader` in its place training is the same, but nothing can be resumed.
+ElasticSampler, JaggedCollate, the Balancer and `scale_loss`. ElasticSampler gives each sample to one rank, in an order
+that any number of ranks can resume; the DataLoader is PyTorch's own.
 """
 
 import gc
 import itertools
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, Subset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from evenrank.cli.main import run_command
-from evenrank.dataloader import JaggedCollate, dense, jagged
+from evenrank.dataloader import ElasticSampler, JaggedCollate, dense, jagged
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
@@ -73,10 +71,11 @@ def cost(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.in
 
 
 def build_balancer(histories: Histories, loads: list[StepMetrics]) -> Balancer[Any]:
-    """Return balanced batches of this rank's share of the histories."""
-    mine = Subset(histories, range(dist.get_rank(), len(histories), dist.get_world_size()))
+    """Return balanced batches of the histories."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sampler = ElasticSampler(len(histories), batch_size=BATCH_SIZE, rank=rank, world_size=world_size)
     collate = JaggedCollate({"item_id": jagged(max_length=MAX_LENGTH), "next_item": dense(dtype=torch.int64)})
-    loader = StatefulDataLoader(mine, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
+    loader = DataLoader(histories, batch_sampler=sampler, collate_fn=collate)
     return Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append))
 
 
@@ -110,8 +109,7 @@ def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path
             scale_loss(loss_sum, batch).backward()
             optimizer.step()
 
-            if step == last_step // 2 and not is_resumed:
-                # A file per rank, because each rank has its own position in its own samples.
+            if step == last_step // 2 and not is_resumed and dist.get_rank() == 0:  # all of it is the same on all ranks
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state | {"data": balancer.state_dict()}, checkpoint)
             average.reset()
@@ -137,10 +135,11 @@ def main(data: Path = Path("out/synthetic"), steps: int = 60) -> None:
     """Train from one's own DataLoader, and again from a checkpoint; run it under torchrun."""
     num_items = read_manifest(data).vocabulary_sizes["item_id"]
     histories = Histories(data / "train")
-    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # of torchdata, which calls it
     dist.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / f"rank-{dist.get_rank()}.pt"
+    with tempfile.TemporaryDirectory() as own_folder:
+        folders = [own_folder]
+        dist.broadcast_object_list(folders)
+        checkpoint = Path(folders[0]) / "checkpoint.pt"
         losses = train(histories, num_items, steps, checkpoint, is_resumed=False)
         report(f"resuming after step {steps // 2}")
         resumed = train(histories, num_items, steps, checkpoint, is_resumed=True)

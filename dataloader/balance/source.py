@@ -2,6 +2,7 @@
 
 loader                                          position of a batch         state after it
 state_dict(after=batch), such as our loaders'   the loader's own            the loader's own
+DataLoader over an ElasticSampler               its ElasticLoader's         its ElasticLoader's
 state_dict(), such as StatefulDataLoader's      counted here                a snapshot, taken when it was pulled
 neither, such as DataLoader's                   counted here                an error, once it is asked for
 
@@ -31,7 +32,7 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import COUNT, FLAG, StateFormat, decode, encode
-from evenrank.dataloader.state.node import EpochNode, find_rank_invariants
+from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
 from evenrank.dataloader.state.resume_point import Position, Snapshots
 
 # Modules of samplers whose lengths are exact; the lengths of others are often estimates.
@@ -79,7 +80,9 @@ class LoaderAdapter(Generic[Batch]):
     def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:
         check_batches(batches)
         self._batches: Any = batches
-        if isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
+        if isinstance(sampler := getattr(batches, "batch_sampler", None), KnowsPositions):
+            self._batches = sampler.with_positions(cast(Any, batches))
+        elif isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
             self._batches = NodeLoader(batches)
         self._rank = rank
         self._world_size = world_size
@@ -224,7 +227,7 @@ class LoaderAdapter(Generic[Batch]):
             raise StateError(
                 f"the state is of {state['world_size']} ranks, with that of ranks {saved_ranks}; "
                 f"this is rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many "
-                "ranks, each with its own state, or use build_loader, which resumes on any number"
+                "ranks, each with its own state, or use an ElasticSampler or build_loader, which resume on any number"
             )
         checks.check_value(saved, f"the state of the Balancer has, for rank {self._rank},", checks.TEXT)
         of_rank = _FORMAT_OF_RANK.check(decode(saved))

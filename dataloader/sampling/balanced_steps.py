@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -14,14 +14,10 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.no_exchange import LocalPlanner
 from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
 from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows
-from evenrank.dataloader.batches.batch import Batch
-from evenrank.dataloader.batches.schema import schema_of
-from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
-from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.sampling.steps import Iteration, StepSampler, StepSamples, StepShape
+from evenrank.dataloader.collate.gather import SampleLengths
+from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
 from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SavedPosition, SkippedSamples
 from evenrank.datasets.order import SampleOrder, derive_seed
-from evenrank.datasets.store import SequenceStore
 
 Value = TypeVar("Value")
 
@@ -66,16 +62,14 @@ class Memo(Generic[Value]):
         return type(self), (self._size,)
 
 
-class BalancedStepSampler(StepSampler[Batch]):
-    """Each rank plans the step of all ranks, from lengths, and trains its part."""
+class BalancedStepSampler(StepSampler):
+    """Each rank plans the step of all ranks, from lengths, and trains on its part."""
 
-    def __init__(
-        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
-    ) -> None:
-        super().__init__(stores, collate, shape)
-        (empty,) = self.collate([StepSamples(np.empty(0, dtype=np.int64), {})])
+    def __init__(self, samples: KnownLengths, shape: StepShape, balance: BalanceConfig) -> None:
+        super().__init__(shape)
+        self._samples = samples
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
-        self._planner = LocalPlanner(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
+        self._planner = LocalPlanner(balance, samples.schema, rank=shape.rank, world_size=shape.world_size)
         # Of windows: those of all steps in flight, of which the first and the last may be within theirs, and one for
         # states. Of schedules: the rest of an epoch and all of it, for the epoch that is iterated over and the next.
         self._memo: Memo[Any] = Memo(-(-shape.in_flight // balance.window) + 2 if balance.window > 1 else 4)
@@ -86,7 +80,7 @@ class BalancedStepSampler(StepSampler[Batch]):
         schedule = iteration.schedule
         if schedule.num_steps == 0:
             return {}
-        lengths = self._block_lengths(iteration.rows(schedule.positions_of_all(range(1))))
+        lengths = self._samples.lengths(iteration.rows(schedule.positions_of_all(range(1))))
         return {"costs and plan of the first step": self._planner.fingerprint(lengths, schedule.num_loaded(0))}
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
@@ -112,13 +106,10 @@ class BalancedStepSampler(StepSampler[Batch]):
     def _lengths(self, sample_ids: NDArray[np.int64]) -> Iterator[SampleLengths]:
         """Yield the lengths of these samples, in blocks."""
         for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
-            yield self._block_lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
-
-    def _block_lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
-        return self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
+            yield self._samples.lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
 
 
-class PackedStepSampler(BalancedStepSampler[Batch]):
+class PackedStepSampler(BalancedStepSampler):
     """Steps have as many samples as fit `max_tokens_per_rank`."""
 
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
@@ -134,7 +125,8 @@ class PackedStepSampler(BalancedStepSampler[Batch]):
         def tokens_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
             sample_ids = iteration.rows(positions)
             tokens = np.concatenate([self._planner.count_tokens(block) for block in self._lengths(sample_ids)])
-            return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: self._name(sample_ids[i]))
+            name = self._samples.name
+            return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: name(sample_ids[i]))
 
         return pack(
             tokens_at,
@@ -146,13 +138,8 @@ class PackedStepSampler(BalancedStepSampler[Batch]):
             drop_last=self._shape.drop_last,
         )
 
-    def _name(self, sample_id: np.int64) -> str:
-        """Return the name of a sample for an error message."""
-        ((store, rows, _),) = group_by_store(self._stores, np.array([sample_id]))
-        return f"row {int(rows[0])} of {store.folder or 'the dataset'}"
 
-
-class WindowedStepSampler(BalancedStepSampler[Batch]):
+class WindowedStepSampler(BalancedStepSampler):
     """Samples are assigned to steps in windows of several steps."""
 
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
@@ -220,11 +207,9 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
         return indices
 
 
-def make_step_sampler(
-    stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig | None
-) -> StepSampler[Batch]:
-    """Return the step sampler of a loader."""
-    if balance is None:
-        return StepSampler(stores, collate, shape)
+def make_step_sampler(samples: KnownLengths | None, shape: StepShape, balance: BalanceConfig | None) -> StepSampler:
+    """Return the step sampler of a loader; to balance, it needs samples with lengths."""
+    if balance is None or samples is None:
+        return StepSampler(shape)
     kind = PackedStepSampler if balance.pack else WindowedStepSampler if balance.window > 1 else BalancedStepSampler
-    return kind(stores, collate, shape, balance)
+    return kind(samples, shape, balance)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.batches.schema import BatchSchema, schema_of
-from evenrank.dataloader.collate.gather import group_by_store
+from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import Order
 from evenrank.dataloader.routing.key_map import KeyMap
@@ -145,12 +145,56 @@ class Iteration:
         return self.order.rows(positions, seed=self.seed, epoch=self.point.epoch)
 
 
-class StepSampler(Generic[Batch]):
-    """Samples of one rank, its share of the order, and batches of them. Any thread may call it."""
+class KnownLengths(Protocol):
+    """Samples whose lengths are known without reading them."""
 
-    def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape) -> None:
+    @property
+    def schema(self) -> BatchSchema:
+        """The schema of their batches."""
+
+    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
+        """Return the lengths of the samples with these `sample_ids`, int64 [n]."""
+
+    def name(self, sample_id: int) -> str:
+        """Return the name of a sample for an error message."""
+
+
+class StoredSamples(Generic[Batch]):
+    """The samples of opened datasets. Any thread may read them."""
+
+    def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], batch_size: int) -> None:
         self._stores = stores
         self._collate = collate
+        self._batch_size = batch_size
+        self.schema = schema_of(self.batches([StepSamples(_NO_ROWS, {})])[0])
+
+    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
+        """Return the lengths of samples."""
+        return self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
+
+    def name(self, sample_id: int) -> str:
+        """Return the row of a sample and the folder of its dataset."""
+        ((store, rows, _),) = group_by_store(self._stores, np.array([sample_id]))
+        return f"row {int(rows[0])} of {store.folder or 'the dataset'}"
+
+    def batches(self, steps: Sequence[StepSamples]) -> list[Batch]:
+        """Make the batch of each step, in one pass if all but the last are full."""
+        is_full = all(len(step.sample_ids) == self._batch_size for step in steps[:-1])
+        batches: list[Batch] = []
+        for run in [steps] if is_full else [[step] for step in steps]:
+            sample_ids = np.concatenate([step.sample_ids for step in run])
+            groups = group_by_store(self._stores, sample_ids)
+            batches += self._collate(groups, sample_ids, batch_size=self._batch_size, num_batches=len(run))
+        for batch, step in zip(batches, steps, strict=True):
+            for name, value in step.fields.items():
+                setattr(batch, name, value)
+        return batches
+
+
+class StepSampler:
+    """Samples of one rank in each step: its share of the order. Any thread may call it."""
+
+    def __init__(self, shape: StepShape) -> None:
         self._shape = shape
 
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
@@ -186,17 +230,3 @@ class StepSampler(Generic[Batch]):
         sample_ids = iteration.rows(np.concatenate(positions))
         ends = np.cumsum([len(own) for own in positions])
         return [StepSamples(own, {}) for own in np.split(sample_ids, ends[:-1])]
-
-    def collate(self, steps: Sequence[StepSamples]) -> list[Batch]:
-        """Make the batch of each step, in one pass if all but the last are full."""
-        batch_size = self._shape.batch_size
-        is_full = all(len(step.sample_ids) == batch_size for step in steps[:-1])
-        batches: list[Batch] = []
-        for run in [steps] if is_full else [[step] for step in steps]:
-            sample_ids = np.concatenate([step.sample_ids for step in run])
-            groups = group_by_store(self._stores, sample_ids)
-            batches += self._collate(groups, sample_ids, batch_size=batch_size, num_batches=len(run))
-        for batch, step in zip(batches, steps, strict=True):
-            for name, value in step.fields.items():
-                setattr(batch, name, value)
-        return batches

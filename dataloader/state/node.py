@@ -70,6 +70,14 @@ class HasRankInvariants(Protocol):
         """Return picklable settings, by name, that must be equal on all ranks; only `rank` is the rank's own number."""
 
 
+@runtime_checkable
+class KnowsPositions(Protocol):
+    """A batch sampler that knows the position after each of its steps."""
+
+    def with_positions(self, loader: Any) -> Any:
+        """Return the batches of a DataLoader over it, with `state_dict(after=...)`, as a loader of evenrank has it."""
+
+
 def find_rank_invariants(batches: object) -> Mapping[str, Any]:
     """Return the invariants of a loader, or of the loader at the source of torchdata nodes; empty without one."""
     if isinstance(batches, HasRankInvariants):

@@ -43,7 +43,7 @@ from evenrank.dataloader.batches.batch import name_keys
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.random_batches import RandomData, draw_samples
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
-from evenrank.dataloader.sampling.steps import StepSampler, StepShape
+from evenrank.dataloader.sampling.steps import StepSampler, StepShape, StoredSamples
 from evenrank.dataloader.state.resume_point import ResumePoint
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform
@@ -97,12 +97,17 @@ class OneRank:
         """The order of its loader."""
         return ShuffledOrder(samples=Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64)))
 
-    def step_sampler(self, balance: BalanceConfig | None) -> StepSampler[SequenceBatch]:
+    @property
+    def samples(self) -> StoredSamples[SequenceBatch]:
+        """The samples of its loader."""
+        return StoredSamples([self.store], self.config.make_collate(), self.config.batch_size)
+
+    def step_sampler(self, balance: BalanceConfig | None) -> StepSampler:
         """Return its step sampler."""
         shape = StepShape(
             rank=self.rank, world_size=self.world_size, batch_size=self.config.batch_size, drop_last=False
         )
-        return make_step_sampler([self.store], self.config.make_collate(), shape, balance)
+        return make_step_sampler(self.samples, shape, balance)
 
     def loader(self, balance: BalanceConfig | None, *, num_workers: int, prefetch: int) -> Loader[SequenceBatch]:
         """Return its loader."""
@@ -214,10 +219,10 @@ def measure_reading(store: SequenceStore, world_size: int, rounds: int) -> Row:
     num_steps = len(loaders[0])
 
     def read(way: BalanceConfig | None) -> Callable[[], object]:
-        sampler = rank.step_sampler(way)
+        sampler, samples = rank.step_sampler(way), rank.samples
         iteration = sampler.begin(rank.order, ResumePoint(), seed=0)
         sampled = [sampler.sample(iteration, steps, is_measured=False) for steps in rank.groups(num_steps)]
-        return lambda: [len(sampler.collate(of_group)) for of_group in sampled]
+        return lambda: [len(samples.batches(of_group)) for of_group in sampled]
 
     functions = [*(lambda loader=loader: sum(1 for _ in loader) for loader in loaders), *map(read, ways)]
     balanced, unbalanced, reading, reading_unbalanced = in_turns(functions, rounds)

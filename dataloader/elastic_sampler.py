@@ -1,0 +1,324 @@
+"""`ElasticSampler` and `ElasticLoader`: anybody's map-style Dataset, in an order that any number of ranks can resume.
+
+    sampler = ElasticSampler(len(dataset), batch_size=32, rank=rank, world_size=world_size)
+    loader = ElasticLoader(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=4))
+    for batch in loader:
+        train(batch)
+    torch.save(loader.state_dict(), path)  # the same on all ranks
+
+The workers of a DataLoader take indices ahead of training, which the sampler alone cannot tell. `ElasticLoader` counts
+the batches that are handed out; so does a Balancer over the DataLoader.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.ranks.consistency import PlanCheck
+from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
+from evenrank.dataloader.balance.ranks.process_group import Group, Members
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key
+from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
+from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+from evenrank.dataloader.collate.gather import SampleLengths
+from evenrank.dataloader.collate.jagged import jagged
+from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
+from evenrank.dataloader.sampling.epoch_positions import EpochPositions
+from evenrank.dataloader.sampling.steps import StepShape
+from evenrank.dataloader.state.resume_point import Position
+from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
+
+Batch = TypeVar("Batch")
+
+_STEPS_AT_ONCE = 8  # planned together, because some of the work is the same for one step and for 8
+_NUM_CANDIDATES = "num_candidates"
+
+
+class ElasticSampler(EpochPositions, Sampler[list[int]]):
+    """The indices of one rank's samples in each step: a `batch_sampler`. Each iteration is one epoch.
+
+    Every rank takes the same number of steps. If the samples of the last step do not fill it, its last ranks have fewer
+    samples or none; with `balance` any rank may. The collate function must then make a batch of no samples.
+
+    With `lengths` and `balance`, every rank plans all steps, and reads the samples that it trains on: nothing is
+    exchanged. Where there is a process group, creating it is then collective: every rank must call this.
+
+    Args:
+        num_samples: length of the dataset.
+        batch_size: samples per rank and step; with `BalanceConfig(pack=True)`, at most.
+        rank: data-parallel rank of this process, 0..world_size-1.
+        world_size: number of data-parallel ranks.
+        shuffle: take a different permutation in each epoch; otherwise, ascending indices.
+        seed: of the permutations; the same on all ranks.
+        drop_last: leave out a last step that does not fill every rank.
+        lengths: per jagged key of the batches, the length of each sample, integers [num_samples]. An entry
+            `num_candidates` tells costs how many of the last items of each sample are candidates.
+        balance: how to balance steps by these lengths.
+        loss_key: the key of `lengths` that counts loss tokens, as of the JaggedCollate; None: each sample is one.
+        group: with `balance`, the data-parallel ranks, which compare their settings. None: the default process group
+            or, without one, nothing is compared.
+
+    Raises:
+        ConfigError: an argument is out of range, or the lengths do not fit.
+        RankError: with `balance`, another rank failed, or has other lengths or settings.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        lengths: Mapping[str, NDArray[np.integer]] | None = None,
+        balance: BalanceConfig | None = None,
+        loss_key: LossKey | None = None,
+        group: Group | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
+            )
+        if num_samples < 0 or batch_size < 1:
+            raise ConfigError(
+                f"num_samples must be at least 0 and batch_size at least 1, got {num_samples} and {batch_size}"
+            )
+        if (lengths is None) != (balance is None):
+            raise ConfigError(
+                "lengths and balance belong together: pass lengths={...} and balance=BalanceConfig(cost=...), or "
+                "neither, and a Balancer over the DataLoader"
+            )
+        EpochPositions.__init__(self)
+        self._order = (ShuffledOrder if shuffle else RowOrder)(
+            samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
+        )
+        self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last)
+        self._seed = seed
+        self._loss_key = loss_key
+        self._ids, self._key_maps = {}, {}
+        self._balance = balance
+        self._handed_out: deque[_Step] | None = None  # to an ElasticLoader, and not yet by it
+        self._plan_check: PlanCheck | None = None
+
+        def create(members: Members | None) -> ElasticSampler:
+            given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
+            self._sampler = make_step_sampler(given, self._shape, balance)
+            self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
+            return self
+
+        if balance is None:
+            create(None)
+        else:
+            create_on_all_ranks(create, group=group, world_size=world_size, timeout=balance.timeout)
+        self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        iteration = self._begin_epoch()
+        epoch, schedule, is_measured = iteration.point.epoch, iteration.schedule, self._observe is not None
+        for first in range(0, schedule.num_steps, _STEPS_AT_ONCE):
+            steps = range(schedule.num_steps)[first : first + _STEPS_AT_ONCE]
+            for step, samples in zip(
+                steps, self._sampler.sample(iteration, steps, is_measured=is_measured), strict=True
+            ):
+                self._after_last = Position(epoch, schedule.position_after(step))
+                if self._handed_out is not None:
+                    num_real = len(samples.sample_ids)
+                    self._handed_out.append(_Step(self._after_last, step, num_real, samples.fields, samples.metrics))
+                yield samples.sample_ids.tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of another epoch; what is left of this one, if it is this one already."""
+        if epoch != self.epoch:
+            self._start_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the step whose indices were handed out last; see `ElasticLoader.state_dict`."""
+        return self._state(None)
+
+    def with_positions(self, loader: DataLoader[Any]) -> "ElasticLoader[Any]":
+        """Return the ElasticLoader of a DataLoader over this sampler."""
+        return ElasticLoader(loader)
+
+    def rank_invariants(self) -> dict[str, Any]:
+        """Return the settings that must be the same on all ranks, and this process's `rank`."""
+        balance = self._balance
+        return {
+            "rank": self._shape.rank,
+            "world_size": self._shape.world_size,
+            "batch_size": self._shape.batch_size,
+            "num_samples": self.num_samples,
+            "seed": self._seed,
+            "drop_last": self._shape.drop_last,
+            "fingerprint": self._fingerprint,
+            "loss_key": self._loss_key,
+            **({} if balance is None else balance.rank_invariants(exchanges=False)),
+            **self._sampler.rank_invariants(self._order, seed=self._seed),
+        }
+
+    @property
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(repr(self._order.fingerprint()).encode()).hexdigest()
+
+
+class _Step(NamedTuple):
+    """A step of this rank."""
+
+    position: Position  # after it
+    step: int
+    num_real: int
+    fields: dict[str, Any]  # of the batch
+    metrics: StepMetrics | None
+
+
+class ElasticLoader(Generic[Batch]):
+    """The batches of a DataLoader over an ElasticSampler, with the position after each.
+
+    JaggedBatches get the fields that a Loader's have: epoch, step and position and, where they are balanced,
+    `world_loss_tokens`, `dp_size` and `plan_hash`. The end of a balanced epoch waits for all ranks, up to
+    `BalanceConfig.timeout`.
+
+    Args:
+        loader: DataLoader, or StatefulDataLoader, with `batch_sampler=ElasticSampler(len(dataset), ...)`, and any
+            number of workers.
+
+    Raises:
+        ConfigError: it has another sampler, another number of samples, or yields batches out of order.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        sampler: Any = loader.batch_sampler
+        if not isinstance(sampler, ElasticSampler):
+            raise ConfigError(
+                f"the loader has a {type(sampler).__name__}; pass DataLoader(dataset, "
+                "batch_sampler=ElasticSampler(len(dataset), ...), ...)"
+            )
+        if (num_samples := len(loader.dataset)) != sampler.num_samples:  # type: ignore[arg-type]
+            raise ConfigError(f"the dataset has {num_samples:,} samples, its ElasticSampler {sampler.num_samples:,}")
+        if not getattr(loader, "in_order", True):
+            raise ConfigError("the DataLoader has in_order=False, so positions are unknown; leave it out")
+        suppress_fx_tracing_warning()  # of batches that workers send
+        self._loader = loader
+        self._sampler = sampler
+        self._after_last = sampler._after_last
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+        return self._sampler.epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
+        return len(self._sampler)
+
+    def remaining_batches(self) -> int:
+        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
+        return self._sampler.remaining_batches()
+
+    def __iter__(self) -> Iterator[Batch]:
+        sampler, check, observe = self._sampler, self._sampler._plan_check, self._sampler._observe
+        plans = None if check is None else check.begin_epoch(sampler.epoch, sampler.remaining_batches())
+        handed_out: deque[_Step] = deque()
+        sampler._handed_out = handed_out
+        for batch in self._loader:
+            step = handed_out.popleft()
+            if plans is not None:
+                plans.add(step.fields["plan_hash"])
+            if observe is not None and step.metrics is not None:
+                observe(step.metrics)
+            self._after_last = step.position
+            yield self._placed(batch, step) if isinstance(batch, JaggedBatch) else batch
+        if check is not None and plans is not None:
+            check.end_epoch(plans)
+
+    def _placed(self, batch: Any, step: _Step) -> Any:
+        if batch.num_real != step.num_real:
+            raise ConfigError(
+                f"collate_fn made {batch.num_real} rows of {step.num_real} samples; make one row of each sample"
+            )
+        if step.fields and batch.loss_key() != self._sampler._loss_key:
+            raise ConfigError(
+                f"the batch has loss_key {batch.loss_key()}, its ElasticSampler {self._sampler._loss_key}; pass both "
+                "the same"
+            )
+        (epoch, position), number = step.position, step.step
+        return batch.replace(epoch=epoch, step=number, position=position, **step.fields)
+
+    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
+        """Return the position after the batch handed out last, or after another one.
+
+        The state is the same on all ranks, and can be loaded with any world size, batch size, workers and balance.
+
+        Args:
+            after: the batch trained on last, if something pulls batches ahead of training. None: the one handed out
+                last.
+
+        Raises:
+            RankError: with `balance`, ranks that have asked after as many steps have planned differently.
+        """
+        if self._sampler._plan_check is not None:
+            self._sampler._plan_check.compare()
+        return self._sampler._state(self._after_last if after is None else after)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, from the next iteration on, at the position that `state_dict` returned.
+
+        If no samples are left in that epoch, the next iteration is the next epoch.
+
+        Raises:
+            StateError: the state is damaged, of another version, or of a dataset of another length.
+            ConfigError: the rest of the epoch cannot be packed.
+        """
+        self._sampler.load_state_dict(state)
+        self._after_last = self._sampler._after_last
+
+    def rank_invariants(self) -> dict[str, Any]:
+        """Return the settings that must be the same on all ranks, and this process's `rank`."""
+        return self._sampler.rank_invariants()
+
+
+class _GivenLengths:
+    """Samples whose lengths a user knows."""
+
+    def __init__(
+        self, lengths: Mapping[str, NDArray[np.integer]], num_samples: int, batch_size: int, loss_key: LossKey | None
+    ) -> None:
+        arrays = {name: np.asarray(values) for name, values in lengths.items()}
+        for name, values in arrays.items():
+            if values.shape != (num_samples,) or values.dtype.kind not in "iu":
+                found = f"{values.dtype} of shape {values.shape}"
+                raise ConfigError(f"lengths[{name!r}] must be integers of shape ({num_samples},), got {found}")
+            if values.min(initial=0) < 0:
+                raise ConfigError(f"lengths[{name!r}] must not be negative, got {values.min()}")
+        zeros = np.zeros(num_samples, dtype=np.int64)
+        self._num_candidates = arrays.pop(_NUM_CANDIDATES, zeros).astype(np.int64)
+        fields = {name: jagged().field for name in arrays}
+        if loss_key is not None and loss_key.key in fields:
+            fields[loss_key.key] = loss_key.field
+        self._of_keys = {(fields[name], name): values.astype(np.int64) for name, values in arrays.items()}
+        check_loss_key(loss_key, self._of_keys)
+        specs = tuple(
+            FieldSpec(name=field, keys=(name,), dtype=torch.int64, lengths_dtype=torch.int64)
+            for field, name in self._of_keys
+        )
+        self.schema = BatchSchema(batch_type=JaggedBatch, batch_size=batch_size, fields=specs, loss_key=loss_key)
+
+    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
+        """Return the lengths of samples."""
+        of_keys = {key: values[sample_ids] for key, values in self._of_keys.items()}
+        return SampleLengths(of_keys=of_keys, num_candidates=self._num_candidates[sample_ids])
+
+    def name(self, sample_id: int) -> str:
+        """Return the index of a sample."""
+        return f"sample {sample_id} of the dataset"

@@ -1,0 +1,99 @@
+"""`EpochPositions`: the position of a loader or sampler in its epochs, and the state that saves it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.routing.key_map import KeyMap
+from evenrank.dataloader.routing.remap import check_dist_type, dist_type
+from evenrank.dataloader.sampling.steps import Iteration, StepSampler
+from evenrank.dataloader.state.resume_point import Position, ResumePoint, SavedPosition
+from evenrank.datasets.order import SampleOrder
+from evenrank.datasets.schema import IdSummary
+
+
+class EpochPositions(ABC):
+    """Mixin of what hands out the steps of an order, one epoch per iteration."""
+
+    _order: SampleOrder
+    _sampler: StepSampler
+    _ids: Mapping[str, IdSummary]
+    _key_maps: Mapping[str, KeyMap]
+    _seed: int
+
+    def __init__(self) -> None:
+        self._next: ResumePoint = ResumePoint()
+        self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
+        self._after_last = Position(0, 0)  # after the step handed out last
+
+    @property
+    @abstractmethod
+    def _fingerprint(self) -> str:
+        """A hash of everything that decides on the samples and their order."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self._order.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+        return self._next.epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
+        return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
+
+    def remaining_batches(self) -> int:
+        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
+        return self._begin(self._next).schedule.num_steps
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, from the next iteration on, at the position that `state_dict` returned.
+
+        If no samples are left in that epoch, the next iteration is the next epoch.
+
+        Raises:
+            StateError: the state is damaged, of another version, or of other data, codes, filters or `key_maps`;
+                to train on other data after it, call `begin_after`.
+            ConfigError: the rest of the epoch cannot be packed.
+        """
+        saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint, self._ids)
+        check_dist_type(saved.dist_type, self._key_maps, source="the loader's state")
+        point = self._sampler.resume(self._order, saved)
+        is_over = point.position > 0 and not self._sampler.begin(self._order, point, seed=saved.seed).schedule.num_steps
+        self._seed, self._after_last = saved.seed, Position(point.epoch, point.position)
+        self._resumed[point.epoch] = point
+        self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
+
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
+
+        Raises:
+            StateError: the state is damaged, or of a dataset whose vocabulary this one does not extend.
+        """
+        self._start_epoch(SavedPosition.next_epoch(state, self._ids))
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._next, self._after_last = ResumePoint(epoch=epoch), Position(epoch, 0)
+
+    def _begin_epoch(self) -> Iteration:
+        """Return the next iteration, after which the next epoch follows."""
+        iteration = self._begin(self._next)
+        self._next = ResumePoint(epoch=self.epoch + 1)
+        return iteration
+
+    def _begin(self, point: ResumePoint) -> Iteration:
+        return self._sampler.begin(self._order, point, seed=self._seed)
+
+    def _state(self, after: JaggedBatch | Position | None) -> dict[str, Any]:
+        """Return the state after a batch, or a position, that was handed out; None: the last one."""
+        epoch, position = self._after_last if after is None else (after.epoch, after.position)
+        point = self._resumed.get(epoch)
+        if point is None or position < point.position:
+            point = ResumePoint(epoch=epoch)
+        skipped = self._sampler.skipped(self._order, point, position, seed=self._seed)
+        saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._key_maps))
+        return saved.to_state(self.num_samples, self._fingerprint, self._ids)
