@@ -5,7 +5,8 @@
 
 Lightning saves the position in the data along with model and optimizer, because the loader has `state_dict`. Run the
 same command again: it resumes from the last checkpoint, which is that of step 80 of 100, as a job does that was killed,
-and prints the same loss for step 100.
+and prints the same loss for step 100. With the callback `ElasticResume` it does so with any other --nproc_per_node that
+divides 32, the global batch size.
 
 Create the loader in `train_dataloader`: before `fit` there is no process group through which ranks could compare their
 loaders. On GPUs, pass the Trainer `accelerator="gpu"`; it moves the batches.
@@ -23,11 +24,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from evenrank.core.errors import EvenrankError
+from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
+from evenrank.training.lightning_callback import ElasticResume
 from next_item import COST, NextItem
 
 
@@ -66,15 +68,18 @@ class Recommender(lightning.LightningModule):
 class BalancedData(lightning.LightningDataModule):
     """The balanced batches of this rank."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, global_batch_size: int) -> None:
         super().__init__()
         self.path = path
+        self.global_batch_size = global_batch_size
 
     def train_dataloader(self) -> Loader[SequenceBatch]:
         """Return the loader. Collective: every rank must call this, as Lightning does."""
         assert self.trainer is not None
-        config = LoaderConfig(batch_size=16, max_history_length=200)
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        if self.global_batch_size % world_size:
+            raise ConfigError(f"{world_size} ranks do not divide --global-batch-size {self.global_batch_size}")
+        config = LoaderConfig(batch_size=self.global_batch_size // world_size, max_history_length=200)
         balance = BalanceConfig(cost=COST)
         return build_loader(self.path, config, rank=rank, world_size=world_size, balance=balance)
 
@@ -93,13 +98,14 @@ def train(args: argparse.Namespace) -> None:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_steps=args.steps,
-        callbacks=[checkpoints],
+        callbacks=[checkpoints, ElasticResume()],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     recommender = Recommender(num_items, log_every=args.log_every)
-    trainer.fit(recommender, BalancedData(args.data), ckpt_path=last if last.exists() else None)
+    data = BalancedData(args.data, global_batch_size=args.global_batch_size)
+    trainer.fit(recommender, data, ckpt_path=last if last.exists() else None)
 
 
 def quiet() -> None:
@@ -115,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
     parser.add_argument("--checkpoints", type=Path, default=Path("out/lightning-fit"), help="folder to resume from")
+    parser.add_argument("--global-batch-size", type=int, default=32, help="samples of a step, over all ranks")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=40)
     parser.add_argument("--log-every", type=int, default=20)

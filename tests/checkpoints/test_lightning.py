@@ -12,6 +12,7 @@ from tests.ranks import RankPool
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 environments = pytest.importorskip("lightning.pytorch.plugins.environments")
+ElasticResume = pytest.importorskip("evenrank.training.lightning_callback").ElasticResume
 
 
 class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc]
@@ -27,18 +28,6 @@ class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.1)
-
-
-class ResumeOnOtherRanks(lightning.Callback):  # type: ignore[name-defined, misc]
-    """Tells a Trainer that resumes with other steps an epoch how many are done, as docs/how-to/checkpoints.md shows."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.fit_loop.restarting:
-            loader = trainer.train_dataloader
-            progress = trainer.fit_loop.epoch_loop.batch_progress.current
-            shift = len(loader) - loader.remaining_batches() - progress.ready
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(progress, name, getattr(progress, name) + shift)
 
 
 def _fit(
@@ -59,7 +48,7 @@ def _fit(
             devices=world_size,
             strategy=lightning.strategies.DDPStrategy(cluster_environment=cluster, process_group_backend="gloo"),
             max_epochs=2,
-            callbacks=[ResumeOnOtherRanks(), *[checkpoints] * (checkpoint is None)],
+            callbacks=[ElasticResume(), *[checkpoints] * (checkpoint is None)],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=checkpoint is None,

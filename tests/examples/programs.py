@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from itertools import chain, groupby, islice, repeat
+from itertools import groupby, islice, repeat
 from pathlib import Path
 
 import pytest
@@ -50,16 +50,20 @@ def losses_of(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
-def losses_in_one_process(data: Path, num_steps: int, config: LoaderConfig) -> dict[int, float]:
+def losses_in_one_process(
+    data: Path, num_steps: int, config: LoaderConfig, *, num_accumulated: int = 1
+) -> dict[int, float]:
     """Return the losses by step of the model that predicts the next item, trained on unbalanced batches."""
     torch.manual_seed(0)
     model = NextItem(read_manifest(data).vocabulary_sizes["item_id"])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = {}
-    batches = chain.from_iterable(repeat(build_loader(data, config, rank=0, world_size=1)))
-    for step, batch in enumerate(islice(batches, num_steps), start=1):
+    loader = build_loader(data, config, rank=0, world_size=1)
+    epochs = (iter(loader) for _ in repeat(None))
+    steps = (batches for epoch in epochs for batches in iter(lambda: list(islice(epoch, num_accumulated)), []))  # noqa: B023
+    for step, batches in enumerate(islice(steps, num_steps), start=1):
         optimizer.zero_grad()
-        loss = model(batch) / batch.loss_tokens
+        loss = torch.stack([model(batch) for batch in batches]).sum() / sum(batch.loss_tokens for batch in batches)
         loss.backward()
         optimizer.step()
         losses[step] = loss.item()

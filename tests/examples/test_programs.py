@@ -1,5 +1,6 @@
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,37 @@ def test_the_same_command_resumes(small_dataset: Path, tmp_path: Path, library: 
     assert resumed == reports[9:]  # the samples of these steps, and their losses, to the last digit
     assert "epoch 1, sample 96" in resumed[0]
     check_tutorial(page, first, second)
+
+
+@pytest.mark.parametrize(
+    ("library", "example", "options"),
+    [
+        ("lightning", "lightning_fit", []),
+        ("transformers", "transformers_trainer", []),
+        ("transformers", "transformers_trainer", ["--accumulate", 2]),
+    ],
+)
+def test_a_trainer_resumes_on_another_number_of_ranks(
+    small_dataset: Path, tmp_path: Path, library: str, example: str, options: list[object]
+) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    # Epochs have 9 batches; with two in a step, 5 steps.
+    fixed = ["--log-every", 1, "--checkpoints", tmp_path / "checkpoints", "--global-batch-size", 24, "--save-every", 3]
+    first = run(example, small_dataset, tmp_path, *fixed, *options, "--steps", 7)
+    if library == "transformers":
+        (tmp_path / "checkpoints" / "checkpoint-9").mkdir()  # of a job that was killed while it saved
+        shutil.rmtree(tmp_path / "checkpoints" / "checkpoint-7")
+    second = run(example, small_dataset, tmp_path, *fixed, *options, "--steps", 11, num_ranks=3)
+    config = LoaderConfig(batch_size=24, max_history_length=200)
+    uninterrupted = losses_in_one_process(small_dataset, 11, config, num_accumulated=2 if options else 1)
+    assert [*losses_of(first)] == [*range(1, 8)]
+    assert [*losses_of(second)] == [*range(7, 12)]
+    for output in (first, second):
+        assert losses_of(output) == pytest.approx(
+            {step: uninterrupted[step] for step in losses_of(output)}, abs=TOLERANCE
+        )
+    if library == "transformers":
+        check_tutorial("transformers", first, second)
 
 
 def test_an_epoch_is_finished_on_another_number_of_ranks(small_dataset: Path, tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from evenrank.core.errors import ConfigError, StateError
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader.balance import BalanceConfig
+from evenrank.training import accumulate
+from tests.checkpoints.resuming import COST, Model, balance, environment_of, ids_of
+from tests.ranks import RankPool
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+accelerate = pytest.importorskip("accelerate")
+EPOCHS = 2
+
+
+@dataclasses.dataclass
+class Run:
+    """What a rank has seen of a training."""
+
+    samples: list[list[int]] = dataclasses.field(default_factory=list)  # of each batch
+    losses: dict[int, float] = dataclasses.field(default_factory=dict)  # by step, over all ranks
+    epochs: dict[int, float] = dataclasses.field(default_factory=dict)  # by step
+    weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+def _train(
+    rank: int, world_size: int, path: Path, folder: Path, resume_from: int | None, options: dict[str, Any]
+) -> Run:
+    """Train two epochs, or the rest of them after a step; a checkpoint of each step is saved in a run that begins."""
+    from evenrank.training.transformers_trainer import BalancedTrainer
+
+    run = Run()
+
+    class Trainer(BalancedTrainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> torch.Tensor:
+            run.samples.append(ids_of(inputs["batch"]))
+            loss: torch.Tensor = model(**inputs)
+            return loss
+
+        def log(self, logs: dict[str, float], *_: Any) -> None:
+            if "loss" in logs:
+                run.losses[self.state.global_step] = logs["loss"]
+                run.epochs[self.state.global_step] = self.state.epoch
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    with patch.dict(os.environ, environment_of(rank, world_size)), balance(path, rank, world_size) as loader:
+        args = transformers.TrainingArguments(
+            output_dir=str(folder),
+            num_train_epochs=EPOCHS,
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0,
+            logging_steps=1,
+            save_strategy="steps" if resume_from is None else "no",
+            save_steps=1,
+            use_cpu=True,
+            ddp_find_unused_parameters=False,
+            disable_tqdm=True,
+            report_to="none",
+            **options,
+        )
+        try:
+            torch.manual_seed(0)
+            trainer = Trainer(Model(), args, train_dataset=loader)
+            checkpoint = None if resume_from is None else str(folder / f"checkpoint-{resume_from}")
+            trainer.train(resume_from_checkpoint=checkpoint)
+        finally:
+            accelerate.state.AcceleratorState._reset_state(True)
+        run.weights = trainer.model.state_dict()
+    return run
+
+
+def _weights_of_one_process(path: Path, num_accumulated: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    with balance(path, 0, 1) as balancer:
+        for _ in range(EPOCHS):
+            for batches in accumulate(balancer, num_accumulated):
+                for batch in batches:
+                    model(batch).backward()
+                adam.step()
+                adam.zero_grad()
+    return model.state_dict()
+
+
+def _samples(runs: list[Run]) -> list[list[int]]:
+    """Return the samples of each batch, over all ranks."""
+    batches = zip(*(run.samples for run in runs), strict=True)
+    return [sorted(sample for of_rank in batch for sample in of_rank) for batch in batches]
+
+
+@pytest.mark.parametrize("num_accumulated", [1, 2])
+def test_trainer_resumes_with_the_same_steps(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, num_accumulated: int
+) -> None:
+    options = {"gradient_accumulation_steps": num_accumulated}
+    whole = ranks.run(2, _train, small_dataset, tmp_path, None, options)
+    samples, losses, epochs = _samples(whole), whole[0].losses, whole[0].epochs
+    num_batches = len(samples) // EPOCHS
+    num_steps = math.ceil(num_batches / num_accumulated)
+    assert num_batches % 2 == 1  # the last step of an epoch accumulates fewer batches
+    first_epoch = [sample for batch in samples[:num_batches] for sample in batch]
+    assert len({*first_epoch}) == len(first_epoch) > 150
+    assert [*losses] == [*range(1, EPOCHS * num_steps + 1)]
+    torch.testing.assert_close(whole[0].weights, _weights_of_one_process(small_dataset, num_accumulated))
+    for step, world_size in ((1, 3), (num_steps - 1, 2), (num_steps, 1), (num_steps + 2, 3)):
+        resumed = ranks.run(world_size, _train, small_dataset, tmp_path, step, options)
+        epoch, steps = divmod(step, num_steps)
+        assert _samples(resumed) == samples[epoch * num_batches + steps * num_accumulated :]
+        assert resumed[0].losses == pytest.approx({later: losses[later] for later in losses if later > step}, rel=1e-5)
+        assert resumed[0].epochs == pytest.approx({later: epochs[later] for later in losses if later > step})
+        torch.testing.assert_close(resumed[-1].weights, whole[0].weights)
+
+
+def _refusals(rank: int, world_size: int, path: Path, folder: Path) -> list[str]:
+    """Resume from the first checkpoint in ways that cannot be exact; return what is said of each."""
+    said = []
+    attempts: list[dict[str, Any]] = [
+        {"gradient_accumulation_steps": 2},
+        {"ignore_data_skip": True},
+        {"restore_callback_states_from_checkpoint": True},
+    ]
+    for options in attempts:
+        try:
+            _train(rank, world_size, path, folder, 1, options)
+        except (ConfigError, StateError) as error:
+            said.append(str(error))
+    state = folder / "checkpoint-1" / "trainer_state.json"
+    state.write_text(state.read_text().replace("LoaderPosition", "Other"))
+    with pytest.raises(StateError, match="the checkpoint has no state of a loader"):
+        _train(rank, world_size, path, folder, 1, {})
+    return said
+
+
+def test_resuming_other_steps_is_refused(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
+    ranks.run(1, _train, small_dataset, tmp_path, None, {"max_steps": 2})
+    ((steps, skip),) = ranks.run(1, _refusals, small_dataset, tmp_path)
+    assert steps.startswith("the loader's state is after 1 batches of an epoch, the Trainer's after 2;")
+    assert skip.startswith("ignore_data_skip makes the Trainer lose count")
+
+
+class _Recorded:
+    """A loader that counts the epochs that have ended."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.num_ended = loader, 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+        self.num_ended += 1
+
+
+def _pull(rank: int, world_size: int, path: Path, folder: Path, balancing: BalanceConfig) -> tuple[int, int]:
+    """Pull as many batches as 20 epochs should have; return how many epochs have ended, and the samples of one."""
+    from evenrank.training.transformers_trainer import BalancedTrainer
+
+    config = LoaderConfig(batch_size=16, max_history_length=60)
+    loader = _Recorded(build_loader(path, config, rank=rank, world_size=world_size, balance=balancing))
+    with patch.dict(os.environ, environment_of(rank, world_size)):
+        args = transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, per_device_train_batch_size=16)
+        trainer = BalancedTrainer(Model(), args, train_dataset=loader)
+        inputs = trainer.get_train_dataloader()
+        num_examples = trainer.num_examples(inputs)
+        try:
+            for _ in range(20):
+                iterator = iter(inputs)
+                for _ in range(len(inputs)):
+                    next(iterator)
+        finally:
+            accelerate.state.AcceleratorState._reset_state(True)
+    return loader.num_ended, num_examples
+
+
+def test_epochs_end_with_the_last_batch_that_the_trainer_pulls(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    pulled = ranks.run(2, _pull, small_dataset, tmp_path, BalanceConfig(cost=COST))
+    assert pulled == [(20, 7 * 2 * 16)] * 2
+
+
+def test_epochs_of_other_lengths_are_refused(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
+    packed = BalanceConfig(cost=COST, pack=True, max_tokens_per_rank=100)
+    (failure,) = ranks.try_run(1, _pull, small_dataset, tmp_path, packed)
+    assert failure.type_name == "ConfigError"
+    assert failure.message.startswith(
+        "the Trainer takes all epochs to have as many batches; leave BalanceConfig.pack out"
+    )

@@ -1,0 +1,100 @@
+"""`BalancedTrainer`: the Trainer of Transformers on balanced batches, which resumes within an epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.optional_imports import naming_extras
+from evenrank.training.loss import accumulate
+
+with naming_extras():
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+if not hasattr(Trainer, "loss_is_scaled_for_ga"):  # older ones would divide the loss again
+    raise ConfigError("BalancedTrainer needs transformers 5.19 or newer; run pip install 'transformers>=5.19'")
+
+
+class _Inputs(IterableDataset[dict[str, Any]]):
+    """The inputs of the model, epoch after epoch; its length is the number of batches of each.
+
+    To resume, the Trainer drops the inputs of the epoch so far. Here these are empty, and the loader continues at its
+    state: nothing is read twice, and the Trainer's counts of steps and epochs stay right.
+    """
+
+    def __init__(self, loader: Any, args: TrainingArguments) -> None:
+        self.loader, self._args, self._num_batches = loader, args, len(loader)
+        self.num_trained = 0  # inputs of the next iteration that the Trainer drops
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if len(self.loader) != self._num_batches:
+            raise ConfigError("the Trainer takes all epochs to have as many batches; leave BalanceConfig.pack out")
+        num_pulled, self.num_trained = self.num_trained, 0
+        yield from [{}] * num_pulled
+        for batches in (steps := accumulate(self.loader, self._args.gradient_accumulation_steps)):
+            num_pulled += len(batches)
+            if num_pulled == self._num_batches:
+                next(steps, None)  # ends the epoch, where ranks compare their plans; the Trainer pulls no further
+            for batch in batches:
+                yield {"batch": batch.to(self._args.device, non_blocking=True)}
+
+
+class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Saves the loader's state with the Trainer's and loads it from there; each BalancedTrainer has one."""
+
+    _inputs: _Inputs | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the loader's state after the batch trained last, in the form of Transformers."""
+        position = None if self._inputs is None else self._inputs.loader.state_dict()
+        return {"args": {}, "attributes": {"position": position}}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **objects: Any) -> None:
+        """Continue at the loader's state where the Trainer has resumed."""
+        self._inputs = inputs = objects["train_dataloader"].dataset
+        if not state.global_step:
+            return
+        if args.ignore_data_skip:
+            raise ConfigError("ignore_data_skip makes the Trainer lose count of steps; leave it out, no batch is read")
+        callbacks: Any = state.stateful_callbacks  # a dict, whatever its annotation says
+        if (saved := callbacks.get(type(self).__name__)) is None:
+            raise StateError("the checkpoint has no state of a loader; load one of a BalancedTrainer")
+        inputs.loader.load_state_dict(saved["attributes"]["position"])
+        per_step, done = args.gradient_accumulation_steps, len(inputs) - inputs.loader.remaining_batches()
+        inputs.num_trained = state.global_step % -(-len(inputs) // per_step) * per_step
+        if done != inputs.num_trained:
+            raise StateError(
+                f"the loader's state is after {done} batches of an epoch, the Trainer's after {inputs.num_trained}; "
+                "resume with the same ranks * batch_size and gradient_accumulation_steps"
+            )
+
+
+class BalancedTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer with a balanced loader as `train_dataset`: of `build_loader(balance=...)`, or a Balancer.
+
+    The model gets the batch, on its device, as the argument `batch`, and returns {"loss": scale_loss(loss_sum, batch)};
+    or override `compute_loss`, whose inputs are {"batch": batch}. The gradient and the logged loss of a step are means
+    over the loss tokens of all ranks, also with `gradient_accumulation_steps`. Training resumes at every checkpoint, on
+    any number of ranks with the same global batch size, if the loader's state is that of all ranks, as evenrank's is.
+
+    Raises:
+        TypeError: in `train`, the loader has no length, such as one of streams.
+        ConfigError: in `train`, batches are not balanced, or epochs differ in length (`BalanceConfig.pack`).
+        StateError: in `train`, the checkpoint has no state of this loader, or one of another global batch size.
+    """
+
+    loss_is_scaled_for_ga = True  # by `accumulate`
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
+        """Return the inputs, which neither the Trainer nor Accelerate may divide among ranks again."""
+        self.remove_callback(LoaderPosition)  # of an earlier `train`
+        self.add_callback(LoaderPosition)
+        return DataLoader(_Inputs(self.train_dataset, self.args), batch_size=None)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the samples of an epoch, over all ranks and if all batches are full, for the Trainer's log."""
+        return len(dataloader) * int(self.args.train_batch_size * self.args.world_size)
