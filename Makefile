@@ -11,7 +11,7 @@
 # make test-torch            the tests that depend on the release of PyTorch, in an environment that has another one
 # make test-long             slow proofs: long random rounds, soak
 # make test-gpu              the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
-# make lock                  renew requirements-dev.lock: the newest versions of the packages that `make install` installs
+# make lock                  renew requirements-dev.lock, the newest versions of what `make install` installs, and constraints/
 # make release VERSION=...   check, build, commit and tag a release; pushes nothing
 # make bench                 our code next to the baselines, one JSON line per row
 PYTHON ?= python3
@@ -54,7 +54,7 @@ test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600
 
 test-gpu:
-	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/examples tests/scripts tests/soak
+	@$(GPU_PYTHON) -P -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/examples tests/scripts tests/soak
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
@@ -76,7 +76,6 @@ coverage: $(INSTALLED)
 	@$(PYTEST) --cov --cov-report=term:skip-covered
 
 lock: $(INSTALLED)
-	@$(BIN)/python -m pip install --quiet uv
 	@$(BIN)/python scripts/lock.py
 
 release: $(INSTALLED)

@@ -23,10 +23,10 @@ FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
     **dict.fromkeys(("polars", "requests"), "preprocess"),
-    **{name: name for name in ("mlflow", "tensorboard", "wandb")},
+    **{name: name for name in ("lightning", "mlflow", "tensorboard", "transformers", "wandb")},
     **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
 }
-_WITHOUT_CUDA = "; without CUDA: pip install 'evenrank[cpu]', then torchrec with --no-deps (docs/how-to/install.md)"
+_WITHOUT_CUDA = " (without CUDA: docs/how-to/install.md)"
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
     for name, text in installed.items():
         with contextlib.suppress(InvalidVersion):
             found[name] = Version(text or "")
-    if FBGEMM_CUDA in found and FBGEMM_CPU in found:
+    if FBGEMM_CPU in found and FBGEMM_CUDA in found and found[FBGEMM_CUDA].local != "cpu":  # constraints/ has that name
         expected = _releases_of(found["torch"]) if "torch" in found else None
         pin = f"=={expected.fbgemm}" if expected else ""
         raise ConfigError(

@@ -1,8 +1,9 @@
 """The tested releases of PyTorch, each with the releases of fbgemm-gpu and TorchRec that belong to it.
 
 fbgemm-gpu is compiled against one release of PyTorch, and TorchRec calls operators of one release of fbgemm-gpu, but
-their metadata do not say so: pip combines any of them. A new release of PyTorch is one line here, and the ranges in
-pyproject.toml. Only the standard library is imported: scripts/install.py runs this file before evenrank is installed.
+their metadata do not say so: pip combines any of them. A new release of PyTorch is one line here, and what
+scripts/lock.py writes from it. Only the standard library is imported: scripts/install.py runs this file before evenrank
+is installed.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,11 @@ class TorchReleases(NamedTuple):
     torch: str
     fbgemm: str  # of fbgemm-gpu and fbgemm-gpu-cpu
     torchrec: str
+
+    @property
+    def name(self) -> str:
+        """Of the extra and of the constraints, such as "torch213"."""
+        return "torch" + "".join(self.torch.split(".")[:2])
 
 
 # Oldest first.

@@ -6,10 +6,8 @@
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build
-# The releases of core/torch_releases.py, and what installs PyTorch's CPU build.
-ARG TORCH=2.13.0
-ARG FBGEMM=1.8.0
-ARG TORCHREC=1.8.0
+# One of constraints/, and what installs PyTorch's CPU build.
+ARG RELEASE=torch213
 ARG INSTALL_TORCH="/opt/tools/bin/uv pip install --torch-backend=cpu"
 ENV VIRTUAL_ENV=/opt/evenrank \
     UV_NO_CACHE=1 \
@@ -19,11 +17,12 @@ RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/python -m pip install --no-cache-dir "uv>=0.9" \
     && python3 -m venv "$VIRTUAL_ENV"
 # PyTorch and the other dependencies are layers of their own: a change of the code builds the last one only.
-RUN PATH="$VIRTUAL_ENV/bin:$PATH" ${INSTALL_TORCH} "torch==${TORCH}"
+COPY constraints constraints/
+RUN PATH="$VIRTUAL_ENV/bin:$PATH" ${INSTALL_TORCH} torch --constraint "constraints/${RELEASE}.txt"
 COPY pyproject.toml requirements-dev.lock ./
-RUN /opt/tools/bin/uv pip install --requirements pyproject.toml --extra cpu --extra preprocess --extra reports \
-        --constraints requirements-dev.lock "fbgemm-gpu-cpu==${FBGEMM}" \
-    && /opt/tools/bin/uv pip install --no-deps "torchrec==${TORCHREC}"
+RUN /opt/tools/bin/uv pip install --requirements pyproject.toml --extra train --extra preprocess --extra reports \
+        --constraint requirements-dev.lock --constraint "constraints/${RELEASE}.txt" "./constraints/${RELEASE}-cpu" \
+    && /opt/tools/bin/uv pip check
 COPY . .
 RUN /opt/tools/bin/uv pip install --no-deps .
 

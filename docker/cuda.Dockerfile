@@ -6,10 +6,8 @@
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build
-# The releases of core/torch_releases.py.
-ARG TORCH=2.13.0
-ARG FBGEMM=1.8.0
-ARG TORCHREC=1.8.0
+# One of constraints/.
+ARG RELEASE=torch213
 ENV VIRTUAL_ENV=/opt/evenrank \
     UV_NO_CACHE=1 \
     UV_LINK_MODE=copy
@@ -18,10 +16,12 @@ RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/python -m pip install --no-cache-dir "uv>=0.9" \
     && python3 -m venv "$VIRTUAL_ENV"
 # PyTorch and the other dependencies are layers of their own: a change of the code builds the last one only.
-RUN /opt/tools/bin/uv pip install "torch==${TORCH}"
+COPY constraints constraints/
+RUN /opt/tools/bin/uv pip install torch --constraint "constraints/${RELEASE}.txt"
 COPY pyproject.toml requirements-dev.lock ./
 RUN /opt/tools/bin/uv pip install --requirements pyproject.toml --extra train --extra tensorboard \
-        --constraints requirements-dev.lock "torch==${TORCH}" "fbgemm-gpu==${FBGEMM}" "torchrec==${TORCHREC}"
+        --constraint requirements-dev.lock --constraint "constraints/${RELEASE}.txt" \
+    && /opt/tools/bin/uv pip check
 COPY . .
 RUN /opt/tools/bin/uv pip install --no-deps .
 

@@ -3,11 +3,15 @@
     .venv/bin/python scripts/check_package.py
 
 The wheel is built from the sdist, so the sdist has what building needs. In one environment, planning runs without
-extras, and preprocessing and reports with theirs. In another, for training, a small program balances batches
-without the other extras; then the demo, the examples and tests from the sdist run against the installed wheel.
+extras, and preprocessing and reports with theirs. In another, for training, a user's program balances batches without
+the other extras, and mypy and Pyright check its types; then the demo, the examples and tests from the sdist run against
+the installed wheel. What docs/how-to/install.md says to install with PyTorch is resolved, for each
+tested release of it.
 """
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -15,39 +19,21 @@ import tempfile
 import venv
 from pathlib import Path
 
-from evenrank.core.torch_releases import DEFAULT
+from evenrank.core.errors import ConfigError
+from evenrank.core.optional_imports import check_releases
+from evenrank.core.torch_releases import DEFAULT, TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 # The tests of the sdist that run: some of each kind that needs neither processes nor a browser.
 TESTS = ("tests/core", "tests/datasets", "tests/dataloader/collate", "tests/dataloader/balance/partition")
 TEST_TOOLS = ("hypothesis", "ipykernel", "nbclient", "nbformat", "pytest", "pytest-timeout", "pytest-xdist")
-# Two of the examples show how to train with them.
-TRAINERS = ("accelerate", "lightning")
+# Three of the examples show how to train with them.
+TRAINERS = ("accelerate", "lightning", "transformers")
 # Not needed for training.
 NOT_FOR_TRAINING = ("polars", "matplotlib")
 
-# Prints how many samples it has trained.
-PROGRAM = """
-import evenrank
-from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
-from evenrank.core.errors import ConfigError
-from evenrank.training import scale_loss
-
-loader = build_loader("data", LoaderConfig(batch_size=8, max_num_candidates=1), rank=0, world_size=1)
-cost = HSTUCost(hidden=64, heads=1, head_dim=64, layers=1, interleave_actions=True)
-with Balancer(loader, BalanceConfig(cost=cost)) as balancer:
-    trained = 0
-    for batch in balancer:
-        scale_loss(batch.features["item_id"].values().float().sum(), batch, dp_size=1)
-        trained += batch.num_real
-assert trained == loader.num_samples > 0, (trained, loader.num_samples)
-try:
-    build_loader("data", LoaderConfig(batch_size=0), rank=0, world_size=1)
-except ConfigError as error:
-    print(f"trained {trained} samples with evenrank {evenrank.__version__}; an error reads: {error}")
-"""
-
+# Of the sdist: trains, and its types must be clean from the wheel.
+USER_PROGRAM = "tests/typing/user_program.py"
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
@@ -95,6 +81,36 @@ def check_sdist(sdist: Path, folder: Path) -> Path:
     return unpacked
 
 
+def check_documented_installs(wheel: Path) -> None:
+    """Resolve what docs/how-to/install.md installs with PyTorch; exit unless its releases were tested together."""
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    lines = re.findall(r'pip install "(?:evenrank|\.)(\[(?:train|torch)[^`\n]*)', page)
+    varied = [line.replace(DEFAULT.name, tested.name) for tested in TESTED for line in lines]
+    if not {f'[{tested.name}]"' for tested in TESTED} <= {*varied}:
+        sys.exit(f"package: docs/how-to/install.md does not install the extra {DEFAULT.name}")
+    for line in dict.fromkeys(varied):
+        extra, *words = shlex.split(f'"{line}')
+        requirements, options = [f"evenrank{extra} @ {wheel.as_uri()}"], ["--python-platform", "x86_64-manylinux_2_28"]
+        for word in words:
+            if word.endswith(".txt"):  # at an address
+                options.append(str(ROOT / "constraints" / word.rpartition("/")[2]))
+            elif word.startswith("--"):
+                options.append(word)
+            else:
+                requirements.append(f"fbgemm-gpu @ {(ROOT / word).as_uri()}" if word.startswith("./") else word)
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", *options, "-"]
+        text = "\n".join(requirements)
+        done = subprocess.run(command, input=text, env=ENVIRONMENT, capture_output=True, text=True)
+        found = dict(re.findall(r"^(torch|fbgemm-gpu(?:-cpu)?|torchrec)==(\S+)$", done.stdout, re.M))
+        try:
+            check_releases(found)
+        except ConfigError as error:
+            sys.exit(f'package: pip install "evenrank{line}: {error}')
+        if len(found) != 3 or any({*found.values()} != {*tested} for tested in TESTED if tested.name in line):
+            sys.exit(f'package: pip install "evenrank{line} resolves to {found} {done.stderr}')
+        print(f'package: pip install "evenrank{line} resolves to {found}', flush=True)
+
+
 def try_commands(wheel: Path, folder: Path, *, work: Path) -> None:
     """Run the commands that need no PyTorch, first without extras; writes the dataset `data`."""
     venv.create(folder, with_pip=True)
@@ -122,7 +138,10 @@ def try_training(wheel: Path, folder: Path, *, work: Path, sdist: Path) -> None:
     run(python, ROOT / "scripts" / "install.py", wheel, cwd=work)
     if (after := installed(python, "torch", cwd=work)) != before:
         sys.exit(f"package: installing evenrank replaced torch {before} by {after}")
-    run(python, "-c", PROGRAM, cwd=work)
+    run(python, "-m", "pip", "check", cwd=work)
+    run(python, sdist / USER_PROGRAM, "data", cwd=work)
+    run(sys.executable, "-m", "mypy", "--strict", "--python-executable", python, sdist / USER_PROGRAM, cwd=work)
+    run(sys.executable, "-m", "pyright", "--pythonpath", python, sdist / USER_PROGRAM, cwd=work)
     check_absent(python, NOT_FOR_TRAINING, cwd=work)
     check_missing(evenrank, "preprocess", "--dataset", "synthetic", extra="preprocess", cwd=work)
 
@@ -132,8 +151,8 @@ def try_training(wheel: Path, folder: Path, *, work: Path, sdist: Path) -> None:
 
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[preprocess,reports]", *TEST_TOOLS, *TRAINERS, cwd=work)
     run(evenrank, "demo", cwd=work)
-    run(python, "-m", "pytest", *TESTS, cwd=sdist)
-    run(python, "-m", "pytest", "-m", "examples", "--numprocesses", "auto", "tests/examples", cwd=sdist)
+    run(python, "-P", "-m", "pytest", *TESTS, cwd=sdist)
+    run(python, "-P", "-m", "pytest", "-m", "examples", "--numprocesses", "auto", "tests/examples", cwd=sdist)
 
 
 def main() -> None:
@@ -148,6 +167,7 @@ def main() -> None:
         run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=work)
         run(sys.executable, "-m", "check_wheel_contents", wheel, cwd=work)
         unpacked = check_sdist(sdist, folder / "sdist")
+        check_documented_installs(wheel)
         try_commands(wheel, folder / "light", work=work)
         try_training(wheel, folder / "training", work=work, sdist=unpacked)
 

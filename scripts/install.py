@@ -56,7 +56,7 @@ def pip_install(*arguments: str) -> None:
 def torch_has_cuda() -> bool:
     """Return whether the installed PyTorch was built for CUDA."""
     code = "import torch; print(torch.version.cuda is not None)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "True"
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout.strip() == "True"
 
 
 def main() -> None:
@@ -66,18 +66,16 @@ def main() -> None:
         print(f"install: PyTorch {releases.torch}", flush=True)
         pip_install(f"torch=={releases.torch}")
     has_cuda = torch_has_cuda()
-    extra, fbgemm = ("cuda", "fbgemm-gpu") if has_cuda else ("cpu", "fbgemm-gpu-cpu")
+    build = "CUDA" if has_cuda else "CPU"
+    fbgemm = f"fbgemm-gpu=={releases.fbgemm}" if has_cuda else str(ROOT / "constraints" / f"{releases.name}-cpu")
     # Without the exact releases pip would take the newest ones in the ranges of pyproject.toml.
-    torchrec = f"torchrec=={releases.torchrec}"
-    matching = [f"{fbgemm}=={releases.fbgemm}", *([torchrec] if has_cuda else [])]
+    matching = (fbgemm, f"torchrec=={releases.torchrec}")
     if len(sys.argv) > 1:
-        print(f"install: {sys.argv[1]} ({extra} build of PyTorch)", flush=True)
-        pip_install(f"{sys.argv[1]}[{extra}]", *matching)
+        print(f"install: {sys.argv[1]} ({build} build of PyTorch)", flush=True)
+        pip_install(f"{sys.argv[1]}[train]", *matching)
     else:
-        print(f"install: evenrank, its dependencies and its tools ({extra} build of PyTorch)", flush=True)
-        pip_install("--constraint", str(LOCK), "--editable", f"{ROOT}[{extra},dev]", *matching)
-    if not has_cuda:  # its metadata asks for the CUDA build of fbgemm-gpu
-        pip_install("--no-deps", torchrec)
+        print(f"install: evenrank, its dependencies and its tools ({build} build of PyTorch)", flush=True)
+        pip_install("--constraint", str(LOCK), "--editable", f"{ROOT}[train,dev]", *matching)
     print("install: done", flush=True)
 
 

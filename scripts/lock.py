@@ -1,10 +1,11 @@
-"""Write requirements-dev.lock: the exact version of every package of the development environment.
+"""Write requirements-dev.lock, the exact version of every package of development, and constraints/.
 
     .venv/bin/python scripts/lock.py
 
-`scripts/install.py` passes it to pip as constraints. It is valid for each supported version of Python. It has no
+`scripts/install.py` passes the lock to pip as constraints. It is valid for each supported version of Python. It has no
 hashes, because pip accepts neither an editable install nor another build of PyTorch next to them. PyTorch, and what
-belongs to one of its releases, are in core/torch_releases.py.
+belongs to one of its releases, are in core/torch_releases.py. From that table, `constraints/` has two things per
+release: constraints for pip, and a package without files that makes TorchRec accept the CPU build of fbgemm-gpu.
 """
 
 import subprocess
@@ -12,23 +13,62 @@ import sys
 import tempfile
 from pathlib import Path
 
+from evenrank.core.torch_releases import TESTED, TorchReleases
+
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """\
 # The versions that `make install` installs, for each supported version of Python; `make lock` renews them.
 # PyTorch, fbgemm-gpu and TorchRec are in core/torch_releases.py.
 """
 # Of a release or build of PyTorch. Triton comes with CUDA builds, which need an exact version of it.
-LEFT_OUT = ("torch", "fbgemm-gpu-cpu", "triton")
+LEFT_OUT = ("torch", "fbgemm-gpu", "torchrec", "triton")
+
+CONSTRAINTS = """\
+# PyTorch {torch} and what belongs to it, for pip install --constraint.
+torch=={torch}
+fbgemm-gpu=={fbgemm}
+fbgemm-gpu-cpu=={fbgemm}
+torchrec=={torchrec}
+"""
+# TorchRec requires a package called fbgemm-gpu, and PyPI has the CPU build as fbgemm-gpu-cpu only.
+CPU_BUILD = """\
+# A package called fbgemm-gpu, which TorchRec requires, that has no files and installs the CPU build of fbgemm-gpu.
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fbgemm-gpu"
+version = "{fbgemm}+cpu"
+dependencies = ["fbgemm-gpu-cpu=={fbgemm}"]
+
+[tool.hatch.build.targets.wheel]
+bypass-selection = true
+"""
+
+
+def constraints(releases: TorchReleases) -> dict[str, str]:
+    """Return the files of a release of PyTorch in `constraints/`: their text by name."""
+    values = releases._asdict() | {"name": releases.name}
+    return {
+        f"{releases.name}.txt": CONSTRAINTS.format_map(values),
+        f"{releases.name}-cpu/pyproject.toml": CPU_BUILD.format_map(values),
+    }
 
 
 def main() -> None:
-    """Resolve the extras `cpu` and `dev` to their newest versions."""
+    """Write the constraints, and resolve the extras `train` and `dev` to their newest versions."""
+    for releases in TESTED:
+        for name, text in constraints(releases).items():
+            path = ROOT / "constraints" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
     with tempfile.TemporaryDirectory() as folder:
         # What a build of PyTorch needs itself, such as libraries of CUDA, is not resolved.
         overrides = Path(folder) / "overrides.txt"
         overrides.write_text('torch; sys_platform == "none"\n')
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
-        command += ["--no-header", "--no-annotate", "--overrides", str(overrides), "--extra", "cpu", "--extra", "dev"]
+        command += ["--no-header", "--no-annotate", "--overrides", str(overrides), "--extra", "train", "--extra", "dev"]
         command += [word for package in LEFT_OUT for word in ("--no-emit-package", package)]
         run = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if run.returncode != 0:
