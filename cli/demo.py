@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,8 +16,14 @@ from evenrank.cli.gains import describe_settings, print_gains
 from evenrank.cli.inspect_balance import Walk, walk_epoch
 from evenrank.cli.options import BATCH_SIZE, LAYERS, STRATEGIES, make_cost
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _NUM_RANKS = 4
-_WORK, _IDLE, _LIMIT = "#3b6ea8", "#e8e3d9", "#c0392b"
+_COLORS, _IDLE = ("#d9534f", "#d98a1f", "#4a8fdc", "#2f9e6a"), "#9aa0a855"
+# Of plots on a page that is light or dark: no background, and text that is readable on both.
+_TEXT = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+_STYLE: dict[Any, Any] = dict.fromkeys(_TEXT, "#777e88") | {"font.size": 11, "legend.frameon": False}
 # Strategies, and whether samples are exchanged.
 _WAYS = [*((strategy, True) for strategy in STRATEGIES), ("lpt-swap", False)]
 # What the ranks need of torch, which takes seconds to import: imported once, in the process that they are forked from.
@@ -29,9 +35,10 @@ _RANK_MODULES = [
 
 
 def demo_command(
-    out: Annotated[Path, typer.Option(help="Folder for the data and the plot; data of an earlier run is replaced.")] = (
-        Path("out/demo")
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the data and the plot; data of an earlier run is replaced.", metavar="FOLDER"),
+    ] = Path("out/demo"),
 ) -> None:
     """Run the whole pipeline offline: synthetic data, balanced batches on 4 processes, a table and a plot.
 
@@ -66,7 +73,7 @@ def demo_command(
     plot = out / "balance.png"
     with console.stages() as on_stage:
         on_stage("drawing")
-        title = f"{_NUM_RANKS} ranks, {BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
+        title = f"{_NUM_RANKS} ranks, {BATCH_SIZE} samples each\nlognormal histories, cost of an HSTU model"
         draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
     note = "*           no exchange: every rank plans from lengths, and reads what it trains on"
     print_gains([walk.gain(_NUM_RANKS) for walk in walks], note)
@@ -110,38 +117,43 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     return walks if rank == 0 else []
 
 
-def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
-    """Draw the load of each rank in a typical step per strategy, and the idle time of every step; write a PNG."""
+def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> "Figure":
+    """Write a PNG with the load of each rank in a typical step per strategy, and the idle time of every step, sorted.
+
+    Idle times are on a logarithmic scale, because those of balanced steps differ by orders of magnitude.
+    """
+    import matplotlib as mpl
     import numpy as np
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
-    grid = figure.add_gridspec(2, len(walks), height_ratios=(1.25, 1))
-    figure.suptitle(title, fontsize=13)
     before = [step.ratio_before for step in walks[0].metrics]
     typical_step = int(np.argsort(before, kind="stable")[len(before) // 2])  # with the median imbalance
-    loads_after = [walk.metrics[typical_step].after for walk in walks]
-    relative_loads = [loads / max(float(loads.mean()), 1.0) for loads in loads_after]
-    highest = max(float(loads.max()) for loads in relative_loads)
-    for column, (walk, loads) in enumerate(zip(walks, relative_loads, strict=True)):
-        axes = figure.add_subplot(grid[0, column])
-        ranks, heaviest = range(len(loads)), loads.max()
-        axes.bar(ranks, heaviest, color=_IDLE, label="waiting")
-        axes.bar(ranks, loads, color=_WORK, label="work")
-        axes.axhline(heaviest, color=_LIMIT, linewidth=1.2)
-        axes.set_title(f"{walk.strategy}\nthe step takes {heaviest:.2f}", fontsize=11)
-        axes.set(xlabel="rank", ylim=(0, highest * 1.12))
-        axes.set_xticks(ranks if len(ranks) <= 8 else ranks[:: len(ranks) // 4])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
-        if column == 0:
-            axes.set_ylabel(f"load of each rank in step {typical_step}\n(mean of the ranks = 1)")
-    axes = figure.add_subplot(grid[1, :])
-    for walk in walks:
-        idle = [100 * (1 - step.after.mean() / max(step.after.max(), 1)) for step in walk.metrics]
-        axes.plot(idle, label=walk.strategy, linewidth=1.3)
-    axes.set(xlabel="step", ylabel="idle rank time (%)")
-    axes.legend(frameon=False, ncols=len(walks), loc="lower left", bbox_to_anchor=(0, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.6, 6.2), layout="constrained")  # readable where 360 pixels are all there is
+        figure.suptitle(title, fontsize=12)
+        of_a_step, of_all = figure.subplots(2, height_ratios=(1.25, 1))
+        for axes in (of_a_step, of_all):
+            axes.spines[["top", "right"]].set_visible(False)
+        for row, (walk, color) in enumerate(zip(walks, _COLORS, strict=False)):
+            loads = walk.metrics[typical_step].after
+            relative = loads / max(float(loads.mean()), 1.0)
+            heaviest = float(relative.max())
+            bars = row + 0.8 * (np.arange(len(loads)) / len(loads) - 0.5)
+            of_a_step.barh(bars, heaviest, 0.6 / len(loads), align="edge", color=_IDLE)
+            of_a_step.barh(bars, relative, 0.6 / len(loads), align="edge", color=color)
+            of_a_step.text(heaviest, row, f"  idle {1 - 1 / heaviest:.2%}", va="center")
+            idle = sorted(100 * (1 - step.after.mean() / max(step.after.max(), 1)) for step in walk.metrics)
+            label = f"{walk.strategy}: {walk.gain(len(loads)).summary.idle_after:.2%}"
+            of_all.plot(np.linspace(0, 100, len(idle)), idle, color=color, label=label)
+        of_a_step.set(
+            xlim=(0, 1.4 * before[typical_step]), xlabel=f"load of each rank in step {typical_step} (mean = 1)"
+        )
+        of_a_step.set_yticks(range(len(walks)), [walk.strategy for walk in walks])
+        of_a_step.invert_yaxis()
+        of_all.set_yscale("symlog", linthresh=0.01)
+        of_all.yaxis.set_major_formatter("{x:g} %")
+        of_all.set(ylabel="idle rank time", ylim=(0, 100), xlabel="steps (%), from the most even to the least")
+        figure.legend(title="idle in all steps together", loc="outside lower center", ncols=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, transparent=True)
+    return figure

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from evenrank.cli import console
-from evenrank.cli.options import BATCH_SIZE, COSTS_OF_LAYERS, LAYERS, CostShape
+from evenrank.cli.options import BATCH_SIZE, LAYERS, CostShape, has_layers
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def describe_settings(
     """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
     lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
     layers = f" of {shape.layers} layers of width {shape.hidden} with {shape.heads} heads"
-    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * (cost in COSTS_OF_LAYERS)}"
+    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * has_layers(cost)}"
 
 
 class Gain(NamedTuple):
@@ -89,9 +89,10 @@ def print_gains(gains: Sequence[Gain], *notes: str) -> None:
     """Print the table of gains, what its columns mean, and further notes."""
     console.print_result(gains_table(gains))
     medians = [1e3 * statistics.median([step.plan_seconds for step in gain.steps] or [0.0]) for gain in gains]
-    plan = f"Planning a step took {min(medians):.2g} to {max(medians):.2g} ms, on one thread of this machine."
-    said = "The rest is what the cost says; training measures it (training.StepTimer)."
-    console.print_result("\n".join([EXPLANATION.rstrip(), *notes, plan, said, ""]))
+    if known := [median for median in medians if median]:
+        plan = f"Planning a step took {min(known):.2g} to {max(known):.2g} ms, on one thread of this machine."
+        notes = (*notes, plan, "The rest is what the cost says; training measures it (training.StepTimer).")
+    console.print_result("\n".join([EXPLANATION.rstrip(), *notes, ""]))
 
 
 def gains_table(gains: Sequence[Gain]) -> "Table":

@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 def inspect_balance_command(
     ctx: typer.Context,
     path: options.DatasetFolder,
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    split: options.Split = "train",
     batch_size: options.BatchSize = options.BATCH_SIZE,
     max_history_length: options.MaxHistoryLength = MAX_HISTORY_LENGTH,
-    max_num_candidates: Annotated[int, typer.Option(help="How many of each user's last events are candidates.")] = 0,
+    max_num_candidates: Annotated[
+        int, options.step_option(help="How many of each user's last events are candidates.", metavar="EVENTS")
+    ] = 0,
     strategy: Annotated[
-        str, typer.Option(help=f"Balancing strategy: one of {', '.join(options.STRATEGIES)}.")
+        str,
+        options.balance_option(help=f"Balancing strategy: one of {', '.join(options.STRATEGIES)}.", metavar="NAME"),
     ] = "lpt-swap",
     cost: options.CostName = "hstu",
     hidden: options.Hidden = options.LAYERS.hidden,

@@ -4,6 +4,7 @@ Modules of commands import at the top only typer and what is light: `evenrank --
 """
 
 import io
+import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from evenrank.cli.inspect_dataset import inspect_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
+from evenrank.cli.warmup import warmup_command
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.core.optional_imports import naming_extras
 
@@ -42,6 +44,7 @@ def main() -> None:
     app.command("fit")(fit_command)
     app.command("inspect-balance")(inspect_balance_command)
     app.command("demo")(demo_command)
+    app.command("warmup")(warmup_command)
     _run(app)
 
 
@@ -67,7 +70,9 @@ class _Command(TyperCommand):
         for parameter in self.get_params(ctx):
             panel = getattr(parameter, "rich_help_panel", None) or f"{parameter.param_type_name.title()}s"
             if record := parameter.get_help_record(ctx):
-                sections.setdefault(panel, []).append(record)
+                shown, text = record
+                shown = shown.partition(" <")[0]  # without the type that Typer appends to names of arguments
+                sections.setdefault(panel, []).append((shown, text))
         for section, records in sections.items():
             with formatter.section(section):
                 formatter.write_dl(records)
@@ -107,6 +112,8 @@ def _run(app: typer.Typer) -> None:
     _handle_signals(_stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
+    if not (sys.stderr and sys.stderr.isatty()):  # as progress is
+        logging.getLogger("evenrank.compile").addHandler(logging.NullHandler())
     try:
         with naming_extras():
             code = app(standalone_mode=False)

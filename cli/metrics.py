@@ -23,7 +23,7 @@ def metrics_command(
         list[Path],
         typer.Argument(
             help="Logs written by `JsonLines` in training jobs; several are compared.",
-            metavar="FILE.jsonl...",
+            metavar="FILE.jsonl",
             show_default=False,
         ),
     ],
@@ -38,7 +38,7 @@ def metrics_command(
 
     \b
         with JsonLines("out/balance.jsonl") as log:
-            loader = build_loader(..., balance=BalanceConfig(cost=cost, on_step=log))
+            loader = build_loader(..., balance=BalanceConfig(..., on_step=log))
 
     Examples:
 

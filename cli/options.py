@@ -2,6 +2,7 @@
 
 import glob
 import importlib
+import inspect
 import re
 import sys
 import tomllib
@@ -28,13 +29,20 @@ DatasetFolder = Annotated[
 file_option = partial(typer.Option, metavar="FILE", show_default=False)
 
 BATCH_SIZE, MIN_STEPS, RANKS = 32, 200, (8, 64, 1024)  # where a gain is shown and nothing else is said
-BatchSize = Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=1 << 20)]
+step_option, balance_option, cost_option = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Steps", "Balancing", "Cost")
+)
+BatchSize = Annotated[int, step_option(help="Samples per rank and step.", metavar="COUNT", min=1, max=1 << 20)]
 MaxHistoryLength = Annotated[
     int,
-    typer.Option(
-        help="Events per sample, as in LoaderConfig; longer histories keep their newest.", min=1, max=(1 << 31) - 1
+    step_option(
+        help="Events per sample, as in LoaderConfig; longer histories keep their newest.",
+        metavar="EVENTS",
+        min=1,
+        max=(1 << 31) - 1,
     ),
 ]
+Split = Annotated[str, step_option(help="Split of the dataset.", metavar="NAME")]
 
 
 class Condition(NamedTuple):
@@ -98,7 +106,7 @@ def _split_names(context: typer.Context, parameter: typer.CallbackParam, texts: 
     return tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
 
 
-names_option = partial(typer.Option, callback=_split_names, metavar="A,B,...", show_default=False)
+names_option = partial(typer.Option, callback=_split_names, metavar="COLUMN,...", show_default=False)
 
 
 def config_option(*, panel: str, **paths: str) -> Any:
@@ -152,46 +160,60 @@ class CostShape(NamedTuple):
 
 
 LAYERS = CostShape()
-COSTS = ("hstu", "self-attention", "linear", "padded")
-COSTS_OF_LAYERS = ("hstu", "self-attention", "padded")
-_FFN_MULTIPLIER = 4
-_model_size = partial(typer.Option, min=1, max=1 << 20)
+_model_size = partial(cost_option, min=1, max=1 << 20)
 CostName = Annotated[
     str,
-    typer.Option(
+    cost_option(
+        metavar="COST",
         help="Cost of a sample: hstu or self-attention, FLOPs of jagged layers; linear, its tokens; padded, "
         "self-attention where all samples of a rank are padded to its longest; FILE, a measured cost (evenrank fit), "
-        "or padded:FILE; or module:function."
+        "or padded:FILE; or module:function.",
     ),
 ]
-Hidden = Annotated[int, _model_size(help="Width of the layers whose FLOPs are the cost.")]
-Heads = Annotated[int, _model_size(help="Attention heads per layer, each hidden / heads wide.")]
-Layers = Annotated[int, _model_size(help="Number of layers.")]
+Hidden = Annotated[int, _model_size(help="Width of the layers whose FLOPs are the cost.", metavar="WIDTH")]
+Heads = Annotated[int, _model_size(help="Attention heads per layer, each hidden / heads wide.", metavar="COUNT")]
+Layers = Annotated[int, _model_size(help="Number of layers.", metavar="COUNT")]
 HAS_LAYERS = Condition(
     ("hidden", "heads", "layers"),
     "the costs hstu, self-attention and padded",
     ("cost",),
-    lambda v: v["cost"] in COSTS_OF_LAYERS,
+    lambda v: has_layers(v["cost"]),
 )
 
 
-def make_cost(text: str, shape: CostShape) -> "Cost":
-    """Return the cost that `--cost` names, of layers of this shape."""
-    from evenrank.dataloader.balance import HSTUCost, LinearCost, PaddedCost, SelfAttentionCost
+def costs_by_name(shape: CostShape = LAYERS) -> dict[str, dict[str, Any]]:
+    """Return the registered costs that need no more than a shape of layers, by name, as `resolve_cost` takes them."""
+    from evenrank.dataloader.balance import COSTS
 
-    if text == "linear":
-        return LinearCost(interleave_actions=True)
-    if text in COSTS:
-        hidden, heads, layers = shape
-        if hidden % heads:
-            raise ConfigError(
-                f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
-            )
-        sizes: dict[str, Any] = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers}
-        if text == "hstu":
-            return HSTUCost(interleave_actions=True, **sizes)
-        attention = SelfAttentionCost(ffn_multiplier=_FFN_MULTIPLIER, **sizes)
-        return attention if text == "self-attention" else PaddedCost(attention)
+    hidden, heads, layers = shape
+    sizes = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers, "ffn_multiplier": 4}
+    given = {"interleave_actions": True, "row": {"name": "self-attention", **sizes}, **sizes}
+    found = {}
+    for name in COSTS:
+        parameters = inspect.signature(COSTS[name]).parameters.values()
+        needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+        if given.keys() >= set(needed):
+            found[name] = {"name": name, **{key: given[key] for key in needed}}
+    return found
+
+
+def has_layers(cost: str) -> bool:
+    """Return whether a cost that `--cost` names depends on the shape of layers."""
+    return costs_by_name().get(cost, {}).keys() & {"layers", "row"} != set()
+
+
+def make_cost(text: str, shape: CostShape = LAYERS) -> "Cost":
+    """Return the cost that `--cost` names, of layers of this shape."""
+    from evenrank.dataloader.balance import PaddedCost
+    from evenrank.dataloader.balance.cost import resolve_cost
+
+    hidden, heads, _ = shape
+    if hidden % heads:
+        raise ConfigError(
+            f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
+        )
+    if (named := costs_by_name(shape).get(text)) is not None:
+        return resolve_cost(named)
     if text.startswith("padded:"):
         return PaddedCost(_measured_cost(text.removeprefix("padded:")))
     return _imported_cost(text) if ":" in text and not Path(text).exists() else _measured_cost(text)
@@ -204,7 +226,7 @@ def _measured_cost(text: str) -> "MeasuredCost":
     if path.exists() and not path.is_file():  # a pipe would never end
         raise ConfigError(f"--cost {text} is not a regular file; give one that `evenrank fit` wrote")
     if not path.exists() and not path.suffix:
-        raise ConfigError(f"--cost {text} is unknown; give {', '.join(COSTS)}, a file or module:function")
+        raise ConfigError(f"--cost {text} is unknown; give {', '.join(costs_by_name())}, a file or module:function")
     return MeasuredCost.load(path)
 
 

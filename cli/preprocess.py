@@ -84,45 +84,58 @@ _log_names, _feature_names = (partial(names_option, **option.keywords) for optio
 def preprocess_command(
     ctx: typer.Context,
     dataset: Annotated[
-        str, _dataset(help=f"What to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public dataset).")
+        str,
+        _dataset(help=f"What to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public dataset).", metavar="NAME"),
     ],
     config_file: Annotated[
         Path | None, config_option(panel="Dataset", split="(?<=^file:).+", lengths=r"(?<=\bpath=)[^,]+")
     ] = None,
     out: Annotated[
         Path | None,
-        _dataset(help="Folder to write; a dataset there is replaced at the end. Default: out/DATASET.", metavar="DIR"),
+        _dataset(
+            help="Folder to write; a dataset there is replaced at the end. Default: out/DATASET.", metavar="FOLDER"
+        ),
     ] = None,
     overwrite: Annotated[bool, _dataset("--overwrite", help="Replace OUT even if it is no dataset.")] = False,
     raw_dir: Annotated[
         Path,
         _dataset(
             help="Folder of the raw files of public datasets, laid out as their archives unpack "
-            "(DIR/ml-20m/ratings.csv), or of the official archives. Missing files are downloaded into it.",
-            metavar="DIR",
+            "(FOLDER/ml-20m/ratings.csv), or of the official archives. Missing files are downloaded into it.",
+            metavar="FOLDER",
         ),
     ] = Path("raw"),
-    on_error: Annotated[str, _dataset(help="On malformed rows: fail, or skip and count them.")] = "fail",
+    on_error: Annotated[
+        str, _dataset(help="On malformed rows: fail, or skip and count them.", metavar="fail|skip")
+    ] = "fail",
     split: Annotated[
         str,
         _splits(
             help="What goes to eval: user:FRACTION, that fraction of the users; leave-last:N, the last N events of "
             "each user; time:2015, time:2015-01-06, time:1420070400 or ISO 8601, the events from that time on; "
             "time:last:7d (or h, w), those of the last 7 days; file:PATH, the users in a text file (.txt) or in a "
-            "table with the log's column of users, or the events of a second log; or none."
+            "table with the log's column of users, or the events of a second log; or none.",
+            metavar="RULE",
         ),
     ] = "user:0.3",
-    eval_fraction: Annotated[float | None, _splits(help="The same as --split user:FRACTION.")] = None,
-    seed: Annotated[int, _splits(help="Seed of the split by user and of synthetic data.")] = 0,
+    eval_fraction: Annotated[
+        float | None, _splits(help="The same as --split user:FRACTION.", metavar="FRACTION")
+    ] = None,
+    seed: Annotated[int, _splits(help="Seed of the split by user and of synthetic data.", metavar="NUMBER")] = 0,
     allow_empty: Annotated[
         bool, _splits("--allow-empty", help="Accept a log of 1970, and an empty train or eval with time: and file:.")
     ] = False,
-    k_core: Annotated[int, _splits(help="Leave out users and items with fewer events, repeatedly.")] = 1,
-    min_length: Annotated[int, _splits(help="Leave out users with fewer events.")] = 1,
-    max_length: Annotated[int | None, _splits(help="Leave out users with more events.")] = None,
-    window: Annotated[int | None, _splits(help="Cut longer histories into rows of at most this many events.")] = None,
+    k_core: Annotated[
+        int, _splits(help="Leave out users and items with fewer events, repeatedly.", metavar="EVENTS")
+    ] = 1,
+    min_length: Annotated[int, _splits(help="Leave out users with fewer events.", metavar="EVENTS")] = 1,
+    max_length: Annotated[int | None, _splits(help="Leave out users with more events.", metavar="EVENTS")] = None,
+    window: Annotated[
+        int | None, _splits(help="Cut longer histories into rows of at most this many events.", metavar="EVENTS")
+    ] = None,
     stride: Annotated[
-        int | None, _splits(help="Distance of the starts of two windows in events. Default: the window.")
+        int | None,
+        _splits(help="Distance of the starts of two windows in events. Default: the window.", metavar="EVENTS"),
     ] = None,
     requests: Annotated[
         float | None,
@@ -138,17 +151,19 @@ def preprocess_command(
         _ids(
             help="Ids of users and items: dense, numbered by first appearance, with a vocabulary; keep, the integers "
             "of the log; hash:N, a hash below N; auto, dense or keep by their range. For both, or item=RULE,user=RULE. "
-            "Default: dense for public datasets, auto for custom ones."
+            "Default: dense for public datasets, auto for custom ones.",
+            metavar="RULE",
         ),
     ] = "",
     vocabulary: Annotated[
-        Path | None, _ids(help="Earlier dataset, whose ids are kept, for a later log.", metavar="DIR")
+        Path | None, _ids(help="Earlier dataset, whose ids are kept, for a later log.", metavar="FOLDER")
     ] = None,
     unknown: Annotated[
         str,
         _ids(
             help="With --vocabulary, what to do about values that it lacks: append them (default); oov, give them the "
-            "id 0; drop their events; or fail. For both, or item=RULE,user=RULE."
+            "id 0; drop their events; or fail. For both, or item=RULE,user=RULE.",
+            metavar="RULE",
         ),
     ] = "",
     events: Annotated[
@@ -159,13 +174,19 @@ def preprocess_command(
             metavar="PATH",
         ),
     ] = None,
-    delimiter: Annotated[str | None, _logs(help="Separator of fields. Default: found by the first line.")] = None,
+    delimiter: Annotated[
+        str | None, _logs(help="Separator of fields. Default: found by the first line.", metavar="CHARACTER")
+    ] = None,
     columns: Annotated[list[str] | None, _log_names(help="All columns of events, if they have no header.")] = None,
-    user_column: Annotated[str, _logs(help="Column of user ids.")] = "user_id",
-    item_column: Annotated[str, _logs(help="Column of item ids.")] = "item_id",
-    timestamp_column: Annotated[str, _logs(help="Column of times.")] = "timestamp",
+    user_column: Annotated[str, _logs(help="Column of user ids.", metavar="COLUMN")] = "user_id",
+    item_column: Annotated[str, _logs(help="Column of item ids.", metavar="COLUMN")] = "item_id",
+    timestamp_column: Annotated[str, _logs(help="Column of times.", metavar="COLUMN")] = "timestamp",
     timestamp_unit: Annotated[
-        str, _logs(help="Unit of times: s, ms, us, ns, iso, date; auto, as they look; row, the order of the rows.")
+        str,
+        _logs(
+            help="Unit of times: s, ms, us, ns, iso, date; auto, as they look; row, the order of the rows.",
+            metavar="UNIT",
+        ),
     ] = "auto",
     action_columns: Annotated[
         list[str] | None, _log_names(help="One column of actions, or several of 0 and 1. Default: all are 0.")
@@ -174,28 +195,38 @@ def preprocess_command(
         str,
         _logs(
             help="What becomes of one action column: stars, half-stars, bins:2.5,4, values:pv,cart,buy, or float, a "
-            "column of events. Default: integers from 0 on."
+            "column of events. Default: integers from 0 on.",
+            metavar="RULE",
         ),
     ] = "",
     event_columns: Annotated[
-        list[str] | None, _log_names(help="More columns of events: NAME[:int|float][=FILL], such as dwell:int=0.")
+        list[str] | None, _log_names(help="More columns of events: COLUMN[:int|float][=FILL], such as dwell:int=0.")
     ] = None,
-    label: Annotated[str, _logs(help="Column of labels: NAME[:int|float][=FILL], such as watch_time.")] = "",
-    weight: Annotated[str, _logs(help="Column of weights: NAME[:int|float][=FILL].")] = "",
+    label: Annotated[
+        str, _logs(help="Column of labels: COLUMN[:int|float][=FILL], such as watch_time.", metavar="COLUMN")
+    ] = "",
+    weight: Annotated[str, _logs(help="Column of weights: COLUMN[:int|float][=FILL].", metavar="COLUMN")] = "",
     context: Annotated[Path | None, _features(help="File about users, one row each.", metavar="FILE")] = None,
     context_columns: Annotated[
-        list[str] | None, _feature_names(help="Features in it: NAME[:id|float|list], such as country,age:float.")
+        list[str] | None, _feature_names(help="Features in it: COLUMN[:id|float|list], such as country,age:float.")
     ] = None,
     context_header: Annotated[list[str] | None, _feature_names(help="All columns of it, if it has no header.")] = None,
     item_features: Annotated[Path | None, _features(help="File about items, one row each.", metavar="FILE")] = None,
-    item_columns: Annotated[list[str] | None, _feature_names(help="Features in it: NAME[:id|float|list].")] = None,
+    item_columns: Annotated[list[str] | None, _feature_names(help="Features in it: COLUMN[:id|float|list].")] = None,
     item_features_as: Annotated[
-        str, _features(help="What becomes of them: events, columns of events; table, item_features.parquet.")
+        str,
+        _features(
+            help="What becomes of them: events, columns of events; table, item_features.parquet.",
+            metavar="events|table",
+        ),
     ] = "events",
-    users: Annotated[int, _synthetic(help="Number of users.")] = 20_000,
-    items: Annotated[int, _synthetic(help="Number of items; their popularity is Zipf.")] = 50_000,
+    users: Annotated[int, _synthetic(help="Number of users.", metavar="COUNT")] = 20_000,
+    items: Annotated[int, _synthetic(help="Number of items; their popularity is Zipf.", metavar="COUNT")] = 50_000,
     lengths: Annotated[
-        str, _synthetic(help="Events per user: uniform, normal, zipf or lognormal, with parameters.")
+        str,
+        _synthetic(
+            help="Events per user: uniform, normal, zipf or lognormal, with parameters.", metavar="DISTRIBUTION"
+        ),
     ] = "lognormal:mean=128,std=256,high=4096",
     expand: Annotated[
         str | None,
@@ -209,8 +240,8 @@ def preprocess_command(
     \b
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
         evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
-        evenrank preprocess --dataset custom --events log.csv --user-column uid --action-columns click,buy
-        evenrank preprocess --dataset synthetic --users 1000000 --lengths zipf:exponent=1.2,high=4096
+        evenrank preprocess --dataset custom --events log.csv --user-column uid
+        evenrank preprocess --dataset synthetic --lengths zipf:exponent=1.2
         evenrank preprocess --dataset synthetic --expand ml-20m:16x32
         evenrank preprocess --config examples/recipes/steam.toml
     """

@@ -1,5 +1,6 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
+import contextlib
 import dataclasses
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
 _TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
+_MAX_INTERPRETED = 1 << 13  # samples, which plain Python balances in 2 s; compiling takes longer
 _IDLE = 0.01  # share of idle time from which on the table is followed by what would help
 _CONDITIONS = (
     options.HAS_LAYERS,
@@ -35,7 +37,7 @@ _CONDITIONS = (
         ("fixed_ms",),
         "costs without a fixed time of their own",
         ("cost",),
-        lambda v: v["cost"] in options.COSTS or (":" in v["cost"] and not v["cost"].startswith("padded:")),
+        lambda v: v["cost"] in options.costs_by_name() or (":" in v["cost"] and not v["cost"].startswith("padded:")),
     ),
     options.needing("fixed_ms", "step_ms"),
     options.needing("step_ms", "fixed_ms"),
@@ -54,53 +56,69 @@ def simulate_command(
             show_default=False,
         ),
     ],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = ",".join(map(str, options.RANKS)),
+    ranks: Annotated[
+        str, options.step_option(help="Numbers of ranks, comma-separated.", metavar="COUNT,...")
+    ] = ",".join(map(str, options.RANKS)),
     batch_size: options.BatchSize = options.BATCH_SIZE,
     strategy: Annotated[
-        str, typer.Option(help=f"Strategies, comma-separated: {', '.join(options.STRATEGIES)}.")
+        str,
+        options.balance_option(
+            help=f"Strategies, comma-separated: {', '.join(options.STRATEGIES)}.", metavar="NAME,..."
+        ),
     ] = ",".join(options.STRATEGIES),
     tolerance: Annotated[
         float | None,
-        typer.Option(
+        options.balance_option(
+            metavar="FRACTION",
             help="Relative tolerance above the lower bound at which balancing stops; the larger, the less min-move "
             "moves. Default: that of training, 0.001.",
             show_default=False,
         ),
     ] = None,
     window: Annotated[
-        int, typer.Option(help="Steps whose samples may change steps, as in BalanceConfig.", min=1, max=1000)
+        int,
+        options.balance_option(
+            help="Steps whose samples may change steps, as in BalanceConfig.", metavar="STEPS", min=1, max=1000
+        ),
     ] = 1,
     steps: Annotated[
-        int, typer.Option(help="Steps to draw for each row of the table.", min=1, max=1_000_000)
+        int,
+        options.step_option(help="Steps to draw for each row of the table.", metavar="COUNT", min=1, max=1_000_000),
     ] = options.MIN_STEPS,
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    split: options.Split = "train",
     max_history_length: options.MaxHistoryLength = MAX_HISTORY_LENGTH,
     cost: options.CostName = "hstu",
     hidden: options.Hidden = options.LAYERS.hidden,
     heads: options.Heads = options.LAYERS.heads,
     layers: options.Layers = options.LAYERS.layers,
     step_ms: Annotated[
-        float | None, typer.Option(help="Time of a step without balancing, of which --fixed-ms is a part.", min=0)
+        float | None,
+        options.cost_option(
+            help="Time of a step without balancing, of which --fixed-ms is a part.", metavar="MILLISECONDS", min=0
+        ),
     ] = None,
     fixed_ms: Annotated[
         float | None,
-        typer.Option(
+        options.cost_option(
+            metavar="MILLISECONDS",
             help="Time of a step that balancing cannot change: all-reduce, optimizer, embeddings. The table is then of "
             "the whole step; with a measured cost, it always is.",
             min=0,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn steps.", min=0)] = 0,
+    seed: Annotated[int, options.step_option(help="Seed of the drawn steps.", metavar="NUMBER", min=0)] = 0,
 ) -> None:
     """Show what balancing would gain on any number of ranks, without GPUs or processes.
 
-    Draws steps from lengths of histories, and balances each with the planner that training uses. Examples:
+    Draws steps from lengths of histories, and balances each with the planner that training uses. That is compiled
+    once per machine, which few ranks and steps, as in the last example, do without. Examples:
 
     \b
         evenrank simulate out/ml-20m --ranks 8,64 --batch-size 32
         evenrank simulate out/ml-20m --cost padded --window 8
         evenrank simulate out/balance.jsonl --cost out/cost.json
-        evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
+        evenrank simulate lognormal:mean=512 --strategy min-move --tolerance 0.01
+        evenrank simulate zipf:exponent=1.2 --ranks 8 --steps 10
     """
     options.check_conditions(ctx, *_CONDITIONS)
     world_sizes = _parse_world_sizes(ranks)
@@ -163,11 +181,16 @@ class _Draws:
     def gain(self, world_size: int, balance: "BalanceConfig", *, fixed: float | None = None, **progress: Any) -> "Gain":
         from evenrank.cli.gains import Gain
         from evenrank.cli.simulation import simulate, with_fixed_load
+        from evenrank.core.numba_cache import interpreted
         from evenrank.dataloader.balance import summarize
         from evenrank.dataloader.balance.cost import cost_shift
 
         sizes: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.steps, "seed": self.seed}
-        steps = simulate(self.source, balance, world_size, **sizes, **progress)
+        is_small = world_size * self.batch_size * self.steps <= _MAX_INTERPRETED
+        with interpreted() if is_small else contextlib.nullcontext():
+            steps = simulate(self.source, balance, world_size, **sizes, **progress)
+        if is_small:  # the time may be that of plain Python
+            steps = [dataclasses.replace(step, plan_seconds=0.0) for step in steps]
         unit = 2.0 ** cost_shift(balance.cost, world_size * self.batch_size)
         if fixed is None:
             fixed = unit * summarize(steps).heaviest_before * self.fixed_share / (1 - self.fixed_share)

@@ -1,7 +1,7 @@
 """`@compiled`: Numba's compiler and its cache on disk, with one compilation per machine.
 
     PACKAGE/__pycache__/compiled-HASH            if the package's folder can be written
-    ~/.cache/evenrank/compiled-HASH              otherwise
+    ~/.cache/evenrank/compiled-HASH              otherwise; begins as a copy of that in the package
     TEMPORARY-FOLDER/evenrank-UID/compiled-HASH  if there is no home folder that can be written
 
 Numba notices changes of the file that a function is in, but machine code also contains the functions that it calls,
@@ -11,6 +11,8 @@ The ranks of a job start with an empty cache at the same time. Each function has
 or compiles it: the first process compiles, the others load. Without the lock, two processes that save different
 signatures could also overwrite each other's machine code. Record locks end with their process and are not inherited by
 forked workers. Processes take them in the order of calls, callers first, so no two wait for each other.
+
+Compiling takes longer than a small simulation: within `interpreted()`, functions without machine code are plain Python.
 """
 
 import contextlib
@@ -20,26 +22,30 @@ import hashlib
 import logging
 import os
 import shutil
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.types import Type
+from numba.core.types.misc import unliteral
 
-from evenrank.core.files import is_trusted, open_lock_file, user_folders
+from evenrank.core.files import is_trusted, open_lock_file, opener_of_own_files, user_folders
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 # Tests, scripts and virtual environments may be in the same folder.
 _SUBPACKAGES = ("core", "datasets", "dataloader", "preprocess", "training")
 _DECORATOR = b"\n@compiled\n"
 _PREFIX = "compiled-"
-_NOTICE = "compiling loops for this machine (once)"
+_NOTICE = "compiling, once per machine, about 25 s"  # all loops of planning, on a laptop
 _CONFIG: Any = numba.config  # sets its options at import, so type checkers do not know them
 _CONFIG_LOCK = threading.Lock()
-_log = logging.getLogger("evenrank")
+_log = logging.getLogger("evenrank.compile")
+_is_interpreting = ContextVar("is_interpreting", default=False)
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -49,7 +55,7 @@ def compiled(function: Function) -> Function:
     with _CONFIG_LOCK:
         before, _CONFIG.CACHE_DIR = _CONFIG.CACHE_DIR, str(folder or "")  # read by Numba's cache
         try:
-            dispatcher = numba.njit(nogil=True, cache=folder is not None)(function)
+            dispatcher = numba.njit(nogil=True, cache=folder is not None, no_cfunc_wrapper=True)(function)
         finally:
             _CONFIG.CACHE_DIR = before
     if folder is not None and not _CONFIG.DISABLE_JIT:  # with it, `njit` returns the function itself
@@ -59,12 +65,17 @@ def compiled(function: Function) -> Function:
 
 def _compile_once(dispatcher: Any, folder: Path) -> None:
     """Let only one process of the machine compile a function at a time."""
-    compile_or_load = dispatcher.compile
+    compile_or_load, compile_loops = dispatcher.compile, dispatcher._compiler.compile
+    find_or_compile = dispatcher._compile_for_args
+    dispatcher._cache._cache_file._source_stamp = (
+        folder.name
+    )  # not the time of the file, which images of containers lose
     lock_path = folder / f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__qualname__}.lock"
 
-    def compile_locked(signature: object) -> object:
+    def compile_locked(signature: tuple[Type, ...]) -> object:
+        # A call with a constant would compile a version for its value.
+        signature = tuple(map(unliteral, signature))
         with global_compiler_lock:
-            _give_notice(folder)
             try:
                 with open_lock_file(lock_path) as file:
                     fcntl.lockf(file, fcntl.LOCK_EX)
@@ -73,19 +84,41 @@ def _compile_once(dispatcher: Any, folder: Path) -> None:
                 dispatcher._cache.disable()
                 return compile_or_load(signature)
 
-    dispatcher.compile = compile_locked
+    def compile_with_notice(*arguments: object) -> object:
+        _give_notice(folder)
+        return compile_loops(*arguments)
+
+    def find_function(*arguments: object, **by_name: object) -> object:
+        # What this returns is called with the arguments. A function has a lock file once a process has compiled it.
+        if _is_interpreting.get() and not lock_path.exists():
+            return dispatcher.py_func
+        return find_or_compile(*arguments, **by_name)
+
+    dispatcher.compile, dispatcher._compiler.compile = compile_locked, compile_with_notice
+    dispatcher._compile_for_args = find_function
 
 
-def _give_notice(folder: Path) -> None:
-    """Say once per cache that loops are being compiled, which takes seconds."""
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Run compiled functions that this machine has no machine code of as plain Python, while the context is open."""
+    token = _is_interpreting.set(True)
     try:
-        (folder / "notice").touch(exist_ok=False)
-    except OSError:  # another process has said so, or the folder is gone
-        return
-    if sys.stderr is not None and sys.stderr.isatty():
-        sys.stderr.write(f"\revenrank: {_NOTICE}\n")  # over the spinner of another rank, if there is one
-    else:
-        _log.info(_NOTICE)
+        with np.errstate(over="ignore"):  # words of 64 bits wrap around in hashes
+            yield
+    finally:
+        _is_interpreting.reset(token)
+
+
+@functools.cache
+def _give_notice(folder: Path) -> None:
+    """Say that loops are being compiled, once among processes that run at the same time, such as the ranks of a job.
+
+    The file stays open and locked until this process ends. A warning is seen without any configuration of logging.
+    """
+    with contextlib.suppress(OSError):  # another process has said so, or the folder is gone
+        file = opener_of_own_files(str(folder / "notice"), os.O_RDWR | os.O_CREAT)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _log.warning(_NOTICE)
 
 
 @functools.cache
@@ -102,10 +135,21 @@ def cache_folder() -> Path | None:
     for folder in user_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _copy(in_package / name, folder / name)
             # Loading machine code runs it, so nobody else may be able to write it.
             if is_trusted(folder, user) and _can_lock(folder / name) and is_trusted(folder / name, user):
                 return folder / name
     return None
+
+
+def _copy(compiled_before: Path, folder: Path) -> None:
+    """Begin a user's folder with what another user, such as the one who installed the package, has compiled there."""
+    if compiled_before.is_dir() and not folder.exists():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # nobody else can read it, or another process of the user was faster
+            shutil.copytree(compiled_before, partial, ignore=shutil.ignore_patterns("lock"))
+            partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _can_lock(folder: Path) -> bool:

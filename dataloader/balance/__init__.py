@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from evenrank.core.optional_imports import naming_extras
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import Cost, HSTUCost, LinearCost, PaddedCost, SelfAttentionCost
+from evenrank.dataloader.balance.cost import (
+    COSTS,
+    Cost,
+    HSTUCost,
+    LinearCost,
+    PaddedCost,
+    SelfAttentionCost,
+    register_cost,
+)
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics, summarize
 from evenrank.dataloader.balance.partition.strategies import (
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from evenrank.dataloader.balance.steps_ahead import Handle
 
 __all__ = [
+    "COSTS",
     "STRATEGIES",
     "Assignment",
     "BalanceConfig",
@@ -45,6 +54,7 @@ __all__ = [
     "TokenLimitWarning",
     "lower_bound",
     "partition",
+    "register_cost",
     "register_strategy",
     "summarize",
 ]

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.cost import Cost, PaddedCost, counted_tokens, describe_cost
+from evenrank.core.settings import construct
+from evenrank.dataloader.balance.cost import Cost, PaddedCost, counted_tokens, describe_cost, resolve_cost
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.metrics.text_log import StepLogger
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
@@ -34,7 +35,8 @@ class BalanceConfig:
     """
 
     cost: Cost
-    """The cost of a sample; see `evenrank.dataloader.balance.cost`."""
+    """The cost of a sample; see `evenrank.dataloader.balance.cost`. In `from_dict` also the name of a registered one
+    (`register_cost`), or a mapping of its `name` and settings."""
     strategy: str = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
     `karmarkar-karp` is the baseline; `none` moves nothing; or one of your own (`register_strategy`)."""
@@ -67,7 +69,7 @@ class BalanceConfig:
     loaded, because metadata is gathered for 8 steps at once. Device memory does not grow with it: on a GPU the next
     step takes twice its batch; with `all-gather`, its batch and one of every rank."""
     timeout: timedelta = timedelta(minutes=30)
-    """How long a collective or a comparison waits for other ranks."""
+    """How long a collective or a comparison waits for other ranks; in `from_dict` also in seconds."""
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
     """Called on the training thread with the metrics of each step, before its batch is handed out; see
     `evenrank.dataloader.balance.metrics.writers`. With no exchange, samples that change ranks count as moved and the
@@ -78,6 +80,20 @@ class BalanceConfig:
     """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
     log_loads: bool = False
     """Whether these lines have the loads of all ranks."""
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Return the config of these options by name, such as those of a TOML, JSON or YAML file.
+
+        Raises:
+            ConfigError: an option or a setting of the cost is unknown, missing or of the wrong type, or no cost has
+                that name.
+            DataError: the file of a measured cost is missing or malformed.
+        """
+        given = dict(options)
+        if "cost" in given and not callable(given["cost"]):
+            given["cost"] = resolve_cost(given["cost"])
+        return construct(cls, given, cls.__name__)
 
     def check(self, *, exchanges: bool) -> None:
         """Check the options for a Balancer, which exchanges samples, or for `build_loader`.

@@ -2,25 +2,27 @@
 
 A cost is any callable that takes the lengths and the numbers of candidates of samples, and returns int64:
 
-    cost({"item_id": [12, 0, 7], "action": [12, 0, 7], ...}, num_candidates=[1, 0, 1]) -> [c0, c1, c2]
+    cost({"item_id": [12, 0, 7], "action": [12, 0, 7], ...}, [1, 0, 1]) -> [c0, c1, c2]
 
 Costs are integers so that rounding cannot make ranks plan differently. They are shifted right by a number of bits that
 follows from the configuration alone, so that the costs of a whole step add up below 2^62. `HSTUCost` and
-`SelfAttentionCost` are the floating-point operations of a model.
+`SelfAttentionCost` are the floating-point operations of a model. `COSTS` has them, and those of users, by name.
 """
 
 import dataclasses
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, EvenrankError, one_line
+from evenrank.core.registry import Registry
+from evenrank.core.settings import construct
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
 # The costs of a step are summed in int64: one bit is the sign, one is left for the sum of two sums.
@@ -34,11 +36,11 @@ class Cost(Protocol):
     """The cost of a sample, in any unit: only ratios matter."""
 
     def __call__(
-        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64], /
     ) -> NDArray[np.int64]:
         """Return the cost of each of n samples, of one or more batches, without padding: int64 [n], none negative.
 
-        The arrays are the function's own: it may write to them and keep them.
+        The arrays are passed by position, and are the function's own: it may write to them and keep them.
 
         Args:
             lengths: per jagged key, int64 [n]. A key that occurs in a second KeyedJaggedTensor is called `field.key`.
@@ -49,7 +51,7 @@ class Cost(Protocol):
 class CountsTokens(Protocol):
     """A cost that knows the number of tokens of a sample in the model; optional."""
 
-    def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+    def tokens(self, lengths: Mapping[str, NDArray[np.int64]], /) -> NDArray[np.int64]:
         """Return the tokens of each sample: int64 [B], each 0..2^31-1, given the lengths per jagged key, int64 [B]."""
 
 
@@ -61,6 +63,42 @@ class BoundsCosts(Protocol):
         """The cost of the most expensive sample that can occur."""
 
 
+COSTS: Registry[Any] = Registry("cost", expected="a function of lengths and candidates, or a class", accepts=callable)
+RegisteredCost = TypeVar("RegisteredCost", bound=Cost | Callable[..., Cost])
+
+
+def register_cost(name: str) -> Callable[[RegisteredCost], RegisteredCost]:
+    """Return a decorator that makes a function, or a class of costs, available to `BalanceConfig.from_dict` by name.
+
+    It raises a ConfigError if another module has taken the name or the decorated object cannot be called. The same
+    module may replace its cost; `COSTS.unregister(name)` removes one.
+    """
+    return COSTS.register(name)
+
+
+def resolve_cost(spec: Any) -> Cost:
+    """Return a registered cost, given its name, or a mapping with its `name` and the settings of its class.
+
+    Settings may be costs themselves: {"name": "padded", "row": {"name": "linear", "interleave_actions": False}}. A
+    saved cost is loaded from its `path`: {"name": "measured", "path": "out/cost.json"}.
+
+    Raises:
+        ConfigError: there is no such cost, or a setting is unknown, missing or of the wrong type.
+        DataError: the file of a saved cost is missing or malformed.
+    """
+    settings = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
+    made = COSTS[name := settings.pop("name", None)]
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and "name" in value:
+            settings[key] = resolve_cost(value)
+    if isinstance(made, type):
+        made = construct(getattr(made, "load", made) if "path" in settings else made, settings, f"the cost {name!r}")
+    elif settings:
+        raise ConfigError(f"the cost {name!r} is a function, without settings; leave out {', '.join(settings)}")
+    cost: Cost = made
+    return cost
+
+
 def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_samples: int) -> NDArray[np.int64]:
     """Return the tokens of each sample, int64 [num_samples]: `cost.tokens(lengths)`, or else the sum over all keys.
 
@@ -70,10 +108,12 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
     if (tokens_of := getattr(cost, "tokens", None)) is None:
         total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
         return total
-    tokens = _integers("a cost's tokens()", tokens_of(_copied(lengths)), (num_samples,))
+    tokens = _integers(f"tokens() of the cost {_name(cost)}", tokens_of, lengths, num_samples)
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if low < 0 or high > MAX_TOKENS:
-        raise ConfigError(f"a cost's tokens() must return 0..{MAX_TOKENS} for each sample, got {low}..{high}")
+        raise ConfigError(
+            f"tokens() of the cost {_name(cost)} must return 0..{MAX_TOKENS} for each sample, got {low}..{high}"
+        )
     return tokens.astype(np.int64)
 
 
@@ -93,11 +133,12 @@ def scaled_costs(
     """Return the costs of n samples, int64 [n], scaled so that those of `samples_per_step` samples can be summed.
 
     Raises:
-        ConfigError: the costs are not integers, one is negative, or so large that a step could overflow.
+        ConfigError: the cost raises, the costs are not integers, one is negative, or so large that a step could
+            overflow.
     """
-    costs = _integers("a cost", cost(_copied(lengths), num_candidates.copy()), num_candidates.shape)
+    costs = _integers(f"the cost {_name(cost)}", cost, lengths, len(num_candidates), num_candidates)
     if len(costs) and int(costs.min()) < 0:
-        raise ConfigError(f"a cost must not be negative, got {int(costs.min())}")
+        raise ConfigError(f"the cost {_name(cost)} must not be negative, got {int(costs.min())}")
     scaled: NDArray[np.int64] = costs.astype(np.int64, copy=False) >> cost_shift(cost, samples_per_step)
     limit = (1 << COST_BITS) // samples_per_step
     if int(scaled.max(initial=0)) > limit:
@@ -110,20 +151,33 @@ def scaled_costs(
 
 def describe_cost(cost: object) -> str:
     """Describe a cost by a text that is the same in all processes for equal costs."""
-    text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
+    text = repr(cost) if dataclasses.is_dataclass(cost) else _name(cost)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def _integers(name: str, returned: object, shape: tuple[int, ...]) -> NDArray[np.integer]:
-    found = np.asarray(returned)
-    if found.shape != shape or found.dtype.kind not in "iu":
-        raise ConfigError(f"{name} must return int64 of shape {shape}, got {found.dtype} of shape {found.shape}")
-    return found
+def _name(cost: object) -> str:
+    return str(getattr(cost, "__qualname__", type(cost).__qualname__))
 
 
-def _copied(lengths: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-    # for a user's function, which may work in place
-    return {key: lengths_of_key.copy() for key, lengths_of_key in lengths.items()}
+def _integers(
+    name: str,
+    function: Callable[..., object],
+    lengths: Mapping[str, NDArray[np.int64]],
+    num_samples: int,
+    *others: NDArray[np.int64],
+) -> NDArray[np.integer]:
+    """Return what a user's function makes of copies of the arrays, in which it may work in place, after checking it."""
+    cause: Exception | None = None
+    try:
+        found = np.asarray(function({key: of_key.copy() for key, of_key in lengths.items()}, *map(np.copy, others)))
+        if found.shape == (num_samples,) and found.dtype.kind in "iu":
+            return found
+        problem = f"must return int64 of shape {(num_samples,)}, got {found.dtype} of shape {found.shape}"
+    except EvenrankError:  # such as that of a TokenCost, which says what it lacks
+        raise
+    except Exception as error:
+        problem, cause = f"raised {one_line(error)}", error
+    raise ConfigError(f"{name} {problem}; the batch has the keys {', '.join(lengths)}") from cause
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +228,8 @@ class TokenCost(ABC):
         """Return the number of tokens of each sample in the model: int64 [B]."""
         keys = (self.history_key, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
         if missing := [key for key in keys if key not in lengths]:
-            raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
+            kind, known = type(self).__name__, ", ".join(lengths)
+            raise ConfigError(f"the cost {kind} needs the key {missing[0]!r}; the batch has the keys {known}")
         tokens = lengths[keys[0]].astype(np.int64)
         for key in keys[1:]:
             tokens += lengths[key]
@@ -263,6 +318,7 @@ class LayerCost(TokenCost):
         return ((history + candidates) * self.operations_per_token + attention) * (3 * self.layers)
 
 
+@register_cost("hstu")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HSTUCost(LayerCost):
     """Floating-point operations of the forward and backward pass through an HSTU encoder (Zhai et al., 2024).
@@ -279,6 +335,7 @@ class HSTUCost(LayerCost):
         return 10 * self.hidden * self.heads * self.head_dim
 
 
+@register_cost("self-attention")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfAttentionCost(LayerCost):
     """Floating-point operations of the forward and backward pass through a transformer: SASRec, semantic-id models.
@@ -307,6 +364,7 @@ class SelfAttentionCost(LayerCost):
         return 8 * self.hidden * self.heads * self.head_dim + 4 * self.hidden * int(self.ffn_multiplier * self.hidden)
 
 
+@register_cost("linear")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearCost(TokenCost):
     """The tokens of a sample: of models without attention, or whose attention takes little time."""
@@ -324,13 +382,14 @@ def counted_tokens(cost: object) -> dict[str, Any] | None:
     return {name: getattr(row, name) for name in ("history_key", "interleave_actions", "contextual", "max_tokens")}
 
 
+@register_cost("padded")
 @dataclass(frozen=True, slots=True)
 class PaddedCost:
     """Cost of models that pad the samples of a rank to the longest: each of its rows costs as much as the longest one.
 
     A rank with B rows whose longest has s tokens costs B a s + B b s^2, where `row` gives a s + b s^2 to a sample of s
-    tokens alone. Who trains a sample makes no difference, because the longest one of a step sets its time on any rank.
-    `BalanceConfig(window=k)` gives each step samples of similar cost instead.
+    tokens alone. Who trains on a sample makes no difference, because the longest one of a step sets its time on any
+    rank. `BalanceConfig(window=k)` gives each step samples of similar cost instead.
     """
 
     row: TokenCost

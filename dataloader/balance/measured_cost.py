@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.cost import TokenCost, attended_pairs
+from evenrank.dataloader.balance.cost import TokenCost, attended_pairs, register_cost
 from evenrank.datasets.schema import ITEM_ID
 
 _FORMAT, _VERSION = "evenrank measured cost", 1
@@ -31,6 +31,7 @@ _OUTLIER = 4.0  # standard deviations
 _ITERATIONS = 50  # of reweighting: enough to find outliers, which does not take full convergence
 
 
+@register_cost("measured")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCost(TokenCost):
     """Seconds of a sample with t tokens in p pairs, b t + c p, as integers in units of 2^-`fraction_bits` seconds.

@@ -1,7 +1,7 @@
 """`LocalPlanner`: balance with no exchange, where every rank can read every sample.
 
 A step is planned from the lengths of its samples, which the store knows without reading them, by the same partition as
-a Balancer's. So each rank comes to the same assignment alone, and reads just the samples that it trains.
+a Balancer's. So each rank comes to the same assignment alone, and reads just the samples that it trains on.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class LocalPlan(NamedTuple):
 
     indices: NDArray[np.int64]  # [n], ascending, into all samples that were planned together
     world_loss_tokens: int
-    plan_hash: int  # of which rank trains which sample
+    plan_hash: int  # of which rank trains on which sample
     metrics: StepMetrics | None  # None if the step was not measured
 
 
@@ -119,7 +119,7 @@ class LocalPlanner:
         return assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, seed=seed, epoch=epoch)
 
     def fingerprint(self, samples: SampleLengths, num_loaded: NDArray[np.int64]) -> str:
-        """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains them.
+        """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains on them.
 
         Ranks compare it, because costs and strategies that are functions have nothing else but names.
         """
@@ -163,7 +163,7 @@ class LocalPlanner:
         return assignment, costs, tokens, is_real
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
-        """Return a 63-bit hash of which rank trains which sample."""
+        """Return a 63-bit hash of which rank trains on which sample."""
         # Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
         words = sample_ids * self._world_size
         words += trained_by

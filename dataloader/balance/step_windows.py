@@ -1,6 +1,6 @@
 """Windows of several steps whose samples may change steps, so that an epoch waits less for its heaviest ranks.
 
-A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains it. So the
+A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains on it. So the
 samples of the S steps of a window are assigned to these steps before each is balanced over its W ranks:
 
 1. The partition assigns them to S * W bins, as if these were the ranks of one step.

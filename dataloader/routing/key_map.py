@@ -56,6 +56,7 @@ _LIMIT = 1 << 63  # so that every rank and row is an int64
 
 # Round keys, different for each round: the first hexadecimal digits of pi.
 ROUND_KEYS = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89
+_ROUND_WORDS = tuple(map(np.uint64, ROUND_KEYS))
 CONSTANTS = *ROUND_KEYS, *MIX_MULTIPLIERS, *MIX_SHIFTS
 """Everything that `hash_roundrobin` depends on besides the number of rows."""
 
@@ -276,7 +277,7 @@ def _permute(words: NDArray[np.int64], num_rows: int, bits: int, size: int, is_i
 @compiled
 def _top_bits(word: np.uint64, number: int, count: np.uint64) -> np.uint64:
     """Return the most significant bits of a word's hash in a round."""
-    return mix_word(word ^ np.uint64(ROUND_KEYS[number])) >> (np.uint64(64) - count)
+    return mix_word(word ^ _ROUND_WORDS[number]) >> (np.uint64(64) - count)
 
 
 @compiled

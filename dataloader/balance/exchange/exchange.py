@@ -91,8 +91,8 @@ class Exchange:
     ) -> PreparedStep:
         """Do all that needs no other rank and moves nothing on the device; on any thread.
 
-        `rank_of` is who trains each row, [W, B], -1 for padding; `lengths` are those of all ranks' rows, [W, K, B]. The
-        batch may have fewer rows than B.
+        `rank_of` is who trains on each row, [W, B], -1 for padding; `lengths` are those of all ranks' rows, [W, K, B].
+        The batch may have fewer rows than B.
         """
         sections, tile_bytes = sections_of(schema), self._device.tile_bytes
         layout = lay_out(sections, rank_of, lengths, self._rank, self._sends_all, tile_bytes)

@@ -70,7 +70,7 @@ def lay_out(
     sends_all: bool,
     tile_bytes: int,
 ) -> Layout:
-    """Lay out a step, given who trains each row, [W, B], -1 for padding, and the lengths of all rows, [W, K, B].
+    """Lay out a step, given who trains on each row, [W, B], -1 for padding, and the lengths of all rows, [W, K, B].
 
     With `sends_all` it is an all-gather. `tile_bytes` 0: the host buffer has no tiles.
     """
@@ -224,7 +224,7 @@ def write_host_buffer(
 ) -> None:
     """Fill the host buffer, uint8 [host_bytes], given the addresses of the T tensors of a rank's batch.
 
-    The lengths, [K, B], and who trains each row, [B], are those of this rank before the exchange.
+    The lengths, [K, B], and who trains on each row, [B], are those of this rank before the exchange.
     """
     address = buffer.ctypes.data
     sends_all = len(layout.chunk_starts) == 1
@@ -303,7 +303,7 @@ def _write_lengths(
 
 @compiled
 def _chunk_bytes(sections: Sections, lengths: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
-    """Return the bytes of all samples of a rank, given the lengths of its rows, [K, B], and who trains them, [B]."""
+    """Return the bytes of all samples of a rank, given the lengths of its rows, [K, B], and who trains on them, [B]."""
     total = 0
     for section in range(len(sections.key)):
         num_bytes = 0

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 
 
 @compiled
@@ -41,7 +42,7 @@ def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_siz
             sums[first, part] += sums[second, other]
             next_slot[tails[first, part]] = heads[second, other]
             tails[first, part] = tails[second, other]
-        descending = np.argsort(-sums[first], kind="mergesort")
+        descending = argsort_descending(sums[first])
         for row in (sums[first], heads[first], tails[first]):
             _permute(row, descending, scratch)
         spread[first] = sums[first, 0] - sums[first, world_size - 1]

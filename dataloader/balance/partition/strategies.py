@@ -1,4 +1,4 @@
-"""`partition`: costs -> who trains what, by a registered strategy; users register theirs in the same way."""
+"""`partition`: costs -> who trains on what, by a registered strategy; users register theirs in the same way."""
 
 import copy
 import warnings
@@ -43,7 +43,7 @@ class PartitionProblem:
     """The load that is good enough."""
 
 
-Strategy = Callable[[PartitionProblem], NDArray[np.int32]]
+Strategy = Callable[[PartitionProblem], NDArray[np.integer]]
 """Returns the rank of each slot: integers [n], in which each rank occurs B times. Every rank calls it, so it must be a
 pure function: the same result for the same problem on all ranks. The problem's arrays are its own: it may write to
 them."""
@@ -54,7 +54,8 @@ STRATEGIES: Registry[Strategy] = Registry("strategy", expected="a function of a 
 def register_strategy(name: str) -> Callable[[Strategy], Strategy]:
     """Return a decorator that makes a function available as `strategy=name`, on every rank that runs it.
 
-    It raises a ConfigError if the name is taken or the decorated object cannot be called.
+    It raises a ConfigError if another module has taken the name or the decorated object cannot be called. The same
+    module may replace its strategy; `STRATEGIES.unregister(name)` removes one.
     """
     return STRATEGIES.register(name)
 
@@ -90,7 +91,7 @@ class TokenLimitWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Who trains which sample of a step."""
+    """Who trains on which sample of a step."""
 
     rank_of: NDArray[np.int32]
     """[W, B]: the rank that trains row j of rank r; -1 where that row is padding."""
@@ -130,7 +131,7 @@ def partition(
     on_overflow: OnOverflow = "raise",
     padded: bool = False,
 ) -> Assignment:
-    """Decide which rank trains which sample of a step, with an equal number of rows on each rank.
+    """Decide which rank trains on which sample of a step, with an equal number of rows on each rank.
 
     A pure function, so every rank computes the same assignment from the same input. Strategies of the package:
 
@@ -151,7 +152,7 @@ def partition(
             assigned by tokens first, and costs are levelled within the limit.
         on_overflow: if that fails too: `raise`, or `warn` and return the assignment that exceeds the limit least.
         padded: each of a rank's B rows costs as much as its most expensive sample, to whose length all are padded. The
-            most expensive sample of the step then sets its time, whoever trains it, so every sample stays.
+            most expensive sample of the step then sets its time, whoever trains on it, so every sample stays.
 
     Raises:
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
