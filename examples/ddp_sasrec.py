@@ -136,8 +136,8 @@ def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
     )
     average = LossAverage(device=device)
     loads: list[StepMetrics] = []
-    # Each rank plans the steps of all ranks and reads the samples that it trains. Without candidates and labels, each
-    # item but the first of a history is a loss token.
+    # Each rank plans the steps of all ranks and reads the samples that it trains on. Without candidates and labels,
+    # each item but the first of a history is a loss token.
     balance = BalanceConfig(cost=cost, on_step=loads.append)
     loader = build_loader(data, config_of("train"), rank=rank, world_size=world_size, balance=balance)
     report(f"before training | {evaluate(model.module, data, kind, device)}")

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 4 examples/fsdp2.py --data out/synthetic
 
                  tp 0     tp 1
-        dp 0    rank 0   rank 1     train the same samples, each with half of the MLP
+        dp 0    rank 0   rank 1     train on the same samples, each with half of the MLP
         dp 1    rank 2   rank 3
 
 `fully_shard` divides all parameters along `dp`. Samples are balanced along `dp` as well (`group=mesh["dp"]`): ranks 0

@@ -30,6 +30,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         (package / name).symlink_to(ROOT / name)
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [folder.name]
     _folders.append(folder)
+    os.environ["COLUMNS"] = "60"  # of the help of commands, which the pages run: a phone has room for no more
     return config
 
 

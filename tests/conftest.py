@@ -1,9 +1,13 @@
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# So that tests, and processes that they start, import `tests`; at the end, because the root has a folder `datasets`.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tests.process_marks import MARK, ProcessGuard, starts_processes
 from tests.ranks import RankPool

@@ -1,20 +1,24 @@
 """Marks the tests that start processes, so that `make test-fast` can leave them out.
 
 A test is marked if its function, a fixture that it uses, or a helper that either of them calls refers to something that
-starts processes. The guard makes sure that no test is missed: a test without the mark cannot start a process.
+starts processes. The guard makes sure that no test is missed: a test without the mark cannot start a process. Nor can
+any test start Python such that `import datasets` finds the folder of the checkout.
 """
 
 import multiprocessing
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
 MARK = "processes"
+ROOT = Path(__file__).resolve().parent.parent
 _STARTERS: tuple[object, ...] = (subprocess, multiprocessing)
 _AUDITED = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 
@@ -63,11 +67,21 @@ def _referenced(code: CodeType, scope: dict[str, Any]) -> Iterator[object]:
             yield from _referenced(constant, scope)
 
 
+def check_path(popen: Sequence[Any]) -> None:
+    """Raise a RuntimeError if a process, given as the arguments of its audit event, would have the root first."""
+    _, command, cwd, _ = popen
+    words = [os.fsdecode(word) for word in command]
+    is_python = Path(words[0]).name.startswith(("python", "torchrun"))
+    if is_python and {"-c", "-m"} & set(words) and "-P" not in words and Path(cwd or ".").resolve() == ROOT:
+        raise RuntimeError(f"{' '.join(words)[:100]} would import `datasets` from the checkout; add -P, or another cwd")
+
+
 class ProcessGuard:
     """A pytest plugin under which only marked tests can start processes."""
 
     def __init__(self) -> None:
         self._unmarked_test: str | None = None
+        self._is_testing = False  # before, xdist starts processes with a path of its own
         sys.addaudithook(self._audit)
         start = BaseProcess.start
 
@@ -81,14 +95,17 @@ class ProcessGuard:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Remember the running test, if it may not start processes."""
         self._unmarked_test = None if item.get_closest_marker(MARK) else item.nodeid
+        self._is_testing = True
         try:
             return (yield)
         finally:
-            self._unmarked_test = None
+            self._unmarked_test, self._is_testing = None, False
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
         if event in _AUDITED:
             self._check(f"{event} {arguments[0] if arguments else ''}")
+        if event == "subprocess.Popen" and self._is_testing:
+            check_path(arguments)
 
     def _check(self, what: str) -> None:
         if self._unmarked_test is not None:

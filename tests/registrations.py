@@ -9,9 +9,9 @@ from evenrank.core.registry import Registry
 
 @contextmanager
 def restored(*registries: Registry[Any]) -> Iterator[None]:
-    before = [dict(registry._values) for registry in registries]
+    before = [(dict(registry._values), dict(registry._modules)) for registry in registries]
     try:
         yield
     finally:
-        for registry, values in zip(registries, before, strict=True):
-            registry._values = values
+        for registry, (values, modules) in zip(registries, before, strict=True):
+            registry._values, registry._modules = values, modules

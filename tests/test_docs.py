@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 MAPPED_FOLDERS = ("core", "preprocess", "datasets", "dataloader", "training")
+GITHUB, SITE = "https://github.com/evenrank/evenrank", "https://evenrank.github.io/evenrank/"
+RAW = "https://raw.githubusercontent.com/evenrank/evenrank"
 # What users import from. Names of other modules are internal.
 PUBLIC_PACKAGES = ("preprocess", "datasets", "dataloader", "dataloader.balance", "dataloader.routing", "training")
 
@@ -39,10 +41,31 @@ def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page: Path) -> None:
         assert not anchor or anchor in _anchors(target.resolve()), f"{path}#{anchor}"
 
 
+def _in_checkout(url: str) -> Path | None:
+    """Return the file that an address in the repository or the documentation stands for; None for other addresses."""
+    if url.startswith(SITE):
+        page = DOCS / url.removeprefix(SITE)
+        return page / "index.md" if page.is_dir() else page.with_suffix(".md")
+    found = re.match(rf"(?:{GITHUB}/(?:blob|tree)|{RAW})/main/", url)
+    return ROOT / url[found.end() :] if found else None
+
+
+def test_links_of_the_readme_are_absolute_because_pypi_shows_it_too_and_lead_to_files_and_pages() -> None:
+    text = _without_code(ROOT / "README.md")
+    links = re.findall(r"(?:\]\(|<(?=http)|^\[.*\]: )([^)>\s]+)", text, re.M)
+    assert len(links) > 20
+    for link in links:
+        url, _, anchor = link.partition("#")
+        assert url.startswith("https://"), link
+        if target := _in_checkout(url):
+            assert target.exists(), link
+            assert not anchor or anchor in _anchors(target), link
+
+
 def test_pages_are_short() -> None:
     for page in DOCS.rglob("*.md"):
         assert page.parent.name == "results" or len(page.read_text().split()) <= 1500, page
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 def test_every_tutorial_includes_the_program_that_it_explains() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
+from evenrank.dataloader.balance import COSTS, STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.ranks import RankPool
@@ -35,7 +35,7 @@ def _run_page(rank: int, world_size: int, path: Path) -> list[list[Sample]]:
     snippets = _snippets()
     trained: list[Any] = []
     names = {"path": path, "config": CONFIG, "rank": rank, "world_size": world_size, "train": trained.append}
-    with restored(STRATEGIES):
+    with restored(COSTS, STRATEGIES):
         exec(snippets["A cost"] + snippets["A strategy"], names)
     return [_samples(batch) for batch in trained]
 
@@ -106,7 +106,7 @@ def test_an_assignment_of_other_integers_is_the_same() -> None:
 def test_something_else_cannot_be_registered_and_nothing_is_called_before_a_step() -> None:
     with pytest.raises(ConfigError, match="the strategy 'mine' must be a function of a PartitionProblem, got 'lpt'"):
         register_strategy("mine")("lpt")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="the strategy 'lpt-swap' is registered already"):
+    with pytest.raises(ConfigError, match="cannot register the strategy 'lpt-swap', which evenrank"):
         register_strategy("lpt-swap")(_all_to_the_first)
     with restored(STRATEGIES):
         called = mock.Mock()

@@ -1,12 +1,17 @@
 import ast
+import os
 import pkgutil
 import subprocess
 import sys
 import sysconfig
 from graphlib import TopologicalSorter
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+
+from tests.process_marks import check_path
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("core", "preprocess", "datasets", "dataloader", "training", "cli")
@@ -29,6 +34,18 @@ FORBIDDEN = {
     **dict.fromkeys(("core", "datasets"), ("torch", "torchrec", "polars")),
     "preprocess": ("torch", "torchrec"),
     **dict.fromkeys(("dataloader", "training"), ("polars",)),
+}
+# All that may be imported of TorchRec and fbgemm-gpu, by folder; plain DDP needs the first two names alone.
+OF_TORCHREC = {
+    "dataloader": {"torchrec.sparse.jagged_tensor.KeyedJaggedTensor", "torchrec.streamable.Pipelineable"},
+    "training": {
+        "fbgemm_gpu.split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen",
+        "torchrec.distributed.DistributedModelParallel",
+        "torchrec.distributed.train_pipeline.PrefetchTrainPipelineSparseDist",
+        "torchrec.distributed.train_pipeline.TrainPipelineBase",
+        "torchrec.distributed.train_pipeline.TrainPipelineSparseDist",
+        "torchrec.distributed.types.ShardedModule",
+    },
 }
 # Only these may start collectives.
 COLLECTIVES = ("dataloader/balance/ranks/", "dataloader/balance/exchange/", "training/", "cli/")
@@ -59,6 +76,40 @@ def test_folder_imports_and_starts_collectives_only_as_the_design_allows(folder:
             assert not _is_below(name, FORBIDDEN.get(folder, ())), f"{path} imports {name}"
         if "torch.distributed" in names:
             assert str(path.relative_to(ROOT)).startswith(COLLECTIVES), path
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folder_imports_no_more_of_torchrec_than_the_documentation_says(folder: str) -> None:
+    names: set[str] = set()
+    for path in (ROOT / folder).rglob("*.py*"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    assert {name for name in names if _is_below(name, ("torchrec", "fbgemm_gpu"))} == OF_TORCHREC.get(folder, set())
+
+
+# Of other packages' modules among themselves.
+WARNS = ("fbgemm_gpu", "torchmetrics")
+IMPORT_ALL = """
+import importlib, pkgutil, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for folder in FOLDERS:
+        package = importlib.import_module(f"evenrank.{folder}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+for warning in caught:
+    if not any(f"/site-packages/{package}/" in warning.filename for package in WARNS):
+        print(f"{warning.filename}:{warning.lineno}: {warning.message}")
+"""
+
+
+def test_importing_every_module_gives_no_warning_of_ours() -> None:
+    code = f"FOLDERS, WARNS = {FOLDERS}, {WARNS}{IMPORT_ALL}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=280)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
 
 
 def _folders_with_code(*folders: str) -> list[Path]:
@@ -102,3 +153,61 @@ def test_no_module_of_ours_stands_in_for_one_of_python_or_of_a_library() -> None
     assert taken >= {"inspect", "html", "code", "requests", "numpy", "torch"}
     for folder in _folders_with_code(*FOLDERS, "examples", "scripts", "tests"):
         assert not taken & {path.stem.casefold() for path in folder.glob("*.py")}, folder
+
+
+def _datasets_with_installed(site_packages: Path) -> tuple[str | None, bool]:
+    """Return what `import datasets` finds if a package of that name is installed, and whether it was imported."""
+    path = [str(site_packages) if entry == sysconfig.get_path("purelib") else entry for entry in sys.path]
+    found = PathFinder.find_spec("datasets", path)
+    return None if found is None else found.origin, "datasets" in sys.modules
+
+
+def _datasets_of_rank(rank: int, world_size: int, site_packages: Path) -> tuple[str | None, bool]:
+    return _datasets_with_installed(site_packages)
+
+
+def test_tests_and_their_ranks_import_the_datasets_that_is_installed(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    installed = tmp_path / "datasets" / "__init__.py"
+    installed.touch()
+    assert _datasets_with_installed(tmp_path) == (str(installed), False)
+    assert ranks.run(2, _datasets_of_rank, tmp_path) == [(str(installed), False)] * 2
+
+
+AT_EXIT = """
+import atexit, sys
+from importlib.machinery import PathFinder
+atexit.register(lambda: print("datasets:", PathFinder.find_spec("datasets", sys.path)))
+"""
+
+
+@pytest.mark.parametrize("program", ["scripts/train.py", "scripts/bench/train.py", "examples/ddp_sasrec.py"])
+def test_programs_started_in_the_root_do_not_find_its_datasets(program: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)  # which Python imports when it starts
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, program, "--help"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    (found,) = (line for line in run.stdout.splitlines() if line.startswith("datasets:"))
+    assert str(ROOT / "datasets") not in found
+
+
+@pytest.mark.parametrize(
+    ("command", "cwd", "is_refused"),
+    [
+        ([sys.executable, "-m", "evenrank"], ROOT, True),
+        (["torchrun", "-m", "evenrank"], ROOT, True),
+        ([sys.executable, "-c", "import datasets"], str(ROOT / "docs" / ".."), True),
+        ([sys.executable, "-P", "-m", "evenrank"], ROOT, False),
+        ([sys.executable, "-m", "evenrank"], ROOT / "docs", False),
+        ([sys.executable, "scripts/train.py"], ROOT, False),
+        (["git", "-c", "user.name=a", "log"], ROOT, False),
+    ],
+)
+def test_no_test_may_start_python_with_the_root_first(command: list[str], cwd: Path | str, is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(RuntimeError, match="would import `datasets` from the checkout; add -P, or another cwd"):
+            check_path((command[0], command, cwd, None))
+    else:
+        check_path((command[0], command, cwd, None))

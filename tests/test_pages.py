@@ -1,4 +1,5 @@
 import contextlib
+import json
 import re
 import warnings
 from collections.abc import Iterable
@@ -81,6 +82,37 @@ def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_p
         torch.testing.assert_close(other, weights[0])
 
 
+RESUMING = """
+import os
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from evenrank.dataloader import ElasticLoader, ElasticSampler, JaggedCollate, dense, jagged
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost
+from my_project import Histories
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+histories = Histories()
+collate = JaggedCollate({"item_id": jagged(), "bought": dense()})
+cost = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
+"""
+REPORT = """
+counts = [None] * world_size
+dist.all_gather_object(counts, sum(batch.num_real for batch in loader))
+print(rank, sum(counts), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_own_samples_resume_and_are_balanced_without_an_exchange(tmp_path: Path, index: int) -> None:
+    (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    (tmp_path / "job.py").write_text(RESUMING + blocks(OWN_LOADER)[index] + REPORT)
+    assert sorted(torchrun(tmp_path, "job.py").stdout.splitlines()) == ["0 48", "1 48"]
+
+
 def _names(path: Path, rank: int, world_size: int) -> dict[str, Any]:
     """Return the names that the page's pieces of code refer to."""
     own = {"config": LoaderConfig(batch_size=12), "cost": resuming.COST, "model": resuming.Model(), "path": path}
@@ -92,7 +124,7 @@ def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
     """Run both pieces of code on meshes; return the samples of an epoch with each."""
     warnings.simplefilter("ignore")
     seen: list[list[int]] = []
-    for code in blocks(OWN_LOADER)[:2]:
+    for code in blocks(OWN_LOADER)[2:4]:
         names = _names(path, rank, world_size)
         exec(code, names)
         seen.append([])
@@ -157,18 +189,12 @@ def test_the_checkpoint_of_the_page_has_each_sample_once(ranks: RankPool, small_
     _check_each_trained_once((*trained, *rest), small_dataset)
 
 
-def test_the_callback_of_the_page_is_the_tested_one() -> None:
-    tested = (ROOT / "tests" / "checkpoints" / "test_lightning.py").read_text()
-    lines = [line.strip() for line in blocks(CHECKPOINTS)[2].splitlines()]
-    assert "\n".join(lines[2:]) in "\n".join(line.strip() for line in tested.splitlines())
-
-
 def test_the_nodes_of_the_page_compose(small_dataset: Path) -> None:
     from torchdata.nodes import Loader, Mapper, Prefetcher
 
     trained: list[Any] = []
     names = _names(small_dataset, 0, 1) | {"Loader": Loader, "Mapper": Mapper, "Prefetcher": Prefetcher}
-    exec(blocks(OWN_LOADER)[2], names | {"augment": lambda batch: batch, "train": trained.append})
+    exec(blocks(OWN_LOADER)[4], names | {"augment": lambda batch: batch, "train": trained.append})
     expected = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1)
     assert [sorted(ids_of(batch)) for batch in trained] == [sorted(ids_of(batch)) for batch in expected]
 
@@ -241,43 +267,42 @@ def test_the_page_on_limits_shows_what_simulate_prints(tmp_path: Path) -> None:
 
 
 README_PRELUDE = """
-import torch
-device = torch.device("cpu")
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(60_000, 1)
-    def forward(self, batch):
-        self.seen = getattr(self, "seen", 0) + batch.num_real
-        return self.embedding(batch.features["item_id"].values()).sum()
-model = Model()
-optimizer = torch.optim.SGD(model.parameters())
+import evenrank.training
+
+def scale_recorded(loss, batch, scale_loss=evenrank.training.scale_loss):
+    seen.extend(batch.sample_ids[: batch.num_real].tolist())
+    return scale_loss(loss, batch)
+
+seen = []
+evenrank.training.scale_loss = scale_recorded
 """
 README_EPILOGUE = """
+import json
 import warnings
-if dist.get_rank() == 0:
+if rank == 0:
     warnings.warn("warning of the job")
     torch.fx._symbolic_trace.log.warning("warning of PyTorch")
-seen = torch.tensor(model.seen)
-dist.all_reduce(seen)
-with open(f"rank-{dist.get_rank()}", "w") as file:
-    file.write(f"{seen.item()} of {loader.num_samples}")
-dist.destroy_process_group()
+with open(f"rank-{rank}", "w") as file:
+    json.dump(seen, file)
 """
 
 
-def test_the_training_loop_of_the_readme_trains_every_sample(tmp_path: Path) -> None:
-    (snippet,) = blocks(ROOT / "README.md")
-    assert len([line for line in snippet.splitlines() if line.strip()]) <= 15
-    make_small_dataset(tmp_path / "out" / "ml-20m", seed=0)
-    (tmp_path / "train.py").write_text(README_PRELUDE + snippet + README_EPILOGUE)
+def test_the_program_of_the_readme_trains_on_every_sample_once_and_prints_its_gain(tmp_path: Path) -> None:
+    (program,) = blocks(ROOT / "README.md")
+    assert len([line for line in program.splitlines() if line.strip()]) <= 26
+    path = make_small_dataset(tmp_path / "out" / "demo" / "data", seed=0)
+    (tmp_path / "train.py").write_text(README_PRELUDE + program + README_EPILOGUE)
     run = torchrun(tmp_path, "train.py")
+    before, after = map(float, re.findall(r"[\d.]+(?=%)", run.stdout))
+    assert before > 5 > after
+    shown = re.search("prints `(.*?)`", (ROOT / "README.md").read_text())
+    assert shown
+    assert re.sub(r"\d+\.\d", "#", shown[1]) == re.sub(r"\d+\.\d", "#", run.stdout.strip())
     # What the job warns of at its end is shown, and nothing else.
-    shown = run.stderr.splitlines()
-    assert [line.rpartition(": ")[2] for line in shown[:1]] == ["warning of the job"]
-    assert shown[1:2] == ['  warnings.warn("warning of the job")']
-    assert [line.rpartition("] ")[2] for line in shown[2:]] == ["warning of PyTorch"]
-    said = {path.name: path.read_text().split(" of ") for path in tmp_path.glob("rank-*")}
-    assert sorted(said) == ["rank-0", "rank-1"]
-    for seen, total in said.values():
-        assert seen == total
+    warned = run.stderr.splitlines()
+    assert [line.rpartition(": ")[2] for line in warned[:1]] == ["warning of the job"]
+    assert warned[1:2] == ['  warnings.warn("warning of the job")']
+    assert [line.rpartition("] ")[2] for line in warned[2:]] == ["warning of PyTorch"]
+    parts = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    assert all(parts)
+    _check_each_trained_once(parts, path)

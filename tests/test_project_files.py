@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from evenrank.core.torch_releases import DEFAULT, TESTED
 from scripts.install import choose_releases
-from scripts.lock import LEFT_OUT
+from scripts.lock import LEFT_OUT, constraints
 
 ROOT = Path(__file__).resolve().parent.parent
 GITHUB = ROOT / ".github"
@@ -53,10 +53,10 @@ def _required(extras: set[str]) -> list[Requirement]:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_lockfile_satisfies_every_requirement_of_development(python: str) -> None:
     locked = _locked(python)
-    for requirement in _required({"cpu", "dev"}):
+    for requirement in _required({"train", "dev"}):
         if requirement.name not in LEFT_OUT:
             assert requirement.specifier.contains(locked[requirement.name]), requirement
-    assert not locked.keys() & {*LEFT_OUT, "fbgemm-gpu", "torchrec", "evenrank"}
+    assert not locked.keys() & {*LEFT_OUT, "fbgemm-gpu-cpu", "evenrank"}
     assert not re.search(r"https?://|--(extra-)?index|--find|@ ", (ROOT / "requirements-dev.lock").read_text())
 
 
@@ -78,14 +78,24 @@ def test_the_documentation_and_the_images_have_the_releases_of_the_table() -> No
     assert rows == [(tested.torch.rpartition(".")[0], tested.fbgemm, tested.torchrec) for tested in TESTED]
     for name in ("cpu", "cuda"):
         arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", (ROOT / "docker" / f"{name}.Dockerfile").read_text(), re.M))
-        assert (arguments["TORCH"], arguments["FBGEMM"], arguments["TORCHREC"]) == DEFAULT
+        assert arguments["RELEASE"] == DEFAULT.name
+
+
+def test_the_constraints_are_written_from_the_table() -> None:
+    folder = ROOT / "constraints"
+    expected = {name: text for tested in TESTED for name, text in constraints(tested).items()}
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == expected, "run make lock"
+    assert "torch==2.13.0\nfbgemm-gpu==1.8.0\nfbgemm-gpu-cpu==1.8.0\ntorchrec==1.8.0\n" in expected["torch213.txt"]
+    package = tomllib.loads(expected["torch214-cpu/pyproject.toml"])["project"]
+    assert package == {"name": "fbgemm-gpu", "version": "1.9.0+cpu", "dependencies": ["fbgemm-gpu-cpu==1.9.0"]}
 
 
 def test_images_contain_what_the_wheel_is_built_from() -> None:
     kept = set(re.findall(r"^!/(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {package.split(".")[1] for package in packages if "." in package}
-    files = "pyproject.toml requirements-dev.lock __init__.py py.typed MANIFEST.in README.md LICENSE"
+    files = "pyproject.toml requirements-dev.lock constraints __init__.py py.typed MANIFEST.in README.md LICENSE"
     assert kept == {*folders, *files.split()}
     assert all((ROOT / name).exists() for name in kept)
 
@@ -184,3 +194,13 @@ def test_pyright_knows_the_types_of_public_names(tmp_path: Path) -> None:
     for line, wrong in zip(PROGRAM.splitlines()[-2:], ("random", "batchsize"), strict=True):
         assert found[line].startswith("error: ")
         assert wrong in found[line]
+
+
+def test_no_file_has_both_sides_of_a_merge() -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a checkout")
+    texts = [path for name in tracked.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+    assert len(texts) > 500
+    sides = (b"\n" + b"<" * 7 + b" ", b"\n" + b">" * 7 + b" ")
+    assert [path for path in texts if any(side in path.read_bytes() for side in sides)] == []

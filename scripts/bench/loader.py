@@ -229,7 +229,7 @@ def measure_rates(path: Path, users: int, runs: int) -> None:
 def measure_opening(path: Path) -> None:
     """Print how long a process takes to open the dataset, the first time and later."""
     shutil.rmtree(path / ".cache", ignore_errors=True)
-    seconds = [float(subprocess.check_output([sys.executable, "-c", _OPEN, str(path)])) for _ in range(4)]
+    seconds = [float(subprocess.check_output([sys.executable, "-P", "-c", _OPEN, str(path)])) for _ in range(4)]
     row = {"measurement": "opening", "first_seconds": round(seconds[0], 3), "later_seconds": round(max(seconds[1:]), 4)}
     print(json.dumps(row), flush=True)
 

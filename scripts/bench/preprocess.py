@@ -122,7 +122,7 @@ def run(code: str, variables: dict[str, object]) -> tuple[float, float]:
     """Run code in its own process; return its wall-clock seconds, including the start of Python, and its peak MiB."""
     assignments = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", assignments + code])
+    process = subprocess.Popen([sys.executable, "-P", "-c", assignments + code])
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         sys.exit(f"a variant exited with code {os.waitstatus_to_exitcode(status)}; see its error message above")

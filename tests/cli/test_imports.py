@@ -21,7 +21,7 @@ print("imported:", *sorted(slow & sys.modules.keys()))
 
 
 def test_help_imports_no_slow_package(tmp_path: Path) -> None:
-    commands = ["preprocess", "inspect", "simulate", "metrics", "fit", "inspect-balance", "demo"]
+    commands = ["preprocess", "inspect", "simulate", "metrics", "fit", "inspect-balance", "demo", "warmup"]
     arguments = [["--help"], ["--version"], *([command, "--help"] for command in commands)]
     run = run_program(sys.executable, "-c", RUN_ALL % ([], arguments), cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from rich.console import Console
@@ -103,7 +104,12 @@ def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
     assert rows["lpt-swap"] == ["2", "lpt-swap", "30.0%", "0.0%", "1.43x", "1.42", "±", "0.08", "1.000", "0%", "25%"]
 
 
-def test_the_plot_is_written(tmp_path: Path) -> None:
+def test_the_plot_has_the_idle_time_of_the_typical_step_and_of_all_steps(tmp_path: Path) -> None:
     path = tmp_path / "new" / "balance.png"
-    draw_loads(WALKS, path, title="two ranks")
+    of_a_step, of_all = draw_loads(WALKS, path, title="two ranks").axes
     assert path.read_bytes().startswith(b"\x89PNG")
+    # The first step has the median imbalance: 30 of a mean of 20.
+    assert [text.get_text().strip() for text in of_a_step.texts] == ["idle 33.33%", "idle 0.00%"]
+    assert [line.get_label() for line in of_all.lines] == ["none: 30.00%", "lpt-swap: 0.00%"]
+    idle = np.array([line.get_ydata() for line in of_all.lines])
+    np.testing.assert_allclose(idle, np.array([[25, 100 / 3], [0, 0]]))

@@ -267,6 +267,37 @@ def test_options_complete_the_file_of_a_custom_log_and_do_not_repeat_it(tmp_path
     )
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_that_loops_are_compiled_is_said_on_a_terminal(tmp_path: Path, is_terminal: bool) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from evenrank.cli.main import main
+from evenrank.core import numba_cache
+sys.stderr.isatty = lambda: {is_terminal}
+try:
+    main()
+finally:
+    numba_cache._give_notice(Path())
+"""
+    run = run_program(sys.executable, "-c", program, "--version", cwd=tmp_path)
+    assert run.stderr == "compiling, once per machine, about 25 s\n" * is_terminal
+
+
+def test_help_fits_a_terminal_and_says_what_goes_where(evenrank: Evenrank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = ("preprocess", "inspect", "simulate", "metrics", "fit", "inspect-balance", "demo", "warmup")
+    helps = {command: evenrank(command, "--help").stdout for command in commands}
+    for command, text in helps.items():
+        assert [line for line in text.splitlines() if len(line) > 80] == []
+        assert not re.search(r"<\w+", text), command  # the name of a type
+    assert re.findall(r"^(\w.*):$", helps["simulate"], re.MULTILINE) == [
+        *("Arguments", "Steps", "Balancing", "Cost", "Options")
+    ]
+    for shown in ("--out FOLDER ", "--split RULE ", "--user-column COLUMN ", "--columns COLUMN,... ", "--users COUNT "):
+        assert f"  {shown}" in helps["preprocess"]
+
+
 SYNTHETIC = ("preprocess", "--dataset", "synthetic", "--split", "none", "--out", "out", "--users")
 # Runs the command until the new folder is about to be put in place, prints a line, and waits there.
 STOPPED_COMMAND = """
@@ -340,10 +371,12 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_epoch_under_torchrun_sees_each_sample_once_and_shows_progress_on_one_rank(small_dataset: Path) -> None:
+def test_an_epoch_under_torchrun_sees_each_sample_once_and_shows_progress_on_one_rank(
+    small_dataset: Path, tmp_path: Path
+) -> None:
     command = (BIN / "torchrun", "--nproc_per_node", "2", "-m", "evenrank", "inspect-balance", small_dataset)
     as_on_terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}
-    run = run_program(*command, "--batch-size", "8", environment=as_on_terminal)
+    run = run_program(*command, "--batch-size", "8", cwd=tmp_path, environment=as_on_terminal)
     assert run.returncode == 0, run.stderr
     printed, shown = (re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in (run.stdout, run.stderr))
     assert "importing torch" in shown

@@ -1,5 +1,4 @@
 import ast
-import logging
 import os
 import shutil
 import subprocess
@@ -15,9 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from evenrank.core import numba_cache
-from evenrank.core.numba_cache import PACKAGE_FOLDER, compiled
+from evenrank.core.hashing import mix64, mix_word
+from evenrank.core.numba_cache import PACKAGE_FOLDER, compiled, interpreted
 
-NOTICE = "compiling loops for this machine (once)"
+NOTICE = "compiling, once per machine, about 25 s"
 
 NESTED = """
 from evenrank.core.numba_cache import compiled
@@ -49,6 +49,16 @@ print("ready", flush=True)
 input()
 outer(np.arange(3))
 print(*(sum(counts.values()) for f in (inner, outer) for counts in (f.stats.cache_misses, f.stats.cache_hits)))
+"""
+# Compiles at a signal, then loads what another process compiled, and says what it was told about it.
+TWO = """
+import numpy as np
+from evenrank.core.nested import inner, outer
+for function in (inner, outer):
+    print("ready", flush=True)
+    input()
+    function(np.arange(3))
+print("done", flush=True)
 """
 # Stops while it compiles, with a child process that has inherited its open files.
 HOLD = """
@@ -180,6 +190,15 @@ def test_machine_code_is_cached_only_in_folders_that_nobody_else_can_write(packa
     assert Path(_mix(package)[1]).parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
 
 
+def test_a_user_who_cannot_write_the_package_begins_with_what_is_compiled_there(package: Path, tmp_path: Path) -> None:
+    hashed, installed = _mix(package)
+    (Path(installed) / "lock").write_text("no process can lock this, even of root")
+    for source in (package / "core").glob("*.py"):  # as in the image of a container
+        os.utime(source, (1_500_000_000, 1_500_000_000))
+    user = _start(package, MIX + "print(sum(twice.stats.cache_misses.values()))")
+    assert _finish(user) == [hashed, str(tmp_path / "home" / ".cache" / "evenrank" / Path(installed).name), "0"]
+
+
 def test_each_function_is_compiled_once_although_a_process_is_killed_while_it_compiles(package: Path) -> None:
     holder = _start(package, HOLD)
     child = int(_line(holder))
@@ -221,17 +240,49 @@ def test_without_a_cache_a_process_compiles_in_memory(folder: Path, monkeypatch:
     assert compiled(lambda number: number + 3)(4) == 7
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_compilation_is_announced_once(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-    is_terminal: bool,
-) -> None:
-    caplog.set_level(logging.INFO, "evenrank")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    for _ in range(2):
-        assert compiled(lambda number: number + 1)(4) == 5
-    assert capsys.readouterr().err == (f"\revenrank: {NOTICE}\n" if is_terminal else "")
-    assert caplog.messages == ([] if is_terminal else [NOTICE])
+def test_a_process_that_compiles_says_so_once_unless_another_one_has(package: Path) -> None:
+    first, second = (_start(package, TWO) for _ in range(2))
+
+    def step(process: Any) -> None:
+        assert _line(process) == "ready"
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+    step(first)  # compiles `inner`
+    assert _line(first) == "ready"
+    step(second)  # loads `inner`
+    step(second)  # compiles `outer` while the first process, which has said so, is alive
+    assert _line(second) == "done"
+    assert (second.communicate(timeout=250)[1], second.returncode) == ("", 0)
+    assert first.communicate("\n", timeout=250) == ("done\n", f"{NOTICE}\n")
+    shutil.rmtree(next((package / "__pycache__").glob("compiled-*")))
+    assert [_start(package, MIX).communicate(timeout=250)[1] for _ in range(2)] == [f"{NOTICE}\n", ""]
+
+
+def test_functions_without_machine_code_can_run_as_plain_python(folder: Path) -> None:
+    inner: Any = compiled(lambda number: number + 1)
+    outer: Any = compiled(lambda number: inner(number) * 2)
+    with interpreted():
+        assert outer(4) == 10
+        assert not inner.signatures
+        assert not outer.signatures
+        assert not list(folder.glob("*/*.nbc"))
+    assert inner(4) == 5
+    with interpreted():
+        assert compiled(inner.py_func)(4) == 5  # loaded, which is faster
+    assert len(list(folder.glob("*/*.nbc"))) == 1
+
+
+def test_plain_python_wraps_words_around_as_compiled_loops_do(folder: Path) -> None:
+    words = np.array([0, 1, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
+    plain: Any = compiled(mix_word.py_func)  # type: ignore[attr-defined]
+    with interpreted():
+        assert [plain(word) for word in words] == mix64(words).tolist()
+    assert not plain.signatures
+
+
+def test_a_call_with_a_constant_compiles_no_version_of_its_own(folder: Path) -> None:
+    inner: Any = compiled(lambda number: number + 1)
+    outer: Any = compiled(lambda number: inner(number) + inner(5))
+    assert outer(4) == 11
+    assert len(inner.signatures) == 1

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import tomllib
@@ -43,17 +44,28 @@ def test_the_metadata_agrees_with_messages_and_with_the_table_of_releases() -> N
     for package, extra in EXTRAS.items():
         assert package in _names(extra) & _names("all")
         assert package not in base
-    for extra in ("train", "cpu"):  # which need neither preprocessing nor plots
-        assert not _names(extra) & {"polars", "matplotlib"}
-    for extra, fbgemm in (("cuda", "fbgemm-gpu"), ("cpu", "fbgemm-gpu-cpu")):
-        requirements = map(Requirement, PYPROJECT["optional-dependencies"][extra])
-        found = {requirement.name: requirement.specifier for requirement in requirements}
-        tested = {"torch": "torch", fbgemm: "fbgemm"} | ({"torchrec": "torchrec"} if extra == "cuda" else {})
-        for name, column in tested.items():
-            first, last = (Version(getattr(releases, column)) for releases in (TESTED[0], TESTED[-1]))
-            expected = f">={first.major}.{first.minor},<{last.major}.{last.minor + 1}"
-            assert found[name] == SpecifierSet(expected)
+    assert not _names("train") & {"polars", "matplotlib"}  # it needs neither preprocessing nor plots
+    found = _specifiers("train")
+    for name, first, last in zip(("torch", "fbgemm-gpu", "torchrec"), TESTED[0], TESTED[-1], strict=True):
+        oldest, newest = Version(first), Version(last)
+        expected = f">={oldest.major}.{oldest.minor},<{newest.major}.{newest.minor + 1}"
+        assert found[name] == SpecifierSet(expected)
     assert DEFAULT in TESTED
+
+
+def test_each_release_of_pytorch_has_an_extra_with_exactly_what_belongs_to_it() -> None:
+    extras = {name for name in PYPROJECT["optional-dependencies"] if re.fullmatch(r"torch\d+", name)}
+    assert extras == {tested.name for tested in TESTED}
+    for tested in TESTED:
+        pins = {"torch": tested.torch, "fbgemm-gpu": tested.fbgemm, "torchrec": tested.torchrec}
+        exact = {name: SpecifierSet(f"=={version}") for name, version in pins.items()}
+        assert _specifiers(tested.name) == {"evenrank": SpecifierSet(), **exact}
+        assert _names(tested.name) == _names("train")
+
+
+def _specifiers(extra: str) -> dict[str, SpecifierSet]:
+    requirements = map(Requirement, PYPROJECT["optional-dependencies"][extra])
+    return {requirement.name: requirement.specifier for requirement in requirements}
 
 
 def test_a_command_names_the_extra_that_is_missing(tmp_path: Path) -> None:
@@ -113,11 +125,21 @@ def test_the_base_package_imports_without_extras_and_says_what_needs_them(tmp_pa
     assert (
         of_torch
         == [
-            "the package torch is not installed; run pip install 'evenrank[train]'; without CUDA: pip install "
-            "'evenrank[cpu]', then torchrec with --no-deps (docs/how-to/install.md)"
+            "the package torch is not installed; run pip install 'evenrank[train]' "
+            "(without CUDA: docs/how-to/install.md)"
         ]
         * 4
     )
+
+
+@pytest.mark.parametrize(
+    ("package", "module"), [("lightning", "lightning_callback"), ("transformers", "transformers_trainer")]
+)
+def test_what_is_for_a_trainer_names_its_extra(tmp_path: Path, package: str, module: str) -> None:
+    run = _run(f"import evenrank.training.{module}", hidden=package, cwd=tmp_path)
+    assert run.returncode == 1
+    expected = f"the package {package} is not installed; run pip install 'evenrank[{package}]'"
+    assert run.stderr.splitlines()[-1] == f"evenrank.core.errors.MissingPackageError: {expected}"
 
 
 def test_other_missing_packages_are_reported_as_they_are() -> None:
@@ -156,6 +178,7 @@ def _installed(torch: str, fbgemm: str, torchrec: str, build: str = "fbgemm-gpu"
         *(_installed(*tested, build) for tested in TESTED for build in ("fbgemm-gpu", "fbgemm-gpu-cpu")),
         _installed("2.13.7", "1.8.3", "1.8.9"),  # patch releases
         _installed("2.13.0+cpu", "1.8.0+cpu", "1.8.0"),
+        _installed("2.13.0", "1.8.0+cpu", "1.8.0") | {"fbgemm-gpu-cpu": "1.8.0"},  # constraints/torch213-cpu
         _installed("2.13.0+cu130", "1.8.0+cu130", "1.8.0"),
         _installed("2.13.0a0+nv25.10", "1.8.0", "1.8.0"),  # a vendor's
         {"torch": "2.9.0"},  # without TorchRec, where only planning is used

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ def _tools() -> Registry[Callable[[], int]]:
     return tools
 
 
+def _register_elsewhere(tools: Registry[Callable[[], int]]) -> None:
+    exec("tools.register('saw')(partial(int, 3))", {"tools": tools, "partial": partial, "__name__": "another"})
+
+
 def test_implementations_are_found_by_name_in_the_order_of_registration() -> None:
     tools = _tools()
     assert list(tools) == ["saw", "axe"]
@@ -33,9 +38,13 @@ def test_implementations_are_found_by_name_in_the_order_of_registration() -> Non
         (lambda tools: tools["hoe"], r"^no tool is called 'hoe'; known are saw, axe$"),
         (lambda tools: tools.check(["saw"]), r"^no tool is called \['saw'\]; known are saw, axe$"),
         (lambda tools: Registry[int]("tool", expected="", accepts=bool).check("saw"), "called 'saw'; known are none"),
-        (lambda tools: tools.register("saw")(len), r"'saw' is registered already, as <function .*; choose another"),
+        (
+            _register_elsewhere,
+            r"^another cannot register the tool 'saw', which tests.* has registered, as <function .*; ch",
+        ),
         (lambda tools: tools.register("hoe")(3), "the tool 'hoe' must be a function, got 3"),
         (lambda tools: tools.register(len), "the name of a registered tool must be a string, got <built-in .*; pass"),
+        (lambda tools: tools.unregister("hoe"), "no tool is called 'hoe'; known are saw, axe"),
         (lambda tools: tools.register(""), "the name of a registered tool must be a string, got ''"),
     ],
 )
@@ -45,3 +54,16 @@ def test_wrong_names_and_implementations_change_nothing(call: Callable[[Any], ob
         call(tools)
     assert list(tools) == ["saw", "axe"]
     assert tools["saw"]() == 1
+
+
+def test_a_module_may_replace_its_own_implementation_and_an_unregistered_name_is_free() -> None:
+    tools = _tools()
+    tools.register("saw")(partial(int, 3))  # as a cell of a notebook does that runs again
+    assert list(tools) == ["saw", "axe"]
+    assert tools["saw"]() == 3
+    tools.unregister("saw")
+    assert "saw" not in tools
+    _register_elsewhere(tools)
+    assert list(tools) == ["axe", "saw"]
+    with pytest.raises(ConfigError, match=r"^tests.* cannot register the tool 'saw', which another has registered"):
+        tools.register("saw")(int)

@@ -1,6 +1,7 @@
 """No dataset, whatever another program wrote there, crashes a process or gives an invalid batch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,6 @@ import pytest
 
 from evenrank.datasets.distributions import Lognormal, Zipf
 from evenrank.datasets.store import open_store
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("first", "end"), [(0, 200), pytest.param(200, 5000, marks=pytest.mark.long)])
 def test_crafted_datasets_give_errors_or_valid_batches(base: Path, tmp_path: Path, first: int, end: int) -> None:
     command = [sys.executable, "-m", "tests.dataloader.read_crafted", str(base), str(tmp_path), str(first), str(end)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
     counts = json.loads(result.stdout)
     # Half of the changes are harmless or found; if all were one of these, nothing would be tested.

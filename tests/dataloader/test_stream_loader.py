@@ -201,7 +201,7 @@ def bucket(parts: Path) -> Iterator[str]:
     """URL of the dataset in a bucket of a local server with the S3 protocol."""
     pytest.importorskip("moto", reason="needs moto, of the dev dependencies")
     server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER],
+        [sys.executable, "-P", "-c", _SERVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -193,7 +193,7 @@ if file is not None:
 sys.stdin.read()
 """
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], text=True, stdin=pipe, stderr=pipe) as process:
+    with subprocess.Popen([sys.executable, "-P", "-c", code], text=True, stdin=pipe, stderr=pipe) as process:
         stdin, stderr = cast(TextIO, process.stdin), cast(TextIO, process.stderr)
         first = next(line for line in stderr if line.startswith("evenrank"))
         assert "rank 0 has had no heartbeat for 0.05 s, since heartbeat 1" in first

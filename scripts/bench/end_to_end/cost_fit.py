@@ -14,7 +14,7 @@ from evenrank.dataloader.balance import HSTUCost, MeasuredCost
 from evenrank.dataloader.balance.cost import TokenCost
 from evenrank.datasets.schema import USER_ID
 
-# Settings that do not change what a rank computes for the samples that it trains.
+# Settings that do not change what a rank computes for the samples that it trains on.
 _NOT_OF_COMPUTE = ("data", "out", "balance", "strategy")
 
 

@@ -33,7 +33,7 @@ Command = Callable[[WorkerTask], list[str]]
 def torchrun(task: WorkerTask) -> list[str]:
     """Return the command of a task on one host."""
     processes = ("--standalone", "--nproc_per_node", str(task.gpus))
-    return [sys.executable, "-m", "torch.distributed.run", *processes, str(WORKER), str(task.task_file)]
+    return [sys.executable, "-P", "-m", "torch.distributed.run", *processes, str(WORKER), str(task.task_file)]
 
 
 @contextlib.contextmanager

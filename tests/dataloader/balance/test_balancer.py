@@ -2,6 +2,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +151,23 @@ def test_training_resumes_on_another_world_size(ranks: RankPool, small_dataset: 
     second = ranks.run(2, _walk, small_dataset, None, states[0], 16)
     trained = [sample for samples, _ in first + second for sample in samples]
     assert sorted(trained) == list(range(states[0]["num_samples"]))
+
+
+def _walk_without_fbgemm(rank: int, world_size: int, path: Path) -> tuple[list[int], list[int], str]:
+    with mock.patch.object(torch.ops, "fbgemm", None):
+        exchanged, _ = _walk(rank, world_size, path, None, None, 16)
+        balance = BalanceConfig(cost=COST)
+        config = LoaderConfig(batch_size=16, seed=3)
+        batches = list(build_loader(path, config, rank=rank, world_size=world_size, balance=balance))
+        with pytest.raises(AttributeError) as raised:
+            batches[0].to("cpu").features.offsets()
+    return exchanged, [i for batch in batches for i in ids_of(batch)], str(raised.value)
+
+
+def test_loading_and_balancing_call_no_operator_of_fbgemm(ranks: RankPool, small_dataset: Path) -> None:
+    for exchanged, read, error in ranks.run(2, _walk_without_fbgemm, small_dataset):
+        assert exchanged == read != []
+        assert error == "'NoneType' object has no attribute 'asynchronous_complete_cumsum'"
 
 
 def test_a_step_is_launched_and_finished_once() -> None:

@@ -1,10 +1,21 @@
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import BalanceConfig, LinearCost, PaddedCost
+from evenrank.dataloader.balance import (
+    COSTS,
+    BalanceConfig,
+    HSTUCost,
+    LinearCost,
+    MeasuredCost,
+    PaddedCost,
+    register_cost,
+)
 from tests.dataloader.balance.costs import one_per_sample
+from tests.registrations import restored
 
 WINDOW = "log_window must be (start, stop) with 0 <= start < stop"
 COMPARE = "compare_every must be an integer of at least 2, without window and max_tokens_per_rank, which change which "
@@ -71,3 +82,77 @@ def test_one_step_in_so_many_stays_unbalanced() -> None:
     assert unbalanced == [[1, 4, 7], [0, 3, 6], [2, 5, 8]]
     assert [config.options_of_step(0, step)["strategy"] for step in (1, 2)] == ["none", "min-move"]
     assert all(BalanceConfig(cost=one_per_sample).balances(0, step) for step in range(9))
+
+
+LINEAR = {"name": "linear", "interleave_actions": False}
+
+
+def test_a_config_is_made_from_the_options_in_a_file(tmp_path: Path) -> None:
+    shape: Any = {"hidden": 8, "heads": 1, "head_dim": 8, "layers": 2}
+    options = {
+        "cost": {"name": "hstu", "interleave_actions": True, "contextual": ["user_id"], **shape},
+        "strategy": "min-move",
+        "tolerance": 0,
+        "max_tokens_per_rank": 10,
+        "timeout": 2.5,
+        "log_every": 1,
+        "log_window": [0, 9],
+    }
+    given = dict(options)
+    cost = HSTUCost(interleave_actions=True, contextual=("user_id",), **shape)
+    others: Any = {
+        "strategy": "min-move",
+        "tolerance": 0,
+        "max_tokens_per_rank": 10,
+        "log_every": 1,
+        "log_window": (0, 9),
+    }
+    assert BalanceConfig.from_dict(options) == BalanceConfig(cost=cost, timeout=timedelta(seconds=2.5), **others)
+    assert options == given
+    assert BalanceConfig.from_dict({"cost": {"name": "padded", "row": LINEAR}}).cost == PADDED
+    assert BalanceConfig.from_dict({"cost": one_per_sample, "window": 2}).cost is one_per_sample
+    measured = MeasuredCost(
+        interleave_actions=True, linear=1, quadratic=1, fraction_bits=1, seconds_per_step=0.5, steps=20, r2=0.9
+    )
+    measured.save(tmp_path / "cost.json")
+    assert BalanceConfig.from_dict({"cost": {"name": "measured", "path": f"{tmp_path}/cost.json"}}).cost == measured
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "BalanceConfig: missing a required argument: 'cost'; its settings are cost, strategy, tolerance, max_"),
+        ({"cost": LINEAR, "windows": 2}, "BalanceConfig: got an unexpected keyword argument 'windows'; its settings"),
+        ({"cost": LINEAR, "window": "2"}, "BalanceConfig: window must be of type int, got '2'"),
+        ({"cost": LINEAR, "window": True}, "BalanceConfig: window must be of type int, got True"),
+        ({"cost": LINEAR, "tolerance": "1"}, "BalanceConfig: tolerance must be of type float, got '1'"),
+        ({"cost": LINEAR, "batch_size": 1.5}, "BalanceConfig: batch_size must be of type int | None, got 1.5"),
+        ({"cost": LINEAR, "strategy": ["none"]}, "BalanceConfig: strategy must be of type str, got ['none']"),
+        (
+            {"cost": LINEAR, "on_overflow": "skip"},
+            "BalanceConfig: on_overflow must be of type Literal['raise', 'warn']",
+        ),
+        ({"cost": LINEAR, "timeout": "1h"}, "BalanceConfig: timeout must be of type datetime.timedelta, got '1h'"),
+        ({"cost": LINEAR, "timeout": float("inf")}, "BalanceConfig: timeout must be of type datetime.timedelta, got i"),
+        ({"cost": LINEAR, "log_window": [1, 2, 3]}, "BalanceConfig: log_window must be of type tuple[int, int] | None"),
+        ({"cost": LINEAR, "log_window": [1, "2"]}, "BalanceConfig: log_window must be of type tuple[int, int] | None"),
+        ({"cost": LINEAR, "on_step": 3}, "BalanceConfig: on_step must be of type collections.abc.Callable["),
+        ({"cost": "mine"}, "no cost is called 'mine'; known are hstu, self-attention, linear, padded, measured"),
+        ({"cost": 7}, "no cost is called 7; known are hstu, self-attention, linear, padded, measured"),
+        ({"cost": {"hidden": 8}}, "no cost is called None; known are hstu, self-attention, linear, padded, measured"),
+        ({"cost": "linear"}, "the cost 'linear': missing a required argument: 'interleave_actions'; its settings are"),
+        ({"cost": LINEAR | {"wide": 1}}, "the cost 'linear': got an unexpected keyword argument 'wide'; its settings"),
+        ({"cost": LINEAR | {"max_tokens": 1.5}}, "the cost 'linear': max_tokens must be of type int, got 1.5"),
+        ({"cost": LINEAR | {"max_tokens": 0}}, "max_tokens must be at least 1, got 0"),
+        ({"cost": LINEAR | {"contextual": ["a", 1]}}, "the cost 'linear': contextual must be of type tuple[str, ...]"),
+        ({"cost": {"name": "padded", "row": "linear"}}, "the cost 'padded': row must be of type evenrank.dataloader.b"),
+        ({"cost": {"name": "ones", "power": 2}}, "the cost 'ones' is a function, without settings; leave out power"),
+    ],
+)
+def test_wrong_options_are_errors_of_one_line(options: Any, message: str) -> None:
+    with restored(COSTS):
+        register_cost("ones")(one_per_sample)
+        with pytest.raises(ConfigError) as raised:
+            BalanceConfig.from_dict(options)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)

@@ -11,9 +11,25 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import HSTUCost, LinearCost, MeasuredCost, PaddedCost, SelfAttentionCost
-from evenrank.dataloader.balance.cost import cost_shift, count_tokens, counted_tokens, describe_cost, scaled_costs
-from tests.dataloader.balance.costs import Ints
+from evenrank.dataloader.balance import (
+    COSTS,
+    HSTUCost,
+    LinearCost,
+    MeasuredCost,
+    PaddedCost,
+    SelfAttentionCost,
+    register_cost,
+)
+from evenrank.dataloader.balance.cost import (
+    cost_shift,
+    count_tokens,
+    counted_tokens,
+    describe_cost,
+    resolve_cost,
+    scaled_costs,
+)
+from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
+from tests.registrations import restored
 
 Model = Callable[..., HSTUCost | SelfAttentionCost]
 NONE, NONE_OF_TWO = np.zeros(1, dtype=np.int64), np.zeros(2, dtype=np.int64)  # candidates
@@ -74,6 +90,44 @@ def test_what_a_cost_returns_is_checked(returned: Ints, message: str) -> None:
         scaled_costs(lambda lengths, candidates: returned, {}, NONE_OF_TWO, samples_per_step=8)
 
 
+class _Failing:
+    def __call__(self, lengths: Lengths, candidates: Ints) -> Ints:
+        return lengths["user_id"]
+
+    def tokens(self, lengths: Lengths) -> Ints:
+        return lengths["item_id"][1:]
+
+
+def test_a_cost_that_fails_is_named_with_the_keys_of_the_batch() -> None:
+    lengths = {"item_id": np.array([5, 0]), "action": np.array([4, 1])}
+    keys = "; the batch has the keys item_id, action"
+    with pytest.raises(ConfigError) as raised:
+        scaled_costs(_Failing(), lengths, NONE_OF_TWO, samples_per_step=8)
+    assert str(raised.value) == f"the cost _Failing raised KeyError: 'user_id'{keys}"
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(ConfigError) as raised:
+        count_tokens(_Failing(), lengths, 2)
+    assert str(raised.value) == (
+        f"tokens() of the cost _Failing must return int64 of shape (2,), got int64 of shape (1,){keys}"
+    )
+    cost = HSTUCost(hidden=1, heads=1, head_dim=1, layers=1, interleave_actions=True)
+    with pytest.raises(
+        ConfigError, match=r"^the cost HSTUCost needs the key 'action'; the batch has the keys item_id$"
+    ):
+        scaled_costs(cost, {"item_id": np.array([5, 0])}, NONE_OF_TWO, samples_per_step=8)
+
+
+def test_registered_functions_and_classes_are_costs_by_name() -> None:
+    with restored(COSTS):
+        assert register_cost("failing")(_Failing) is _Failing  # still a class
+        register_cost("ones")(one_per_sample)
+        assert type(resolve_cost("failing")) is _Failing
+        assert resolve_cost("ones") is resolve_cost({"name": "ones"}) is one_per_sample
+        COSTS.unregister("ones")
+        with pytest.raises(ConfigError, match=r"^no cost is called 'ones'; known are hstu, .*, measured, failing$"):
+            resolve_cost("ones")
+
+
 class _Layer(torch.nn.Module):
     """The matrix products of a layer with the full attention matrix."""
 
@@ -127,7 +181,7 @@ def test_every_model_cost_counts_tokens_and_knows_the_longest_samples_cost(make:
     too_long = dict.fromkeys(lengths, np.array([5, 10_000_000]))
     with pytest.raises(ConfigError, match=r"sample of 30,000,000 tokens does not fit in int64; max_tokens is 131,072"):
         cost(too_long, NONE_OF_TWO)
-    with pytest.raises(ConfigError, match="needs the key 'sex'; batches have semantic_id, action"):
+    with pytest.raises(ConfigError, match="Cost needs the key 'sex'; the batch has the keys semantic_id, action"):
         cost.tokens({"semantic_id": lengths["semantic_id"], "action": lengths["action"]})
     message = "row 1 has 4 candidates, but 3 values of 'semantic_id', the last of which are the candidates"
     with pytest.raises(ConfigError, match=message):

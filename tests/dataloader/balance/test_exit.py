@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,5 +13,6 @@ from tests.dataloader.balance.exit_program import KINDS, WORLD_SIZE
 @pytest.mark.parametrize("runs", [1, pytest.param(50, marks=pytest.mark.long)])
 def test_programs_that_leave_their_groups_to_the_interpreter_end_cleanly(runs: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.dataloader.balance.exit_program", str(runs), str(tmp_path)]
-    output = subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, check=True).stdout
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    output = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True).stdout
     assert json.loads(output) == {kind: [0] * WORLD_SIZE * runs for kind in KINDS}

@@ -134,7 +134,7 @@ DIFFERENCES: dict[str, tuple[list[JaggedBatch], dict[str, Any], str]] = {
     "batch size": ([BATCH, pad_batch(BATCH, 2)], {}, "rank 1 failed: a batch has 2 rows, but the Balancer's batch_s"),
     "strategy": ([], {"strategy": "none"}, "strategy differs between ranks: lpt-swap on rank 0, none on rank 1"),
     "later": ([BATCH, replace(BATCH, flags=BATCH.flags[:, :2])], {}, f"{FIRST}: flags: torch.bool[3] and torch.bool["),
-    "cost": ([BATCH, rich_batch([[(6, 1), (1, 1)]])], {}, "rank 1 failed: a cost must not be negative, got -1"),
+    "cost": ([BATCH, rich_batch([[(6, 1), (1, 1)]])], {}, "rank 1 failed: the cost _negative must not be negat"),
     "lengths": ([BATCH, replace(BATCH, first=TWO_VALUES)], {}, f"{FIRST}: first: torch.int64 of keys a, b"),
     "num_real": ([BATCH, replace(BATCH, num_real=7)], {}, "rank 1 failed: ValueError: num_real must be between 0 and "),
     "gradient": ([BATCH, GRADIENT], {}, "rank 1 failed: ValueError: matrix must be on the CPU and require no gradient"),

@@ -76,7 +76,7 @@ def test_a_strategy_that_works_in_place_assigns_the_same(max_tokens: int | None)
     assignments = []
     with restored(STRATEGIES):
         for name, strategy in (("in rows", in_rows), ("mangles", mangles)):
-            register_strategy(name)(strategy)  # type: ignore[arg-type]
+            register_strategy(name)(strategy)
             assignments.append(partition(costs, 4, strategy=name, tokens=tokens, max_tokens_per_rank=max_tokens))
         # Nor can it hide that a limit is exceeded.
         with pytest.raises(ConfigError, match="max_tokens_per_rank = 5 cannot be kept"):

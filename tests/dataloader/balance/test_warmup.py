@@ -1,4 +1,5 @@
 import importlib
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +42,9 @@ print(len(recorder.buffer))
 
 
 def test_planning_and_exchanging_compile_nothing_after_warm_up() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _PLAN_AFTER_WARM_UP]
-    root = Path(__file__).parents[3]
-    assert subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout == "0\n"
+    command = [sys.executable, "-P", "-W", "ignore", "-c", _PLAN_AFTER_WARM_UP]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "0\n"
 
 
 def test_all_compiled_loops_of_planning_and_exchanging_release_the_gil() -> None:

@@ -65,7 +65,7 @@ signal.pause()
 
 def test_the_error_names_the_process_that_holds_the_lock_and_a_killed_one_holds_none(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen([sys.executable, "-P", "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
         try:

@@ -24,7 +24,7 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(() if arguments[0] == "-m" else (str(SCRIPT),)), *arguments]
+    command = [sys.executable, ("-P" if arguments[0] == "-m" else str(SCRIPT)), *arguments]
     return subprocess.run(command, env=_environment(**variables), capture_output=True, text=True, timeout=280)
 
 

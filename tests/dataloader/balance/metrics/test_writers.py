@@ -148,8 +148,7 @@ def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
         "[log(metrics) for metrics in STEPS]\n"
         f"os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
     )
-    folders = [str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment)
     assert run.returncode == -signal.SIGKILL
     assert [line["seen"] for line in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5]

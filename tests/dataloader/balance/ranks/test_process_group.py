@@ -5,7 +5,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,9 +116,9 @@ if sys.argv[2] == "destroys":
 @pytest.mark.parametrize("ending", ["destroys", "leaves"])
 def test_a_process_ends_cleanly_although_a_call_has_not_returned(ending: str) -> None:
     with store_server() as server:
-        command = [sys.executable, "-c", PROGRAM, str(server.port), ending]
+        command = [sys.executable, "-P", "-c", PROGRAM, str(server.port), ending]
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, cwd=Path(__file__).parents[4], text=True, stdin=pipe, stdout=pipe) as process:
+        with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             server.stop()

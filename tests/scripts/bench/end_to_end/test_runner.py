@@ -26,7 +26,7 @@ def stand_in(*programs: str) -> Command:
         ready = task.result.with_suffix(".ready")
         result_of(task).save(ready)
         start = f"import os, signal, sys\nREADY, RESULT = {str(ready)!r}, {str(task.result)!r}\n"
-        return [sys.executable, "-c", start + next(left)]
+        return [sys.executable, "-P", "-c", start + next(left)]
 
     return command
 
@@ -95,7 +95,11 @@ def test_ctrl_c_ends_the_processes_of_a_run(tasks: tuple[WorkerTask, ...], tmp_p
     (tmp_path / "worker.py").write_text(WORKER)
     program = PROGRAM.format(worker=str(tmp_path / "worker.py"), task=str(tasks[0].task_file))
     path = os.pathsep.join(str(ROOT / folder) for folder in ("scripts/bench", "examples"))
-    command, environment, pipe = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": path}, subprocess.PIPE
+    command, environment, pipe = (
+        [sys.executable, "-P", "-c", program],
+        {**os.environ, "PYTHONPATH": path},
+        subprocess.PIPE,
+    )
     table = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
     files = [Path(f"{tasks[0].task_file}.{rank}") for rank in range(2)]
     while not all(file.exists() and file.read_text().endswith(" ") for file in files):
