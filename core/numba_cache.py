@@ -67,9 +67,8 @@ def _compile_once(dispatcher: Any, folder: Path) -> None:
     """Let only one process of the machine compile a function at a time."""
     compile_or_load, compile_loops = dispatcher.compile, dispatcher._compiler.compile
     find_or_compile = dispatcher._compile_for_args
-    dispatcher._cache._cache_file._source_stamp = (
-        folder.name
-    )  # not the time of the file, which images of containers lose
+    # Not the time of the file, which images of containers lose.
+    dispatcher._cache._cache_file._source_stamp = folder.name
     lock_path = folder / f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__qualname__}.lock"
 
     def compile_locked(signature: tuple[Type, ...]) -> object:
