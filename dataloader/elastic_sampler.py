@@ -13,6 +13,8 @@ the batches that are handed out; so does a Balancer over the DataLoader.
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,6 +37,7 @@ from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions
 from evenrank.dataloader.sampling.steps import StepShape
 from evenrank.dataloader.state.resume_point import Position
+from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
 
 Batch = TypeVar("Batch")
@@ -104,11 +107,13 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         self._order = (ShuffledOrder if shuffle else RowOrder)(
             samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
         )
-        self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last)
+        self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
         self._seed = seed
         self._loss_key = loss_key
         self._ids, self._key_maps = {}, {}
         self._balance = balance
+        # DataLoaders ask for indices on the training thread.
+        self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
         self._handed_out: deque[_Step] | None = None  # to an ElasticLoader, and not yet by it
         self._plan_check: PlanCheck | None = None
 
@@ -126,17 +131,16 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         iteration = self._begin_epoch()
-        epoch, schedule, is_measured = iteration.point.epoch, iteration.schedule, self._observe is not None
-        for first in range(0, schedule.num_steps, _STEPS_AT_ONCE):
-            steps = range(schedule.num_steps)[first : first + _STEPS_AT_ONCE]
-            for step, samples in zip(
-                steps, self._sampler.sample(iteration, steps, is_measured=is_measured), strict=True
-            ):
-                self._after_last = Position(epoch, schedule.position_after(step))
-                if self._handed_out is not None:
-                    num_real = len(samples.sample_ids)
-                    self._handed_out.append(_Step(self._after_last, step, num_real, samples.fields, samples.metrics))
-                yield samples.sample_ids.tolist()
+        epoch, schedule = iteration.point.epoch, iteration.schedule
+        sample = partial(self._sampler.sample, iteration, is_measured=self._observe is not None)
+        starts = range(0, schedule.num_steps, _STEPS_AT_ONCE)
+        planned = self._planning.map(sample, (range(schedule.num_steps)[first:][:_STEPS_AT_ONCE] for first in starts))
+        for step, samples in enumerate(chain.from_iterable(planned)):
+            self._after_last = Position(epoch, schedule.position_after(step))
+            if self._handed_out is not None:
+                num_real = len(samples.sample_ids)
+                self._handed_out.append(_Step(self._after_last, step, num_real, samples.fields, samples.metrics))
+            yield samples.sample_ids.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of another epoch; what is left of this one, if it is this one already."""
