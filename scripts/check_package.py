@@ -5,13 +5,14 @@
 The wheel is built from the sdist, so the sdist has what building needs. In one environment, planning runs without
 extras, and preprocessing and reports with theirs. In another, for training, a user's program balances batches without
 the other extras, and mypy and Pyright check its types; then the demo, the examples and tests from the sdist run against
-the installed wheel. What docs/how-to/install.md says to install with PyTorch is resolved, for each
-tested release of it.
+the installed wheel. What docs/how-to/install.md says to install with PyTorch is resolved, for each tested release of
+it.
 """
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -139,9 +140,10 @@ def try_training(wheel: Path, folder: Path, *, work: Path, sdist: Path) -> None:
     if (after := installed(python, "torch", cwd=work)) != before:
         sys.exit(f"package: installing evenrank replaced torch {before} by {after}")
     run(python, "-m", "pip", "check", cwd=work)
-    run(python, sdist / USER_PROGRAM, "data", cwd=work)
-    run(sys.executable, "-m", "mypy", "--strict", "--python-executable", python, sdist / USER_PROGRAM, cwd=work)
-    run(sys.executable, "-m", "pyright", "--pythonpath", python, sdist / USER_PROGRAM, cwd=work)
+    program = shutil.copy(sdist / USER_PROGRAM, work)  # mypy takes the folder of the sdist for a package
+    run(python, program, "data", cwd=work)
+    run(sys.executable, "-m", "mypy", "--strict", "--python-executable", python, program, cwd=work)
+    run(sys.executable, "-m", "pyright", "--pythonpath", python, program, cwd=work)
     check_absent(python, NOT_FOR_TRAINING, cwd=work)
     check_missing(evenrank, "preprocess", "--dataset", "synthetic", extra="preprocess", cwd=work)
 
