@@ -74,7 +74,7 @@ def build_balancer(histories: Histories, loads: list[StepMetrics]) -> Balancer[A
     """Return balanced batches of the histories."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sampler = ElasticSampler(len(histories), batch_size=BATCH_SIZE, rank=rank, world_size=world_size)
-    collate = JaggedCollate({"item_id": jagged(max_length=MAX_LENGTH), "next_item": dense(dtype=torch.int64)})
+    collate = JaggedCollate({"item_id": jagged(max_length=MAX_LENGTH), "next_item": dense(dtype=torch.int64, shape=())})
     loader = DataLoader(histories, batch_sampler=sampler, collate_fn=collate)
     return Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append))
 
