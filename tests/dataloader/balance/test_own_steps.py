@@ -49,7 +49,8 @@ def _refuses_9(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray
 
 def test_an_error_of_a_cost_is_that_of_its_own_step() -> None:
     steps = _read([LoadedStep(FIRST), LoadedStep(SECOND), LoadedStep(FIRST)], _refuses_9)
-    assert [error and str(error) for error in steps.errors] == [None, "9 is too much", None]
+    raised = "the cost _refuses_9 raised ValueError: 9 is too much; the batch has the keys a, b, weighted.a, c"
+    assert [error and str(error) for error in steps.errors] == [None, raised, None]
     assert [header.status for header in steps.headers] == [0, 1, 0]
     assert [header.num_real for header in steps.headers] == [2, 0, 2]
     assert steps.costs[0].tolist() == steps.costs[2].tolist() == _read([LoadedStep(FIRST)]).costs[0].tolist()
