@@ -29,7 +29,7 @@ from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loade
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
-from evenrank.training.lightning_callback import ElasticResume
+from evenrank.training.trainers.lightning_callback import ElasticResume
 from next_item import COST, NextItem
 
 

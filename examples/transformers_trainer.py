@@ -25,7 +25,7 @@ from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import scale_loss
-from evenrank.training.transformers_trainer import BalancedTrainer
+from evenrank.training.trainers.transformers_trainer import BalancedTrainer
 from next_item import COST, NextItem
 
 

@@ -12,7 +12,7 @@ from tests.ranks import RankPool
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 environments = pytest.importorskip("lightning.pytorch.plugins.environments")
-ElasticResume = pytest.importorskip("evenrank.training.lightning_callback").ElasticResume
+ElasticResume = pytest.importorskip("evenrank.training.trainers.lightning_callback").ElasticResume
 
 
 class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc]

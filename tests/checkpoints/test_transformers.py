@@ -36,7 +36,7 @@ def _train(
     rank: int, world_size: int, path: Path, folder: Path, resume_from: int | None, options: dict[str, Any]
 ) -> Run:
     """Train two epochs, or the rest of them after a step; a checkpoint of each step is saved in a run that begins."""
-    from evenrank.training.transformers_trainer import BalancedTrainer
+    from evenrank.training.trainers.transformers_trainer import BalancedTrainer
 
     run = Run()
 
@@ -166,7 +166,7 @@ class _Recorded:
 
 def _pull(rank: int, world_size: int, path: Path, folder: Path, balancing: BalanceConfig) -> tuple[int, int]:
     """Pull as many batches as 20 epochs should have; return how many epochs have ended, and the samples of one."""
-    from evenrank.training.transformers_trainer import BalancedTrainer
+    from evenrank.training.trainers.transformers_trainer import BalancedTrainer
 
     config = LoaderConfig(batch_size=16, max_history_length=60)
     loader = _Recorded(build_loader(path, config, rank=rank, world_size=world_size, balance=balancing))

@@ -136,7 +136,7 @@ def test_the_base_package_imports_without_extras_and_says_what_needs_them(tmp_pa
     ("package", "module"), [("lightning", "lightning_callback"), ("transformers", "transformers_trainer")]
 )
 def test_what_is_for_a_trainer_names_its_extra(tmp_path: Path, package: str, module: str) -> None:
-    run = _run(f"import evenrank.training.{module}", hidden=package, cwd=tmp_path)
+    run = _run(f"import evenrank.training.trainers.{module}", hidden=package, cwd=tmp_path)
     assert run.returncode == 1
     expected = f"the package {package} is not installed; run pip install 'evenrank[{package}]'"
     assert run.stderr.splitlines()[-1] == f"evenrank.core.errors.MissingPackageError: {expected}"

@@ -1,0 +1,1 @@
+"""Adapters of trainers of other packages, each imported from its own module, because it needs that package."""
