@@ -205,7 +205,7 @@ def has_layers(cost: str) -> bool:
 def make_cost(text: str, shape: CostShape = LAYERS) -> "Cost":
     """Return the cost that `--cost` names, of layers of this shape."""
     from evenrank.dataloader.balance import PaddedCost
-    from evenrank.dataloader.balance.cost import resolve_cost
+    from evenrank.dataloader.balance.costs.cost import resolve_cost
 
     hidden, heads, _ = shape
     if hidden % heads:

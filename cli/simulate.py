@@ -183,7 +183,7 @@ class _Draws:
         from evenrank.cli.simulation import simulate, with_fixed_load
         from evenrank.core.numba_cache import interpreted
         from evenrank.dataloader.balance import summarize
-        from evenrank.dataloader.balance.cost import cost_shift
+        from evenrank.dataloader.balance.costs.cost import cost_shift
 
         sizes: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.steps, "seed": self.seed}
         is_small = world_size * self.batch_size * self.steps <= _MAX_INTERPRETED

@@ -13,16 +13,9 @@ from numpy.typing import NDArray
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import (
-    COST_BITS,
-    Cost,
-    PaddedCost,
-    cost_shift,
-    count_tokens,
-    counted_tokens,
-    scaled_costs,
-)
-from evenrank.dataloader.balance.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.costs.cost import COST_BITS, Cost, cost_shift, count_tokens, scaled_costs
+from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import Assignment, partition, unbalanced

@@ -1,6 +1,6 @@
 """Balanced batches: assign the samples of a step to ranks, and move them there.
 
-Start at `balancer.py`. A step's lengths become costs (`cost.py`), ranks all-gather them (`ranks/`), every rank
+Start at `balancer.py`. A step's lengths become costs (`costs/`), ranks all-gather them (`ranks/`), every rank
 computes the same assignment (`partition/`), and one collective moves the samples (`exchange/`). Where every rank can
 read every sample, nothing moves (`no_exchange.py`).
 """
@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from evenrank.core.optional_imports import naming_extras
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import (
-    COSTS,
-    Cost,
-    HSTUCost,
-    LinearCost,
-    PaddedCost,
-    SelfAttentionCost,
-    register_cost,
-)
-from evenrank.dataloader.balance.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.costs.cost import COSTS, Cost, register_cost
+from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.costs.model_costs import HSTUCost, LinearCost, PaddedCost, SelfAttentionCost
 from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics, summarize
 from evenrank.dataloader.balance.partition.strategies import (
     STRATEGIES,

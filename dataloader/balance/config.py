@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import construct
-from evenrank.dataloader.balance.cost import Cost, PaddedCost, counted_tokens, describe_cost, resolve_cost
+from evenrank.dataloader.balance.costs.cost import Cost, describe_cost, resolve_cost
+from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.metrics.text_log import StepLogger
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
@@ -35,8 +36,8 @@ class BalanceConfig:
     """
 
     cost: Cost
-    """The cost of a sample; see `evenrank.dataloader.balance.cost`. In `from_dict` also the name of a registered one
-    (`register_cost`), or a mapping of its `name` and settings."""
+    """The cost of a sample; see `evenrank.dataloader.balance.costs.cost`. In `from_dict` also the name of a registered
+    one (`register_cost`), or a mapping of its `name` and settings."""
     strategy: str = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
     `karmarkar-karp` is the baseline; `none` moves nothing; or one of your own (`register_strategy`)."""

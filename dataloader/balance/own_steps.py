@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
+from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.ranks.consistency import check_batch
 from evenrank.dataloader.balance.ranks.metadata import Header
 from evenrank.dataloader.batches.batch import JaggedBatch

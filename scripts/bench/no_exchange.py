@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
-from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
+from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.batches.batch import name_keys
 from evenrank.dataloader.collate.gather import group_by_store

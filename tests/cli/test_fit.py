@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, MeasuredCost, PaddedCost, StepMetrics, partition
-from evenrank.dataloader.balance.cost import counted_tokens
+from evenrank.dataloader.balance.costs.model_costs import counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.balance.metrics.writers import JsonLines
 from tests.cli.programs import Evenrank

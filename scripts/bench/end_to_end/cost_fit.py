@@ -11,7 +11,7 @@ import numpy as np
 from end_to_end.results import EVEN, Floats, Ints, RunResult, Segment, compute_ms, job_ms, segments_of
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import HSTUCost, MeasuredCost
-from evenrank.dataloader.balance.cost import TokenCost
+from evenrank.dataloader.balance.costs.model_costs import TokenCost
 from evenrank.datasets.schema import USER_ID
 
 # Settings that do not change what a rank computes for the samples that it trains on.

@@ -37,7 +37,7 @@ from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.balance.cost import TokenCost
+from evenrank.dataloader.balance.costs.model_costs import TokenCost
 from evenrank.datasets.schema import ACTION, ITEM_ID, SCHEMA_VERSION, USER_ID, Manifest
 from evenrank.training import device_peaks, make_pipeline, scale_loss
 from evenrank.training.pipelines import Pipeline

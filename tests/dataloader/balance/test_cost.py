@@ -20,14 +20,8 @@ from evenrank.dataloader.balance import (
     SelfAttentionCost,
     register_cost,
 )
-from evenrank.dataloader.balance.cost import (
-    cost_shift,
-    count_tokens,
-    counted_tokens,
-    describe_cost,
-    resolve_cost,
-    scaled_costs,
-)
+from evenrank.dataloader.balance.costs.cost import cost_shift, count_tokens, describe_cost, resolve_cost, scaled_costs
+from evenrank.dataloader.balance.costs.model_costs import counted_tokens
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
 from tests.registrations import restored
 

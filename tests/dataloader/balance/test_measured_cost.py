@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import MeasuredCost
-from evenrank.dataloader.balance.cost import describe_cost
+from evenrank.dataloader.balance.costs.cost import describe_cost
 from evenrank.datasets.distributions import Lognormal
 from tests.dataloader.balance.costs import Ints
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.cost import TokenCost, attended_pairs, register_cost
+from evenrank.dataloader.balance.costs.cost import register_cost
+from evenrank.dataloader.balance.costs.model_costs import TokenCost, attended_pairs
 from evenrank.datasets.schema import ITEM_ID
 
 _FORMAT, _VERSION = "evenrank measured cost", 1

@@ -1,0 +1,1 @@
+"""Lengths -> the cost of training on each sample."""
