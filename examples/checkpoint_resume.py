@@ -14,6 +14,7 @@ never stopped, up to rounding.
 """
 
 import argparse
+import gc
 import math
 import shutil
 import sys
@@ -120,6 +121,7 @@ def main() -> None:
     except EvenrankError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """A next-item model in plain PyTorch on balanced batches, with an evaluation and a checkpoint that it resumes from."""
 
+import gc
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,10 @@ def evaluate(model: NextItem, data: Path, rank: int, world_size: int) -> dict[st
     return metrics.compute()
 
 
-def main(data: Path = Path("out/shop"), steps: int = 120, checkpoint: Path = Path("out/own-model.pt")) -> None:
-    """Train up to a step, from the checkpoint if there is one; evaluate, and save. Run it under torchrun."""
-    num_items = read_manifest(data).vocabulary_sizes["item_id"]
+def train(data: Path, num_items: int, steps: int, checkpoint: Path) -> None:
+    """Train up to a step, from the checkpoint if there is one; evaluate, and save."""
     torch.manual_seed(0)
     model, average = NextItem(num_items), LossAverage()
-    dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parallel, optimizer = DistributedDataParallel(model), torch.optim.Adam(model.parameters(), lr=3e-3)
     cost = SelfAttentionCost(hidden=32, heads=1, head_dim=32, layers=1, ffn_multiplier=4)
@@ -91,6 +90,14 @@ def main(data: Path = Path("out/shop"), steps: int = 120, checkpoint: Path = Pat
     if rank == 0:
         torch.save(state, checkpoint)
         print("evaluation |", " | ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+
+
+def main(data: Path = Path("out/shop"), steps: int = 120, checkpoint: Path = Path("out/own-model.pt")) -> None:
+    """Train up to a step, evaluate, and save; run it under torchrun."""
+    num_items = read_manifest(data).vocabulary_sizes["item_id"]
+    dist.init_process_group("gloo")
+    train(data, num_items, steps, checkpoint)
+    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ training.
 """
 
 import argparse
+import gc
 import sys
 import warnings
 from itertools import chain, islice, repeat
@@ -162,6 +163,7 @@ def main() -> None:
     except EvenrankError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ all epochs but the first. Prints one JSON line per variant:
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import tempfile
@@ -98,19 +99,27 @@ class Variant:
                 self.longest.append(longest)
 
 
-def train(rank: int, data: Path, store: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train all variants in turns; return a row for each on rank 0."""
+def run_rank(rank: int, data: Path, store: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Be a rank of the job; return the rows of `train`."""
     on_gpu = torch.cuda.device_count() >= options.ranks
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     torch.set_num_threads(1)
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=store, rank=rank, world_size=options.ranks)
+    rows = train(rank, data, device, options)
+    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
+    dist.destroy_process_group()
+    return rows
+
+
+def train(rank: int, data: Path, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train all variants in turns; return a row for each on rank 0."""
     torch.manual_seed(0)
     model = DistributedDataParallel(PaddedSASRec(read_manifest(data).vocabulary_sizes["item_id"]).to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trained = {
-        name: Variant(balance, data, rank, options.ranks, on_gpu=on_gpu)
+        name: Variant(balance, data, rank, options.ranks, on_gpu=device.type == "cuda")
         for name, balance in variants(options.windows).items()
     }
     for epoch in range(options.epochs):
@@ -125,7 +134,6 @@ def train(rank: int, data: Path, store: str, options: argparse.Namespace) -> lis
         dist.all_gather_object(longest, variant.longest)
         if rank == 0:  # which has the times of all ranks
             rows.append({"variant": name, **measured(variant.steps, np.array(longest))})
-    dist.destroy_process_group()
     return rows
 
 
@@ -155,7 +163,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(options.ranks) as pool:
         arguments = (options.data, f"file://{folder}/store", options)
-        ranks = [pool.apply_async(train, (rank, *arguments)) for rank in range(options.ranks)]
+        ranks = [pool.apply_async(run_rank, (rank, *arguments)) for rank in range(options.ranks)]
         rows = ranks[0].get(timeout=1800)
     for row in reversed(rows):  # the first one, to which all are compared, last
         row |= {name: round(row[name] / rows[0][name], 3) for name in ("promised", "measured")}

@@ -2,10 +2,13 @@
 
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from itertools import groupby, islice, repeat
 from pathlib import Path
+from subprocess import PIPE, TimeoutExpired
 
 import pytest
 import torch
@@ -26,16 +29,29 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 def run(example: str, data: Path, cwd: Path, *arguments: object, num_ranks: int = 2) -> str:
     """Return what an example prints; it must succeed, and write nothing to standard error."""
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(num_ranks)]
-    command = [*torchrun, str(EXAMPLES / f"{example}.py"), "--data", str(data), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # or torchrun says that it sets it
+    return run_command([*torchrun, str(EXAMPLES / f"{example}.py"), "--data", str(data), *map(str, arguments)], cwd)
+
+
+def run_command(command: list[str], cwd: Path) -> str:
+    """Return what a command prints; it must succeed in 280 seconds, and write nothing to standard error."""
+    # Without the number of threads, torchrun says that it sets it.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     for _ in range(2):
-        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
+        with subprocess.Popen(command, cwd=cwd, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
+            try:
+                out, err = process.communicate(timeout=280)
+            except TimeoutExpired:
+                ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                for pid in (*map(int, ranks), process.pid):
+                    os.kill(pid, signal.SIGABRT)  # it says where it hangs
+                out, err = process.communicate()
         # As in tests/ranks.py: before anything else, Gloo has found another program at a port of 127.0.0.1.
-        if "connectFullMesh failed" not in done.stderr:
+        if "connectFullMesh failed" not in err:
             break
-    if done.returncode or done.stderr:
-        pytest.fail(f"{example} on {num_ranks} ranks exits with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    return done.stdout
+    err = re.sub(r"^.*compiling, once per machine.*\n", "", err, flags=re.M)
+    if process.returncode or err:
+        pytest.fail(f"{shlex.join(command)} exits with {process.returncode}:\n{out}\n{err}")
+    return out
 
 
 def numbers_of(line: str) -> list[float]:

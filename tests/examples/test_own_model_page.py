@@ -2,16 +2,14 @@
 
 import contextlib
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import ROOT, TUTORIALS, check_tutorial, losses_of, numbers_of
+from tests.examples.programs import ROOT, TUTORIALS, check_tutorial, losses_of, numbers_of, run_command
 from tests.pages import blocks
 
 pytestmark = pytest.mark.examples
@@ -26,9 +24,7 @@ def _run(command: str, folder: Path) -> str:
         "evenrank": [sys.executable, "-m", "evenrank"],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # or torchrun says that it sets it
-    run = [*programs[program], *arguments]
-    return subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+    return run_command([*programs[program], *arguments], folder)
 
 
 def _words(text: str) -> str:
