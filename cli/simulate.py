@@ -1,6 +1,5 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
-import contextlib
 import dataclasses
 from itertools import product
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 
 from evenrank.cli import console, options
 from evenrank.core.errors import ConfigError
+from evenrank.core.numba_cache import interpreted
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
 _TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
-_MAX_INTERPRETED = 1 << 13  # samples, which plain Python balances in 2 s; compiling takes longer
+_MAX_INTERPRETED = 1 << 14  # samples of all rows, which plain Python balances in 1 s; compiling takes longer
 _IDLE = 0.01  # share of idle time from which on the table is followed by what would help
 _CONDITIONS = (
     options.HAS_LAYERS,
@@ -131,6 +131,9 @@ def simulate_command(
         raise ConfigError(f"--fixed-ms {fixed_ms:g} is a part of --step-ms {step_ms:g}, so it must be less")
     strategies = _parse_strategies(strategy)
     steps = -(-steps // window) * window  # whole windows: of part of one, other samples come before than after
+    is_small = sum(world_sizes) * len(strategies) * batch_size * steps <= _MAX_INTERPRETED
+    if is_small:
+        ctx.with_resource(interpreted())
 
     from evenrank.cli.gains import describe_settings, print_gains
     from evenrank.cli.simulation import open_source
@@ -143,7 +146,9 @@ def simulate_command(
         lengths = open_source(source, split, max_history_length)
     chosen: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
     fixed_share = 0.0 if step_ms is None or fixed_ms is None else fixed_ms / step_ms
-    drawn = _Draws(lengths, batch_size=batch_size, steps=steps, seed=seed, fixed_share=fixed_share)
+    drawn = _Draws(
+        lengths, batch_size=batch_size, steps=steps, seed=seed, fixed_share=fixed_share, is_timed=not is_small
+    )
     balances = [  # where every sample stays, it also stays in its step
         BalanceConfig(cost=model, strategy=name, window=1 if name == "none" else window, **chosen)
         for name in strategies
@@ -177,19 +182,17 @@ class _Draws:
     steps: int
     seed: int
     fixed_share: float  # of the time of a step before balancing
+    is_timed: bool  # the planner's time is that of compiled loops
 
     def gain(self, world_size: int, balance: "BalanceConfig", *, fixed: float | None = None, **progress: Any) -> "Gain":
         from evenrank.cli.gains import Gain
         from evenrank.cli.simulation import simulate, with_fixed_load
-        from evenrank.core.numba_cache import interpreted
         from evenrank.dataloader.balance import summarize
         from evenrank.dataloader.balance.costs.cost import cost_shift
 
         sizes: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.steps, "seed": self.seed}
-        is_small = world_size * self.batch_size * self.steps <= _MAX_INTERPRETED
-        with interpreted() if is_small else contextlib.nullcontext():
-            steps = simulate(self.source, balance, world_size, **sizes, **progress)
-        if is_small:  # the time may be that of plain Python
+        steps = simulate(self.source, balance, world_size, **sizes, **progress)
+        if not self.is_timed:
             steps = [dataclasses.replace(step, plan_seconds=0.0) for step in steps]
         unit = 2.0 ** cost_shift(balance.cost, world_size * self.batch_size)
         if fixed is None:

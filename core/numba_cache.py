@@ -12,7 +12,7 @@ or compiles it: the first process compiles, the others load. Without the lock, t
 signatures could also overwrite each other's machine code. Record locks end with their process and are not inherited by
 forked workers. Processes take them in the order of calls, callers first, so no two wait for each other.
 
-Compiling takes longer than a small simulation: within `interpreted()`, functions without machine code are plain Python.
+Importing Numba and compiling take longer than a small simulation: `interpreted()` leaves functions plain Python.
 """
 
 import contextlib
@@ -24,17 +24,15 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numba
 import numpy as np
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.types import Type
-from numba.core.types.misc import unliteral
 
 from evenrank.core.files import is_trusted, open_lock_file, opener_of_own_files, user_folders
+
+if TYPE_CHECKING:
+    from numba.core.types import Type
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 # Tests, scripts and virtual environments may be in the same folder.
@@ -42,36 +40,42 @@ _SUBPACKAGES = ("core", "datasets", "dataloader", "preprocess", "training")
 _DECORATOR = b"\n@compiled\n"
 _PREFIX = "compiled-"
 _NOTICE = "compiling, once per machine, about 25 s"  # all loops of planning, on a laptop
-_CONFIG: Any = numba.config  # sets its options at import, so type checkers do not know them
 _CONFIG_LOCK = threading.Lock()
 _log = logging.getLogger("evenrank.compile")
-_is_interpreting = ContextVar("is_interpreting", default=False)
+_is_interpreting = False
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
     """Compile a function with Numba at its first call, cached on disk; it runs without the GIL and keeps its type."""
+    if _is_interpreting:
+        return function
+    import numba
+
     folder = cache_folder()
+    config: Any = numba.config  # sets its options at import, so type checkers do not know them
     with _CONFIG_LOCK:
-        before, _CONFIG.CACHE_DIR = _CONFIG.CACHE_DIR, str(folder or "")  # read by Numba's cache
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")  # read by Numba's cache
         try:
             dispatcher = numba.njit(nogil=True, cache=folder is not None, no_cfunc_wrapper=True)(function)
         finally:
-            _CONFIG.CACHE_DIR = before
-    if folder is not None and not _CONFIG.DISABLE_JIT:  # with it, `njit` returns the function itself
+            config.CACHE_DIR = before
+    if folder is not None and not config.DISABLE_JIT:  # with it, `njit` returns the function itself
         _compile_once(dispatcher, folder)
     return cast(Function, dispatcher)
 
 
 def _compile_once(dispatcher: Any, folder: Path) -> None:
     """Let only one process of the machine compile a function at a time."""
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.types.misc import unliteral
+
     compile_or_load, compile_loops = dispatcher.compile, dispatcher._compiler.compile
-    find_or_compile = dispatcher._compile_for_args
     # Not the time of the file, which images of containers lose.
     dispatcher._cache._cache_file._source_stamp = folder.name
     lock_path = folder / f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__qualname__}.lock"
 
-    def compile_locked(signature: tuple[Type, ...]) -> object:
+    def compile_locked(signature: "tuple[Type, ...]") -> object:
         # A call with a constant would compile a version for its value.
         signature = tuple(map(unliteral, signature))
         with global_compiler_lock:
@@ -87,25 +91,19 @@ def _compile_once(dispatcher: Any, folder: Path) -> None:
         _give_notice(folder)
         return compile_loops(*arguments)
 
-    def find_function(*arguments: object, **by_name: object) -> object:
-        # What this returns is called with the arguments. A function has a lock file once a process has compiled it.
-        if _is_interpreting.get() and not lock_path.exists():
-            return dispatcher.py_func
-        return find_or_compile(*arguments, **by_name)
-
     dispatcher.compile, dispatcher._compiler.compile = compile_locked, compile_with_notice
-    dispatcher._compile_for_args = find_function
 
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Run compiled functions that this machine has no machine code of as plain Python, while the context is open."""
-    token = _is_interpreting.set(True)
+    """Leave functions of modules that are first imported while the context is open plain Python, and run them there."""
+    global _is_interpreting
+    _is_interpreting = True
     try:
         with np.errstate(over="ignore"):  # words of 64 bits wrap around in hashes
             yield
     finally:
-        _is_interpreting.reset(token)
+        _is_interpreting = False
 
 
 @functools.cache

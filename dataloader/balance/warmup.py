@@ -4,8 +4,6 @@ import threading
 
 import numpy as np
 
-from evenrank.dataloader.balance.exchange.layout import Sections, lay_out, write_host_buffer
-from evenrank.dataloader.balance.exchange.memory import copy_ranges
 from evenrank.dataloader.balance.partition.strategies import partition
 
 _COMPILED = ("karmarkar-karp", "lpt-swap", "min-move")
@@ -38,7 +36,10 @@ def warm_up(strategy: str, *, limits_tokens: bool = False, exchanges: bool = Fal
 
 
 def _warm_up_exchange() -> None:
-    from evenrank.dataloader.batches.schema import describe_lengths  # imports torch, without which costs are simulated
+    # They import torch, or compile themselves, and costs are simulated without.
+    from evenrank.dataloader.balance.exchange.layout import Sections, lay_out, write_host_buffer
+    from evenrank.dataloader.balance.exchange.memory import copy_ranges
+    from evenrank.dataloader.batches.schema import describe_lengths
 
     none, one, rows = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 1), -1, dtype=np.int32)
     no_bytes, no_fields = np.empty(0, dtype=np.uint8), np.empty((0, 3), dtype=np.int64)

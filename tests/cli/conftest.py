@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import evenrank.cli.simulation  # or a small simulation in this process leaves its functions plain Python
 from evenrank.cli.main import main
 from tests.cli.programs import Evenrank, Finished
 
