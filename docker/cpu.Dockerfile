@@ -24,7 +24,9 @@ RUN /opt/tools/bin/uv pip install --requirements pyproject.toml --extra train --
         --constraint requirements-dev.lock --constraint "constraints/${RELEASE}.txt" "./constraints/${RELEASE}-cpu" \
     && /opt/tools/bin/uv pip check
 COPY . .
-RUN /opt/tools/bin/uv pip install --no-deps .
+# A user's machine code begins as a copy of the image's, where the CPU is of the same kind.
+RUN /opt/tools/bin/uv pip install --no-deps . \
+    && "$VIRTUAL_ENV/bin/evenrank" warmup
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --uid 1000 --create-home evenrank

@@ -23,7 +23,9 @@ RUN /opt/tools/bin/uv pip install --requirements pyproject.toml --extra train --
         --constraint requirements-dev.lock --constraint "constraints/${RELEASE}.txt" \
     && /opt/tools/bin/uv pip check
 COPY . .
-RUN /opt/tools/bin/uv pip install --no-deps .
+# A user's machine code begins as a copy of the image's, where the CPU is of the same kind.
+RUN /opt/tools/bin/uv pip install --no-deps . \
+    && "$VIRTUAL_ENV/bin/evenrank" warmup
 
 FROM ${PYTHON_IMAGE}
 # Triton compiles the launchers of its kernels with a C compiler when they are first used.
