@@ -21,7 +21,7 @@ speed-up    total time of the steps before balancing / after; of a step: the
             median of single steps, and half of their 5-95 % range
 bound       heaviest load after balancing / the least possible, mean of steps
 one         steps whose time one sample sets: more balancing is no help
-moved       share of tokens whose samples are trained on another rank
+moved       share of tokens whose samples move to another rank
 """
 
 

@@ -4,9 +4,9 @@
     torchrun --nproc_per_node 2 examples/checkpoint_resume.py --data out/synthetic --steps 60
     torchrun --nproc_per_node 3 examples/checkpoint_resume.py --data out/synthetic
 
-The first job saves a checkpoint after 60 steps and ends. The second one finds it, trains what is left of the epoch on 3
-ranks, and checks that the two jobs trained each sample exactly once. One call saves or loads model, optimizer and the
-position in the data: the loader is one more entry of the state. (A real job keeps its previous checkpoint until the
+The first job saves a checkpoint after 60 steps and ends. The second one finds it, trains on what is left of the epoch
+with 3 ranks, and checks that the two jobs trained on each sample exactly once. One call saves or loads model, optimizer
+and position in the data: the loader is one more entry of the state. (A real job keeps its previous checkpoint until the
 new one is complete.)
 
 A step has 96 samples on any number of ranks that divides 96, so the losses after resuming are those of a job that was
@@ -70,7 +70,7 @@ def train(args: argparse.Namespace) -> None:
     model = DistributedDataParallel(NextItem(num_items))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     average = LossAverage()
-    trained = torch.zeros(loader.num_samples, dtype=torch.int64)  # how often each sample was trained, by all ranks
+    trained = torch.zeros(loader.num_samples, dtype=torch.int64)  # how often each sample was trained on, by all ranks
 
     job = {"app": AppState(model, optimizer), "data": loader, "trained": trained}
     if args.checkpoint.exists():
@@ -102,9 +102,9 @@ def train(args: argparse.Namespace) -> None:
             partial.rename(args.checkpoint)
     once, repeated = int((trained == 1).sum()), int((trained > 1).sum())
     if rank == 0:
-        print(f"{once:,} of {loader.num_samples:,} samples were trained exactly once, {repeated:,} more often")
+        print(f"{once:,} of {loader.num_samples:,} samples were trained on exactly once, {repeated:,} more often")
     if args.steps is None and once < loader.num_samples:
-        raise RuntimeError("the epoch is over, but not every sample was trained exactly once")
+        raise RuntimeError("the epoch is over, but not every sample was trained on exactly once")
 
 
 def main() -> None:

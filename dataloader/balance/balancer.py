@@ -69,7 +69,7 @@ def _check_on_all_ranks(
 class Balancer(EpochNode[Batch], Generic[Batch]):
     """Balances every step over the ranks of a process group; iterate over it instead of over the loader.
 
-    A step has the same samples as before balancing, each once; only the ranks that train them change. Every rank of
+    A step has the same samples as before balancing, each once; only the ranks that train on them change. Every rank of
     the group must create its Balancer and iterate over it in the same way.
 
     Args:

@@ -61,7 +61,7 @@ class ResumePoint:
     position: int = 0
     """Samples trained before the iteration."""
     pending: Positions | None = None
-    """[n]: untrained positions below `frontier`, when `start` samples were trained, ascending; None: there are none."""
+    """[n]: untrained positions below `frontier` after `start` samples, ascending; None: there are none."""
 
     @property
     def frontier(self) -> int:

@@ -84,9 +84,10 @@ def test_an_epoch_is_finished_on_another_number_of_ranks(small_dataset: Path, tm
     assert [*losses_of(first)] == [1, 2, 3, 4]
     assert losses_of(first) | losses_of(second) == pytest.approx(uninterrupted, abs=TOLERANCE)
     num_samples = read_manifest(small_dataset).splits["train"].rows
-    assert first.splitlines()[-1] == f"96 of {num_samples} samples were trained exactly once, 0 more often"
+    assert first.splitlines()[-1] == f"96 of {num_samples} samples were trained on exactly once, 0 more often"
     assert second.splitlines()[0] == "resumed on 3 ranks; 5 of 9 steps are left"
-    assert second.splitlines()[-1] == f"{num_samples} of {num_samples} samples were trained exactly once, 0 more often"
+    of_all = f"{num_samples} of {num_samples} samples were trained on exactly once, 0 more often"
+    assert second.splitlines()[-1] == of_all
     check_tutorial("checkpoint-resume", first, second)
 
 

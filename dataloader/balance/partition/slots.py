@@ -71,7 +71,7 @@ def slots_of_ranks(rank_of: NDArray[np.int64], world_size: int) -> NDArray[np.in
 
 @compiled
 def mark_padding(rank_of: NDArray[np.int32], num_real: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the rank that trains each row, int32 [W, B], -1 for padding, given the ranks of all slots, [W * B]."""
+    """Return the rank that trains on each row, int32 [W, B], -1 for padding, given the ranks of all slots, [W * B]."""
     of_rows = rank_of.copy().reshape(len(num_real), -1)
     for rank in range(len(num_real)):
         of_rows[rank, num_real[rank] :] = PADDING

@@ -113,7 +113,7 @@ class Assignment:
 
     @property
     def moved(self) -> NDArray[np.bool_]:
-        """Which samples are trained on another rank than the one that loaded them: bool [W, B]."""
+        """Which samples move to another rank than the one that loaded them: bool [W, B]."""
         home = np.arange(len(self.rank_of))[:, np.newaxis]
         moved: NDArray[np.bool_] = (self.rank_of >= 0) & (self.rank_of != home)
         return moved

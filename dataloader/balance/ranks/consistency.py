@@ -5,11 +5,11 @@ every step of a Balancer: a rank that planned differently would send other bytes
 be lost, or Gloo would abort the process. A rank that failed would leave its peers waiting for bytes.
 
 Without an exchange, ranks plan alone, and `PlanCheck` compares their plans now and then. A cost or a strategy that
-returns something else on one rank, such as a cost fitted to that rank's own times, leaves out some samples and trains
-others twice, without an error anywhere. So each rank keeps a running hash of its plans, which is compared through the
-store: without waiting when an epoch begins and when a state is asked for, and with all ranks when an epoch ends. The
-rank that comes first to such a point has nothing to compare with; it learns of a difference from the note that the
-others leave, at the next one.
+returns something else on one rank, such as a cost fitted to that rank's own times, leaves out some samples, and others
+are trained on twice, without an error anywhere. So each rank keeps a running hash of its plans, which is compared
+through the store: without waiting when an epoch begins and when a state is asked for, and with all ranks when an epoch
+ends. The rank that comes first to such a point has nothing to compare with; it learns of a difference from the note
+that the others leave, at the next one.
 """
 
 import contextlib
@@ -236,7 +236,7 @@ class PlanCheck:
         if not note and total_of_other != str(total):
             note = (
                 f"ranks {other} and {rank} have planned steps differently, {where}: samples were "
-                "left out or trained twice; make the cost and the strategy return the same on all ranks, or use a "
+                "left out or trained on twice; make the cost and the strategy return the same on all ranks, or use a "
                 "Balancer, which gathers costs, and resume from an earlier checkpoint with new loaders"
             )
         if note:
