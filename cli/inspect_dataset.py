@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from evenrank.cli import console
 from evenrank.cli.gains import describe_settings, print_gains
 from evenrank.cli.options import DatasetFolder, file_option, page_path, write_page
+from evenrank.core.storage import Remote, locate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +25,8 @@ most frequent id has alone."""
 def inspect_command(
     path: DatasetFolder,
     html: Annotated[
-        Path | None, file_option(help="Page to write. Default: PATH-report.html, next to the dataset.")
+        Path | None,
+        file_option(help="Page to write. Default: PATH-report.html, next to the dataset; of a URL, in this folder."),
     ] = None,
 ) -> None:
     """Show the content of a dataset: events, what the split leaks, history lengths, vocabulary sizes, routing of items.
@@ -40,8 +42,13 @@ def inspect_command(
 
     manifest = read_manifest(path)
     statistics = read_statistics(manifest)
-    page = page_path(path, html)
-    console.print_result(f"{path}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
+    dataset = locate(path)
+    name = dataset.name if isinstance(dataset, Remote) else dataset.resolve().name
+    if isinstance(dataset, Remote):
+        page = page_path(Path(name), html or Path(f"{name}-report.html"))  # in the current folder
+    else:
+        page = page_path(dataset, html)
+    console.print_result(f"{dataset}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
     for table in (splits_table(manifest, statistics.num_events), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     console.print_aligned(statistics.describe())
@@ -53,7 +60,7 @@ def inspect_command(
         for split in manifest.splits:
             on_stage(f"opening {split}")
             stores[split] = open_store(path, split)
-        report = render_page(manifest, stores, name=path.resolve().name, on_stage=on_stage)
+        report = render_page(manifest, stores, name=name, on_stage=on_stage)
         write_page(page, report.html)
     if report.gains:
         console.print_result(f"Steps of {describe_settings()}:")

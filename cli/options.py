@@ -16,6 +16,7 @@ import typer
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.storage import is_url, local_path
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance import Cost, MeasuredCost
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
 
 DatasetFolder = Annotated[
-    Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
+    Path, typer.Argument(help="Folder or URL written by `evenrank preprocess`.", metavar="PATH", show_default=False)
 ]
 file_option = partial(typer.Option, metavar="FILE", show_default=False)
 
@@ -144,11 +145,20 @@ def _read_value(path: Path, key: str, value: Any, kind: Any, path_pattern: str) 
         wanted = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a string")
         raise ConfigError(f"{path}: {key} must be {wanted}{' or a list of strings' * is_list}, got {value!r}")
     if kind is Path:
-        folder = str(path.parent)
-        values = [str(Path(glob.escape(folder) if glob.has_magic(one) else folder, one)) for one in values]
+        values = [_relative_to(path.parent, one) for one in values]
     elif kind is str:
-        values = [re.sub(path_pattern, lambda found: str(path.parent / found[0]), one) for one in values]
+        values = [re.sub(path_pattern, lambda found: _relative_to(path.parent, found[0]), one) for one in values]
     return values if is_list else values[0]
+
+
+def is_dataset(place: Path | str) -> bool:
+    """Return whether a place can only be that of a dataset: a folder or a URL."""
+    return is_url(place) or local_path(place).is_dir()
+
+
+def _relative_to(folder: Path, path: str) -> str:
+    prefix = glob.escape(str(folder)) if glob.has_magic(path) else folder
+    return path if is_url(path) else str(Path(prefix, path))
 
 
 class CostShape(NamedTuple):
@@ -253,8 +263,9 @@ def page_path(subject: Path, chosen: Path | None) -> Path:
     if page is None:
         named = subject if subject.name not in ("", "..") else subject.resolve()
         page = named.parent / f"{named.name if is_dataset else named.stem}-report.html"
-    if page.is_dir():
-        raise ConfigError(f"{page} is a folder; --html needs the name of a file")
+    if page.is_dir() or is_url(page):
+        kind = "URL" if is_url(page) else "folder"
+        raise ConfigError(f"{page} is a {kind}; --html needs the name of a file")
     if is_dataset and page.resolve().is_relative_to(subject.resolve()):
         raise ConfigError(
             f"{page} is inside the dataset, which may contain nothing else; choose a file outside {subject} with --html"

@@ -19,6 +19,7 @@ from evenrank.cli.options import (
     shown_option,
 )
 from evenrank.core.errors import ConfigError
+from evenrank.core.storage import join, locate
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
@@ -93,7 +94,8 @@ def preprocess_command(
     out: Annotated[
         Path | None,
         _dataset(
-            help="Folder to write; a dataset there is replaced at the end. Default: out/DATASET.", metavar="FOLDER"
+            help="Folder or URL to write; a dataset there is replaced at the end. Default: out/DATASET.",
+            metavar="FOLDER",
         ),
     ] = None,
     overwrite: Annotated[bool, _dataset("--overwrite", help="Replace OUT even if it is no dataset.")] = False,
@@ -170,7 +172,7 @@ def preprocess_command(
         list[Path] | None,
         _logs(
             help="Events as delimited text, JSON lines or Parquet: a file, a quoted pattern such as 'logs/*.csv.gz', "
-            "or a folder; can be repeated.",
+            "or a folder, also at a URL (s3://, gs://); can be repeated.",
             metavar="PATH",
         ),
     ] = None,
@@ -271,7 +273,7 @@ def preprocess_command(
         "custom": custom,
     }
     for name in CATALOG if dataset == _ALL else (dataset,):
-        folder = Path("out", name) if out is None else out / name if dataset == _ALL else out
+        folder = Path("out", name) if out is None else join(out, name) if dataset == _ALL else out
         config = PreprocessConfig(**options | {"dataset": name, "out": folder})
         with console.stages() as on_stage:
             manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
@@ -279,14 +281,15 @@ def preprocess_command(
         console.print_result(
             f"timestamps: {UNITS[time['unit']]}, first event {time['first']}, last event {time['last']}"
         )
+        place = locate(folder)  # without credentials
         for split_name, info in manifest.splits.items():
-            console.print_result(f"{folder}/{split_name}: {info.rows:,} rows, {info.interactions:,} interactions")
+            console.print_result(f"{place}/{split_name}: {info.rows:,} rows, {info.interactions:,} interactions")
         for column, summary in manifest.ids.items():
             console.print_result(f"{column}: {_describe_ids(summary)}")
         for description, count in manifest.options["audit"].items():
             console.print_result(f"{description}: {count:,}")
         console.print_aligned(read_statistics(manifest).describe())
-        console.print_result(f"next: evenrank inspect {shlex.quote(str(folder))}")
+        console.print_result(f"next: evenrank inspect {shlex.quote(str(place))}")
 
 
 def _same_options(record: Any, context: typer.Context) -> dict[str, Any]:

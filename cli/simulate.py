@@ -2,7 +2,6 @@
 
 import dataclasses
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +22,7 @@ _MAX_INTERPRETED = 1 << 14  # samples of all rows, which plain Python balances i
 _IDLE = 0.01  # share of idle time from which on the table is followed by what would help
 _CONDITIONS = (
     options.HAS_LAYERS,
-    options.Condition(("split",), "datasets", ("source",), lambda v: Path(v["source"]).is_dir()),
+    options.Condition(("split",), "datasets", ("source",), lambda v: options.is_dataset(v["source"])),
     options.Condition(
         ("tolerance",),
         f"--strategy {' and '.join(_TOLERANT_STRATEGIES)}",

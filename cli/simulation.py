@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.cli.options import is_dataset
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.storage import local_path
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import COST_BITS, Cost, cost_shift, count_tokens, scaled_costs
 from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
@@ -60,12 +62,12 @@ def open_source(text: str, split: str, max_length: int) -> LengthSource:
 
     All but those of a log, which are the tokens that the run trained on, are cut to `max_length`.
     """
-    path = Path(text)
+    path, has_dataset = local_path(text), is_dataset(text)
     if text.partition(":")[0] in DISTRIBUTIONS and not path.exists():
         return LengthSource(distribution=parse_distribution(text), max_length=max_length)
     is_log = path.suffix == ".jsonl"
-    if path.is_dir():
-        lengths = open_store(path, split).lengths
+    if has_dataset:
+        lengths = open_store(text, split).lengths
     elif path.suffix in (".npy", ".parquet"):
         lengths = _read_lengths(path)
     elif is_log:
@@ -78,7 +80,7 @@ def open_source(text: str, split: str, max_length: int) -> LengthSource:
             f"file of lengths, the .jsonl log of a run, or one of the distributions {', '.join(DISTRIBUTIONS)}"
         )
     if len(lengths) == 0:
-        raise ConfigError(f"{text} has no lengths" + f" in the split {split!r}" * path.is_dir() + "; choose another")
+        raise ConfigError(f"{text} has no lengths" + f" in the split {split!r}" * has_dataset + "; choose another")
     return LengthSource(lengths=lengths, max_length=int(lengths.max()) if is_log else max_length, of_tokens=is_log)
 
 

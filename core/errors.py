@@ -7,8 +7,19 @@ import re
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
+# `key:secret@` of a URL, but no port, and nothing else that comes before an @ in a path.
+_CREDENTIALS = re.compile(r"(\b[A-Za-z][\w+.-]+:/{1,3})[^\s/?@]*:(?!\d+/)\S*@")
+# A URL of an object store, perhaps with one slash less, as a `Path`, and with options, among which can be keys.
+_STORED = re.compile(r"\b(s3|gs|gcs|abfss?|hdfs|viewfs):/{1,2}(?=[^\s/])([^\s?'\"]*)(?:\?[^\s'\";,]+)?")
+
+
 def escape_controls(text: str, *, keep: str = "") -> str:
-    r"""Replace unprintable characters, except those in `keep`, by their escape sequences, such as `\x1b`."""
+    r"""Replace unprintable characters, except those in `keep`, by their escape sequences, such as `\x1b`.
+
+    URLs of object stores are shown without credentials and options.
+    """
+    if ":/" in text:
+        text = _STORED.sub(r"\1://\2", _CREDENTIALS.sub(r"\1", text))
     return _UNPRINTABLE.sub(
         lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(), text
     )

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
 from evenrank.datasets.store import open_store
 
@@ -243,7 +244,7 @@ class Histogram:
             raise ConfigError(f"{path} has no integer column {column!r}; known: {', '.join(columns)}")
         if not len(columns[column]):
             raise DataError(f"the split {split!r} of {path} has no values of {column!r}; read another split")
-        return cls.of(columns[column], source=f"{column} of {path}, {split}")
+        return cls.of(columns[column], source=f"{column} of {locate(path)}, {split}")
 
     def __repr__(self) -> str:
         return (

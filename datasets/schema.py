@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
+from evenrank.core.storage import Remote, locate
 
 if TYPE_CHECKING:  # the command line imports this module
     import numpy as np
@@ -269,18 +270,26 @@ def content_hash(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path | str) -> Manifest:
-    """Read and check `folder/manifest.json`.
+    """Read and check `manifest.json` of the dataset in a folder or at a URL.
 
     Raises:
         DataError: the file is missing, malformed, or of another schema version.
     """
-    folder = Path(folder)
-    path = folder / MANIFEST_NAME
-    if not path.exists():
-        reason = f"it contains no {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
-        raise DataError(f"{folder} is not a dataset: {reason}; make one with `evenrank preprocess --out {folder}`")
+    dataset = locate(folder)
+    return parse_manifest(manifest_bytes(dataset), f"{dataset / MANIFEST_NAME}")
+
+
+def manifest_bytes(dataset: Path | Remote) -> bytes:
+    """Return the content of `manifest.json`, or raise a DataError."""
+    path = dataset / MANIFEST_NAME
+    if not (path.exists() if isinstance(path, Path) else path.is_file()):
+        is_folder = isinstance(dataset, Remote) or dataset.is_dir()
+        reason = f"it contains no {MANIFEST_NAME}" if is_folder else "no such folder"
+        raise DataError(f"{dataset} is not a dataset: {reason}; make one with `evenrank preprocess --out {dataset}`")
+    if isinstance(path, Remote):
+        return path.read()
     with open_regular(path) as file:
-        return parse_manifest(file.read(), str(path))
+        return file.read()
 
 
 def parse_manifest(content: bytes, path: str) -> Manifest:

@@ -5,8 +5,10 @@ item_id   [ 7 3 9 | (none) | 4 4 ]      events, row after row
 offsets   [ 0       3        3     5 ]  row r has the events offsets[r]..offsets[r+1]-1
 """
 
+import fcntl
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.files import open_lock_file
+from evenrank.core.storage import Remote, locate
 from evenrank.datasets.foreign import ListReader, describe_folder
-from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
+from evenrank.datasets.remote import latest_version, local_folder
+from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, Manifest, parse_manifest, read_manifest
 from evenrank.datasets.unpack import (
     EVENTS,
     OFFSETS,
@@ -170,12 +175,13 @@ def _reopen(
 
 
 def open_store(path: Path | str, split: str = "train", *, columns: Mapping[str, str] | None = None) -> SequenceStore:
-    """Open a split of the dataset in folder `path`; the first process of a machine to do so unpacks it.
+    """Open a split of a dataset; the first process of a machine to do so unpacks it.
 
-    If the folder is preprocessed again while a store is open, the store keeps the data that it opened.
+    If the dataset is preprocessed again while a store is open, the store keeps the data that it opened.
 
     Args:
-        path: the folder that `evenrank preprocess` wrote or, with `columns`, any folder of Parquet files.
+        path: the folder or URL that `evenrank preprocess` wrote or, with `columns`, any folder of Parquet files. Of a
+            URL, the split is fetched once, into a folder in the user's cache.
         split: its name; with `columns`, all files below the folder are the one split, which gets this name.
         columns: names in the files by names in batches: `item_id`, and optionally `user_id` (else the row number),
             `timestamp_ms`, `action` (else 0) and any others. Lists become columns of events, and must be as long as the
@@ -185,10 +191,43 @@ def open_store(path: Path | str, split: str = "train", *, columns: Mapping[str, 
         ConfigError: `columns` lacks `item_id`, or has a name that no feature can have.
         DataError: the folder is not a dataset, has no such split, or its Parquet files do not match the manifest.
     """
-    folder = Path(path).absolute()
+    dataset = locate(path)
+    if isinstance(dataset, Path):
+        return _open(dataset.absolute(), split, columns)
+    if columns is not None:
+        raise ConfigError(f"columns are for a folder of Parquet files, not for {dataset}; copy its files to a folder")
+    manifest, source = latest_version(dataset)
+    parse_manifest(manifest, f"{dataset / MANIFEST_NAME}").split(split, dataset)
+    folder = local_folder(manifest)
+    try:
+        return _open(folder, split, None, source)
+    except _DamagedEntryError:
+        with open_lock_file(folder / ".repair.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # or a process could remove what another one has fetched again
+            try:
+                return _open(folder, split, None, source)
+            except _DamagedEntryError as error:
+                shutil.rmtree(error.entry)
+                return _open(folder, split, None, source)
+
+
+class _DamagedEntryError(DataError):
+    entry: Path  # of the cache, with a file that is not as it was written
+
+
+def _damaged(entry: Path, name: str) -> _DamagedEntryError:
+    error = _DamagedEntryError(f"{entry / name}.npy is damaged; delete {entry} to have it rebuilt")
+    error.entry = entry
+    return error
+
+
+def _open(
+    folder: Path, split: str, columns: Mapping[str, str] | None, source: Path | Remote | None = None
+) -> SequenceStore:
+    """Open a split of a folder, whose Parquet files may be in another one, `source`."""
     manifest = read_manifest(folder) if columns is None else describe_folder(folder, split, columns)
     info = manifest.split(split, folder)
-    cache = unpack(folder, manifest, split, read_row_group if columns is None else ListReader(columns=columns))
+    cache = unpack(folder, manifest, split, read_row_group if columns is None else ListReader(columns=columns), source)
     has_targets = (cache / f"{NUM_TARGETS}.npy").exists()
     row_offsets = {name: _map(cache, f"{ROW_OFFSETS}/{name}", "int64", info.rows + 1) for name in manifest.multi_valued}
     num_values = {name: int(offsets[-1]) for name, offsets in row_offsets.items()}
@@ -239,7 +278,3 @@ def _map(cache: Path, name: str, dtype: str, length: int) -> NDArray[Any]:
         return map_column(cache / f"{name}.npy", dtype, length)
     except (DataError, OSError) as error:
         raise _damaged(cache, name) from error
-
-
-def _damaged(cache: Path, name: str) -> DataError:
-    return DataError(f"{cache / name}.npy is damaged; delete {cache} to have it rebuilt")

@@ -26,7 +26,9 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
+from evenrank.core.storage import Remote, locate
 from evenrank.datasets.order import derive_seed, permute
+from evenrank.datasets.remote import latest_version
 from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFile, Manifest, parse_manifest
 from evenrank.datasets.store import MultiValued, SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
@@ -185,31 +187,25 @@ def _overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int,
 
 def open_stream(url: Path | str, split: str) -> StreamSource:
     """Open a dataset in a folder, or at a URL that pyarrow supports: `s3://bucket/path`, `gs://...`, `file:///...`."""
-    try:
-        if "://" in str(url):
-            files, root = fs.FileSystem.from_uri(str(url))
+    dataset = locate(url)
+    text, folder = latest_version(dataset)
+    while True:
+        manifest = parse_manifest(text, f"{dataset / MANIFEST_NAME}")
+        if isinstance(folder, Remote):
+            files, root = folder.files, folder.path
         else:
-            files, root = fs.LocalFileSystem(), str(Path(url).absolute())
-        root = root.rstrip("/")
-        text = _read_file(files, f"{root}/{MANIFEST_NAME}")
-        while True:
-            manifest = parse_manifest(text, f"{url}/{MANIFEST_NAME}")
-            versions = versions_of(files, (f"{root}/{file.path}" for file in manifest.split(split, url).files))
-            # If the dataset was replaced in between, the files belong to another manifest.
-            latest = _read_file(files, f"{root}/{MANIFEST_NAME}")
-            if latest == text:
-                break
-            text = latest
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{url} is not a readable dataset: {first_line(error)}; check the path or URL") from error
-    return StreamSource(manifest=manifest, split=split, files=files, root=root, versions=versions)
-
-
-def _read_file(files: fs.FileSystem, path: str) -> bytes:
-    _check_local(files, path)
-    with files.open_input_file(path) as file:
-        content: bytes = file.read()
-        return content
+            files, root = fs.LocalFileSystem(), str(folder.absolute())
+        try:
+            versions = versions_of(files, (f"{root}/{file.path}" for file in manifest.split(split, dataset).files))
+        except OSError as error:
+            raise DataError(
+                f"{dataset} is not a readable dataset: {first_line(error)}; check the path or URL"
+            ) from error
+        # If the dataset was replaced in between, the files belong to another manifest.
+        latest, folder = latest_version(dataset)
+        if latest == text:
+            return StreamSource(manifest=manifest, split=split, files=files, root=root, versions=versions)
+        text = latest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@
                                 events/item_id.npy, ...
 
     OUT/.cache                        the cache if OUT can be written
-    ~/.cache/evenrank                 otherwise
+    ~/.cache/evenrank                 otherwise, and if OUT is a URL, whose files are fetched one by one
     TEMPORARY-FOLDER/evenrank-UID     if there is no home folder that can be written
 
 The name of an entry contains the manifest's content hash, and the files are checked against it, so an entry is never
@@ -21,6 +21,7 @@ import hashlib
 import io
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
 from evenrank.core.files import WRITABLE_BY_OTHERS, is_trusted, open_lock_file, open_regular, user_folders
+from evenrank.core.storage import Remote
 from evenrank.datasets.schema import (
     CACHE_NAME,
     FLOAT,
@@ -59,16 +61,19 @@ class _Cache(NamedTuple):
         return is_trusted(path, self.owners, may_be_written=self.mode)
 
 
-def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Path:
+def find_or_build(folder: Path | None, name: str, build: Callable[[Path], None]) -> Path:
     """Return the folder of a cache entry of the dataset in `folder`; `build` writes it to an empty folder if needed.
 
-    Its name must identify its contents, because datasets share the per-user folders.
+    Its name must identify its contents, because datasets share the per-user folders, the only ones of a dataset at a
+    URL (None).
     """
-    dataset, user = folder.stat(), os.geteuid()
-    # Entries in the dataset's folder are as trustworthy as the dataset if its owner wrote them.
-    mode = 0o755 | dataset.st_mode & WRITABLE_BY_OTHERS
-    in_dataset = _Cache(folder / CACHE_NAME, mode, frozenset((user, dataset.st_uid, 0)))
-    caches = [in_dataset, *(_Cache(path, 0o700, frozenset((user,))) for path in user_folders())]  # best first
+    user = os.geteuid()
+    caches = [_Cache(path, 0o700, frozenset((user,))) for path in user_folders()]  # best first
+    if folder is not None:
+        dataset = folder.stat()
+        # Entries in the dataset's folder are as trustworthy as the dataset if its owner wrote them.
+        mode = 0o755 | dataset.st_mode & WRITABLE_BY_OTHERS
+        caches.insert(0, _Cache(folder / CACHE_NAME, mode, frozenset((user, dataset.st_uid, 0))))
     for cache in caches:
         if cache.trusts(cache.path) and cache.trusts(cache.path / name):
             return cache.path / name
@@ -89,9 +94,10 @@ def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Pat
                     f"the cache {cache.path} could not be written: {error.strerror or error}; free space, or clear "
                     "that path"
                 ) from error
+    places = ", ".join(str(cache.path) for cache in caches)
     raise DataError(
-        f"{folder} has no place for its unpacked columns: none of {', '.join(str(cache.path) for cache in caches)} can "
-        "be written and belongs to this user alone; change the permissions of one of them"
+        f"{folder or 'a dataset at a URL'} has no place for its unpacked columns: none of {places} can be written and "
+        "belongs to this user alone; change the permissions of one of them"
     )
 
 
@@ -182,15 +188,20 @@ class RowBlock(NamedTuple):
 GroupReader = Callable[[pq.ParquetFile, int, Manifest, str], RowBlock]
 
 
-def unpack(folder: Path, manifest: Manifest, split: str, read_group: GroupReader) -> Path:
-    """Return the cache entry with a split's columns as `.npy` files; build it if it does not exist."""
+def unpack(
+    folder: Path, manifest: Manifest, split: str, read_group: GroupReader, source: Path | Remote | None = None
+) -> Path:
+    """Return the cache entry with a split's columns as `.npy` files; build it if it does not exist.
+
+    `source` is where the Parquet files are, if not in `folder`.
+    """
     name = f"{manifest.content_hash}-{split}-{_LAYOUT}"
     return find_or_build(
-        folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], read_group, entry)
+        folder, name, lambda entry: _build(source or folder, manifest, manifest.splits[split], read_group, entry)
     )
 
 
-def _build(folder: Path, manifest: Manifest, split: Split, read_group: GroupReader, entry: Path) -> None:
+def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: GroupReader, entry: Path) -> None:
     for kind in (ROWS, ROW_OFFSETS, EVENTS):
         (entry / kind).mkdir()
     num_rows = num_events = 0
@@ -207,7 +218,7 @@ def _build(folder: Path, manifest: Manifest, split: Split, read_group: GroupRead
             column.append(np.zeros(1, dtype=np.int64))
         rows = {name: create(f"{ROWS}/{name}", dtype) for name, dtype in manifest.row_columns.items()}
         events = {name: create(f"{EVENTS}/{name}", dtype) for name, dtype in manifest.event_dtypes.items()}
-        for index, (path, block) in enumerate(read_blocks(folder, manifest, split, read_group)):
+        for index, (path, block) in enumerate(read_blocks(folder, manifest, split, read_group, entry)):
             if index == 0 and NUM_TARGETS in block.row_columns:
                 rows[NUM_TARGETS] = create(NUM_TARGETS, "int32")
             if block.row_columns.keys() != rows.keys():
@@ -243,12 +254,12 @@ def _last_times(block: RowBlock) -> NDArray[np.int64]:
 
 
 def read_blocks(
-    folder: Path, manifest: Manifest, split: Split, read_group: GroupReader
-) -> Iterator[tuple[Path, RowBlock]]:
-    """Read and check the Parquet files of a split, one row group at a time."""
+    folder: Path | Remote, manifest: Manifest, split: Split, read_group: GroupReader, scratch: Path | None = None
+) -> Iterator[tuple[Path | Remote, RowBlock]]:
+    """Read and check the Parquet files of a split, one row group at a time; `scratch` has copies of remote files."""
     for file in split.files:
         path = folder / file.path
-        with open_regular(path) as opened:
+        with open_regular(path) if isinstance(path, Path) else _open_copy(path, scratch) as opened:
             # What is verified is what is read, even if the file is replaced meanwhile.
             if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
                 raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
@@ -256,6 +267,16 @@ def read_blocks(
             with wrap_parquet_errors(str(path)), pq.ParquetFile(opened) as parquet:
                 for group in range(parquet.num_row_groups):
                     yield path, read_group(parquet, group, manifest, str(path))
+
+
+@contextlib.contextmanager
+def _open_copy(remote: Remote, scratch: Path | None) -> Iterator[io.BufferedRandom]:
+    """Fetch a file into one that has no name, so that nothing is left of it if this process is killed."""
+    with tempfile.TemporaryFile(dir=scratch) as copy:
+        for chunk in remote.chunks():
+            copy.write(chunk)
+        copy.seek(0)
+        yield copy
 
 
 @contextlib.contextmanager

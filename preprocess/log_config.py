@@ -91,7 +91,7 @@ class TabularConfig:
     events: tuple[Path, ...]
     """Files, patterns such as `logs/*.csv.gz`, or folders, whose files are read in sorted order: delimited text (.csv,
     .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz, .zst or .bz2, or .parquet. A folder
-    `day=1` adds a column `day`."""
+    `day=1` adds a column `day`. A `Path` may be one of a URL, here and below: `Path("s3://bucket/logs/*.csv.gz")`."""
     user_column: str
     """Column of user ids: integers or strings."""
     item_column: str

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.event_statistics import Statistics
 from evenrank.datasets.schema import (
     ACTION,
@@ -46,10 +47,12 @@ from evenrank.preprocess.build.splits import (
     second_log,
 )
 from evenrank.preprocess.build.vocabulary import EarlierIds, drop_unknown, number_ids, read_earlier
+from evenrank.preprocess.files.fetch import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
+from evenrank.preprocess.output.upload import replace_remote
 from evenrank.preprocess.output.writer import SplitWriter, write_item_features
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
@@ -66,8 +69,8 @@ class PreprocessConfig:
 
     dataset: str
     """One of `DATASETS`."""
-    out: Path
-    """Folder of the new dataset, which replaces an existing one."""
+    out: Path | str
+    """Folder or URL of the new dataset, which replaces an existing one."""
     overwrite: bool = False
     """Whether to replace a folder that contains something else than a dataset."""
     raw_dir: Path = Path("raw")
@@ -83,7 +86,7 @@ class PreprocessConfig:
     """Rules for the ids of users and items, such as `dense` or `item=dense,user=keep`; see
     `evenrank.preprocess.build.ids`. Default: `auto` for custom logs, `dense` for public datasets, else `keep`."""
     vocabulary: Path | None = None
-    """An earlier dataset, whose ids are kept; None: ids begin anew."""
+    """An earlier dataset, whose ids are kept, also at a URL; None: ids begin anew."""
     unknown: str = ""
     """What to do about values that the vocabulary lacks, such as `drop` or `item=oov,user=append`: number them after
     the known ones (`append`, the default), give all of them the id 0 (`oov`), leave out their events, or `fail`."""
@@ -115,6 +118,8 @@ class PreprocessConfig:
             raise ConfigError(f"seed must be between 0 and 2^62 - 1, got {self.seed}")
         if any("\ud800" <= character <= "\udfff" for character in str(self.out)):  # how Python keeps other bytes
             raise ConfigError(f"the name of the folder {self.out} is not UTF-8; choose another name")
+        if is_url(self.raw_dir):
+            raise ConfigError(f"raw_dir {self.raw_dir} is a URL; choose a folder of this host")
         if self.on_error not in get_args(OnError):
             raise ConfigError(f"on_error must be one of {', '.join(get_args(OnError))}, got {self.on_error!r}")
 
@@ -122,7 +127,7 @@ class PreprocessConfig:
 def preprocess(
     config: PreprocessConfig, *, on_stage: Callable[[str], None] = lambda stage: None, show_progress: bool = False
 ) -> Manifest:
-    """Write the folder of a dataset and return its manifest.
+    """Write a dataset to a folder or URL and return its manifest.
 
     Args:
         config: the dataset, its options and its folder.
@@ -132,37 +137,68 @@ def preprocess(
     Raises:
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
     """
+    out = locate(config.out)
 
     def write(folder: Path) -> Manifest:
-        earlier = {} if config.vocabulary is None else read_earlier(config.vocabulary, parse_unknown(config.unknown))
-        known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
-        rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
-        while True:
-            on_stage(f"opening {config.dataset}")
-            opened = open_source(config, rules=rules, known=known, show_progress=show_progress)
-            source = number_features(opened, config.vocabulary)
-            _check_out(config, source)
-            try:
-                with wrap_write_errors(config.out):
-                    job = _Job(
-                        folder=folder, config=config, source=source, rules=rules, earlier=earlier, on_stage=on_stage
-                    )
-                    return job.run()
-            except TextIdsError as error:  # columns that began with integers
-                known |= dict.fromkeys(error.args, "text")
+        with copies_in(folder / ".inputs", on_stage) as copies:
+            return _write(folder, _with_copies(config, copies), out, copies, show_progress=show_progress)
 
-    return replace_folder(config.out, write, overwrite=config.overwrite)
+    if isinstance(out, Remote):
+        return replace_remote(out, write, overwrite=config.overwrite, on_stage=on_stage)
+    return replace_folder(out, write, overwrite=config.overwrite)
 
 
-def _check_out(config: PreprocessConfig, interactions: Interactions) -> None:
-    """Raise a ConfigError if replacing the folder would remove what is read."""
+def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
+    """Return the settings with paths of copies in place of URLs of input."""
+    custom, listed = config.custom, parse_split(config.split).file
+    if custom is not None:
+        custom = replace(
+            custom,
+            events=tuple(map(copies.path_of, custom.events)),
+            context=custom.context and copies.path_of(custom.context),
+            item_features=custom.item_features and copies.path_of(custom.item_features),
+        )
+    return replace(
+        config,
+        custom=custom,
+        split=f"file:{copies.path_of(listed)}" if listed is not None and is_url(listed) else config.split,
+        vocabulary=config.vocabulary and copies.vocabularies_of(config.vocabulary),
+    )
+
+
+def _write(
+    folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, *, show_progress: bool
+) -> Manifest:
+    earlier = {} if config.vocabulary is None else read_earlier(config.vocabulary, parse_unknown(config.unknown))
+    known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
+    rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
+    on_stage = copies.show_stage
+    while True:
+        on_stage(f"opening {config.dataset}")
+        opened = open_source(config, rules=rules, known=known, show_progress=show_progress)
+        source = number_features(opened, config.vocabulary)
+        _check_out(config, source, out, copies.fetched)
+        try:
+            with wrap_write_errors(out if isinstance(out, Path) else folder):
+                job = _Job(folder=folder, config=config, source=source, rules=rules, earlier=earlier, on_stage=on_stage)
+                return job.run()
+        except TextIdsError as error:  # columns that began with integers
+            known |= dict.fromkeys(error.args, "text")
+
+
+def _check_out(
+    config: PreprocessConfig, interactions: Interactions, out: Path | Remote, fetched: Sequence[Remote]
+) -> None:
+    """Raise a ConfigError if replacing the output would remove what is read."""
     inputs = [Path(part.name) for part in interactions.parts if config.dataset != SYNTHETIC]
     inputs += [config.raw_dir] if config.expand is not None else []
     inputs += filter(None, [parse_split(config.split).file])
     inputs += [file.path for file in config.custom.feature_files.values()] if config.custom is not None else []
-    for path in inputs:
-        if path.resolve().is_relative_to(config.out.resolve()):
-            raise ConfigError(f"{path} is read, and is in {config.out}, which would be replaced; choose another folder")
+    replaced: Sequence[Path | Remote] = [file for file in fetched if f"{file}".startswith(f"{out}/")]
+    if isinstance(out, Path):
+        replaced = [path for path in inputs if path.resolve().is_relative_to(out.resolve())]
+    if replaced:
+        raise ConfigError(f"{replaced[0]} is read, and is in {out}, which would be replaced; choose another folder")
 
 
 def _id_rules(config: PreprocessConfig) -> dict[str, str]:
@@ -290,7 +326,7 @@ class _Job:
             sources=sources,
             options={
                 **source.options,
-                "split": config.split if rule.file is None else f"file:{rule.file.name}",
+                "split": _shown_split(config.split, rule),
                 "seed": config.seed,
                 "on_error": config.on_error,
                 "unknown": config.unknown,
@@ -330,7 +366,7 @@ class _Job:
         config, filters = self.config, self.config.filters
         context = FeatureLookup(self.source.context, of="users")
         event_types = {**self.source.extra_events, **items.dtypes}
-        statistics = EventCounter(config.split, rule.by, ids[ITEM_ID].size, filters.overlap)
+        statistics = EventCounter(_shown_split(config.split, rule), rule.by, ids[ITEM_ID].size, filters.overlap)
         writers: dict[str, SplitWriter] = {}
         num_duplicates = num_left_out = 0
         with contextlib.ExitStack() as stack:
@@ -373,6 +409,11 @@ class _Job:
 
     def _losses(self) -> str:
         return "".join(f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)
+
+
+def _shown_split(split: str, rule: SplitRule) -> str:
+    """Return the rule of a split for the manifest, which is the same wherever a file is."""
+    return split if rule.file is None else f"file:{rule.file.name}"
 
 
 def _build_bucket(buckets: Buckets, index: int, ids: Mapping[str, Ids], items: FeatureLookup) -> tuple[Sequences, int]:

@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tests.process_marks import MARK, ProcessGuard, starts_processes
 from tests.ranks import RankPool
+from tests.s3_server import S3, run_s3
 
 # Of the processes of the tests, and of those that they start: each core has one of them already. Threads of OpenMP that
 # wait for each other there take up to 60 times as long for small tensors. PyTorch reads it when it is imported.
@@ -75,6 +76,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """Return a server with the S3 protocol, shared by all tests, which use different keys of its bucket."""
+    with run_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
 @pytest.fixture

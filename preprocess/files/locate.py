@@ -57,11 +57,13 @@ def _expand(path: Path) -> Iterator[Path]:
         yield path
         return
     for match in path.iterdir() if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True)):
-        # `**` finds files in hidden folders too, such as _temporary of a job that was stopped.
-        added = (part for part in match.parts if part not in path.parts)
-        is_hidden = any(part.startswith((".", "_")) and "=" not in part for part in added)
-        if not is_hidden and (match.is_dir() or (match.is_file() and match.stat().st_size)):
+        if not is_hidden(match.parts, path.parts) and (match.is_dir() or (match.is_file() and match.stat().st_size)):
             yield from _expand(match)
+
+
+def is_hidden(parts: Sequence[str], given: Sequence[str]) -> bool:
+    """Return whether the parts of a path that were not given have a hidden file or folder, such as _temporary."""
+    return any(part.startswith((".", "_")) and "=" not in part for part in parts if part not in given)
 
 
 def partition_values(path: Path) -> dict[str, str | None]:

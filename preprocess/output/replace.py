@@ -102,27 +102,41 @@ def _check_replaceable(out: Path, *, overwrite: bool) -> None:
     if not out.is_dir() or os.path.ismount(out):
         raise DataError(f"{out} is a file or a mount point; choose another output folder")
     if not overwrite and (foreign := _find_foreign(out)) is not None:
-        raise DataError(
-            f"{out} contains {foreign!r}, which is no part of a dataset; choose another output folder, or replace all "
-            "of it with --overwrite"
-        )
+        raise foreign_file_error(out, foreign)
 
 
 def _find_foreign(folder: Path) -> str | None:
     """Return the first file or link that is in neither the manifest nor the cache of a dataset."""
     try:
         with open_regular(folder / MANIFEST_NAME) as file:
-            manifest = json.load(file)
-        listed = {str(file["path"]) for split in manifest["splits"].values() for file in split["files"]}
-        listed |= {MANIFEST_NAME, *_OPTIONAL_FILES, *map(vocabulary_name, manifest["vocabulary_sizes"])}
-    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        listed = set()
+            is_own = is_of_dataset(file.read())
+    except (DataError, OSError):
+        is_own = is_of_dataset(b"")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         is_folder = path.is_dir() and not path.is_symlink()
-        if not (is_folder or name in listed or name.startswith(f"{CACHE_NAME}/")):
+        if not (is_folder or is_own(name)):
             return name
     return None
+
+
+def foreign_file_error(out: object, name: str) -> DataError:
+    """Return the error about a file in a folder or at a URL that is not of a dataset."""
+    return DataError(
+        f"{out} contains {name!r}, which is no part of a dataset; choose another output folder, or replace all of it "
+        "with --overwrite"
+    )
+
+
+def is_of_dataset(content: bytes) -> Callable[[str], bool]:
+    """Return a function that tells by a file's relative path whether it is in a dataset with this manifest."""
+    try:
+        manifest = json.loads(content)
+        listed = {str(file["path"]) for split in manifest["splits"].values() for file in split["files"]}
+        listed |= {MANIFEST_NAME, *_OPTIONAL_FILES, *map(vocabulary_name, manifest["vocabulary_sizes"])}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        listed = set()
+    return lambda name: name in listed or name.startswith(f"{CACHE_NAME}/")
 
 
 def _put_in_place(partial: Path, out: Path, old: Path) -> None:

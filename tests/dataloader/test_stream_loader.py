@@ -1,10 +1,6 @@
 import gc
 import itertools
-import os
-import subprocess
-import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +26,7 @@ from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
 from tests.datasets.crafted import write_in_parts
 from tests.ranks import RankPool
+from tests.s3_server import S3
 
 Loader = StreamLoader[SequenceBatch]
 SMALL = StreamConfig(num_shards=6, buffer_rows=8, open_shards=2)
@@ -185,40 +182,11 @@ def test_states_that_cannot_be_loaded_are_refused_with_the_reason(parts: Path) -
         loaders[0].state_dict(after=batch)
 
 
-# Prints its port when it is ready, and serves until its standard input is closed.
-_SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture(scope="module")
-def bucket(parts: Path) -> Iterator[str]:
-    """URL of the dataset in a bucket of a local server with the S3 protocol."""
-    pytest.importorskip("moto", reason="needs moto, of the dev dependencies")
-    server = subprocess.Popen(
-        [sys.executable, "-P", "-c", _SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
-    try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        options = f"scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1&allow_bucket_creation=true"
-        url = f"s3://key:secret@histories/data?{options}"
-        remote, root = fs.FileSystem.from_uri(url)
-        remote.create_dir("histories")
-        fs.copy_files(str(parts), root, source_filesystem=fs.LocalFileSystem(), destination_filesystem=remote)
-        yield url
-    finally:
-        server.kill()
-        server.communicate()
+def bucket(parts: Path, s3: S3) -> str:
+    """URL of the dataset in an object store, as a folder that was copied there."""
+    s3.put(parts, "data")
+    return s3.url("data")
 
 
 def test_an_object_store_gives_the_same_batches_as_a_folder(parts: Path, bucket: str) -> None:
@@ -227,7 +195,7 @@ def test_an_object_store_gives_the_same_batches_as_a_folder(parts: Path, bucket:
         for batch, expected in zip(remote_batches, local_batches, strict=True):
             assert batch.sample_ids.tolist() == expected.sample_ids.tolist()
             assert batch.features.values().tolist() == expected.features.values().tolist()
-    with pytest.raises(DataError, match="is not a readable dataset") as raised:
+    with pytest.raises(DataError, match="histories/nothing is not a dataset: it contains no manifest") as raised:
         _loaders(bucket.replace("histories/data", "histories/nothing"), 1)
     assert "\n" not in str(raised.value)
 

@@ -60,8 +60,12 @@ def test_windows_contain_every_row_of_a_shard_once_per_epoch_in_another_order() 
 
 def test_missing_data_and_invalid_settings_are_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:
     for path, split, message in (
-        (tmp_path / "nowhere", "train", r"nowhere is not a readable dataset: .*No such file[^\n]*$"),
-        ("nothing://bucket/data", "train", "is not a readable dataset"),
+        (tmp_path / "nowhere", "train", "nowhere is not a dataset: no such folder"),
+        (
+            "nothing://bucket/data",
+            "train",
+            r"^nothing://bucket/data cannot be opened: Unrecognized filesystem type[^\n]*$",
+        ),
         (small_dataset, "test", "has no split 'test'; known: eval, train"),
     ):
         with pytest.raises(DataError, match=message):

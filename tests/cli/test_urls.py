@@ -1,0 +1,94 @@
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evenrank.datasets import read_manifest
+from evenrank.datasets.remote import version_name
+from tests.cli.programs import Evenrank
+from tests.s3_server import BUCKET, S3, SECRET, run_s3
+
+
+@pytest.fixture
+def url(small_dataset: Path, s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """URL of a dataset, with credentials."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    s3.put(small_dataset / "train", "commands/train")
+    s3.put(small_dataset / "eval", "commands/eval")
+    s3.put(small_dataset / "manifest.json", "commands/manifest.json")
+    return s3.url("commands")
+
+
+def test_commands_read_a_dataset_at_a_url_and_print_no_credentials(url: str, here: Path, evenrank: Evenrank) -> None:
+    for command in (["inspect", url], ["simulate", url, "--split", "eval", "--ranks", "2", "--steps", "2"]):
+        run = evenrank(*command)
+        assert run.returncode == 0, run.stderr
+        assert f"s3://{BUCKET}/commands" in run.stdout
+        assert SECRET not in run.stdout + run.stderr
+    page = here / "commands-report.html"
+    assert SECRET not in page.read_text()
+    refused = evenrank("inspect", url, "--html", url)
+    assert refused.returncode == 2
+    assert "is a URL; --html needs the name of a file" in refused.stderr
+
+
+def test_a_log_becomes_a_dataset_at_a_url_by_options_or_a_file(s3: S3, here: Path, evenrank: Evenrank) -> None:
+    (here / "log.csv").write_text(
+        "user_id,item_id,timestamp\n" + "".join(f"{n % 7},{n},{10**9 + n}\n" for n in range(40))
+    )
+    s3.put(here / "log.csv", "raw/log.csv")
+    (here / "log.toml").write_text(
+        f'dataset = "custom"\nevents = ["{s3.url("raw/*.csv")}"]\nout = "{s3.url("made")}"\nsplit = "none"\n'
+    )
+    run = evenrank("preprocess", "--config", here / "log.toml")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == f"next: evenrank inspect s3://{BUCKET}/made"
+    assert SECRET not in run.stdout + run.stderr
+    first = s3.read("made/manifest.json")
+    options = ("--dataset", "custom", "--events", s3.url("raw/*.csv"), "--split", "none")
+    assert evenrank("preprocess", *options, "--out", s3.url("made")).returncode == 0
+    assert evenrank("preprocess", *options, "--out", here / "local").returncode == 0
+    assert s3.read("made/manifest.json") == first == (here / "local" / "manifest.json").read_bytes()
+    assert version_name(first) in {name.partition("/")[0] for name in s3.keys("made")}
+    assert read_manifest(here / "local").sources[0].path == "log.csv"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect URL",
+        "simulate URL --ranks 2",
+        "preprocess --dataset synthetic --users 9 --out URL",
+        "preprocess --dataset custom --events URL --out out",
+        "preprocess --dataset ml-1m --raw-dir URL --out out",
+    ],
+)
+def test_wrong_credentials_and_options_give_one_line_without_them(
+    command: str, here: Path, evenrank: Evenrank, locked: S3
+) -> None:
+    before = sorted(here.iterdir())
+    run = evenrank(*command.replace("URL", locked.url("data")).split())
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1
+    assert f"s3://{BUCKET}/data" in run.stderr
+    assert SECRET not in run.stderr
+    assert sorted(here.iterdir()) == before
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """A server that denies everything."""
+    with run_s3(tmp_path_factory.mktemp("locked"), checks_credentials=True) as server:
+        yield server
+
+
+def test_an_uncaught_error_shows_no_credentials_either(locked: S3) -> None:
+    program = "import sys; from evenrank.datasets import open_store; open_store(sys.argv[1])"
+    run = subprocess.run(
+        [sys.executable, "-c", program, locked.url("data")], capture_output=True, text=True, cwd="/", timeout=280
+    )
+    assert "DataError: s3://histories/data/manifest.json cannot be read: " in run.stderr
+    assert SECRET not in run.stderr

@@ -1,0 +1,164 @@
+import gzip
+import json
+import tempfile
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
+from evenrank.preprocess.files.fetch import copies_in
+from evenrank.preprocess.files.locate import find_files
+from tests.s3_server import BUCKET, S3, SECRET
+
+_ROWS = [{"user_id": user, "item_id": f"i{user * n % 17}", "timestamp": 10**9 + n} for user in range(9) for n in (1, 5)]
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory, s3: S3) -> Path:
+    """Return a folder of logs and features, of which the bucket has a copy at `in`."""
+    folder = tmp_path_factory.mktemp("logs") / "in"
+    frame = pl.DataFrame(_ROWS)
+    for day in (1, 2):
+        (folder / f"day={day}").mkdir(parents=True)
+        (folder / f"day={day}" / "log.csv.gz").write_bytes(gzip.compress(frame.write_csv().encode()))
+    (folder / "_temporary").mkdir()
+    (folder / "_temporary" / "log.csv.gz").write_text("incomplete")
+    (folder / "empty.csv.gz").touch()
+    (folder / "json" / "deep").mkdir(parents=True)
+    frame.with_columns(day=pl.lit(3)).write_ndjson(folder / "json" / "deep" / "log.jsonl")
+    frame.with_columns(day=pl.lit(4)).write_parquet(folder / "log.parquet")
+    frame.select("user_id", country=pl.col("user_id") % 3).unique("user_id").sort("user_id").write_csv(
+        folder / "users.csv"
+    )
+    (folder / "items.jsonl").write_text(
+        "".join(json.dumps({"item_id": f"i{n}", "brand": n % 4}) + "\n" for n in range(17))
+    )
+    (folder / "eval.txt").write_text("1\n3\n")
+    s3.put(folder, "in")
+    return folder
+
+
+def _config(base: str, out: Path | str) -> PreprocessConfig:
+    def at(name: str) -> Path:
+        return Path(base.replace("NAME", name))
+
+    log = TabularConfig(
+        events=(at("day=*/*.csv.gz"), at("json"), at("log.parquet")),
+        user_column="user_id",
+        item_column="item_id",
+        timestamp_column="timestamp",
+        event_columns=("day:int",),
+        context=at("users.csv"),
+        context_columns=("country",),
+        item_features=at("items.jsonl"),
+        item_columns=("brand",),
+    )
+    return PreprocessConfig(dataset="custom", custom=log, out=out, split=f"file:{at('eval.txt')}")
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_logs_at_urls_give_the_same_bytes_as_local_files(logs: Path, s3: S3, tmp_path: Path) -> None:
+    preprocess(_config(f"{logs}/NAME", tmp_path / "local"))
+    stages: list[str] = []
+    preprocess(_config(s3.url("in/NAME"), tmp_path / "fetched"), on_stage=stages.append)
+    local = _contents(tmp_path / "local")
+    assert _contents(tmp_path / "fetched") == local
+    assert [source["path"] for source in json.loads(local["manifest.json"])["sources"]] == [
+        "day=1/log.csv.gz",
+        "day=2/log.csv.gz",
+        "json/deep/log.jsonl",
+        "log.parquet",
+        "users.csv",
+        "items.jsonl",
+        "eval.txt",
+    ]
+    assert f"fetching s3://{BUCKET}/in/log.parquet, file 1 of 1" in stages
+    assert not any(SECRET in stage or str(tmp_path) in stage for stage in stages)
+    assert {path.name for path in tmp_path.iterdir()} == {"local", "fetched"}
+
+
+def _run(events: Path | str, out: Path | str, vocabulary: Path | str | None = None, *, overwrite: bool = False) -> None:
+    log = TabularConfig(
+        events=(Path(events),), user_column="user_id", item_column="item_id", timestamp_column="timestamp"
+    )
+    earlier = None if vocabulary is None else Path(vocabulary)
+    preprocess(
+        PreprocessConfig(
+            dataset="custom",
+            custom=log,
+            out=out,
+            split="none",
+            vocabulary=earlier,
+            overwrite=overwrite,
+            allow_empty=True,
+        )
+    )
+
+
+def test_ids_of_a_dataset_at_a_url_are_kept(logs: Path, s3: S3, tmp_path: Path) -> None:
+    pl.DataFrame(_ROWS).reverse().write_csv(tmp_path / "later.csv")
+    for out in (s3.url("monday"), tmp_path / "monday"):
+        _run(logs / "log.parquet", out)
+    _run(tmp_path / "later.csv", tmp_path / "kept", s3.url("monday"))
+    _run(tmp_path / "later.csv", tmp_path / "expected", tmp_path / "monday")
+    _run(tmp_path / "later.csv", tmp_path / "other")
+    assert _contents(tmp_path / "kept") == _contents(tmp_path / "expected") != _contents(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*.csv.gz",
+        "**/*.csv.gz",
+        "day=?",
+        "day=[2]/*.gz",
+        "*/deep/log.jsonl",
+        "json/**",
+        "users.csv",
+        "day=1",
+        "no*",
+        "_temporary/*",
+    ],
+)
+def test_a_url_stands_for_the_files_that_the_path_would(logs: Path, s3: S3, tmp_path: Path, pattern: str) -> None:
+    def found(path: Path, root: Path | str) -> list[str] | str:
+        try:
+            return [str(file).removeprefix(str(root)) for file in find_files([path])]
+        except DataError as error:
+            return str(error).replace(str(root).replace("s3:/", "s3://"), "")
+
+    with copies_in(tmp_path / "copies", on_stage=lambda stage: None) as copies:
+        path = copies.path_of(Path(s3.url(f"in/{pattern.replace('?', '*')}")))
+        assert found(path, tmp_path / "copies" / "s3:" / BUCKET / "in") == found(logs / pattern.replace("?", "*"), logs)
+        fetched = {file.relative_to(tmp_path) for file in (tmp_path / "copies").rglob("*") if file.is_file()}
+    assert all("_temporary" not in file.parts for file in fetched) == (pattern != "_temporary/*")
+    assert not (tmp_path / "copies").exists()
+
+
+def test_errors_name_the_url_of_the_file(logs: Path, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "bad.csv").write_text("user_id,item_id,timestamp\n1,2,3\n1,2\n")
+    s3.put(tmp_path / "bad.csv", "bad/bad.csv")
+    for events, error, message in (
+        ("bad/*.csv", DataError, f"s3://{BUCKET}/bad/bad.csv: 1 bad row, first line 3"),
+        ("bad/missing.csv", DataError, f"s3://{BUCKET}/bad/missing.csv cannot be read: No such file or directory"),
+        ("in/*.txt", DataError, f"s3://{BUCKET}/in/eval.txt has no column 'user_id'"),
+        ("out/../x.csv", DataError, f"s3://{BUCKET}/out/../x.csv has a part that is no name of a file"),
+    ):
+        for out in (tmp_path / "out", s3.url("errors")):
+            with pytest.raises(error, match=message) as raised:
+                _run(s3.url(events), out)
+            assert SECRET not in str(raised.value)
+    assert s3.keys("errors") == set()
+    for out in ("bad", ""):
+        with pytest.raises(ConfigError, match=f"s3://{BUCKET}/bad/bad.csv is read, and is in s3://{BUCKET}"):
+            _run(s3.url("bad"), s3.url(out), overwrite=True)
+    with pytest.raises(ConfigError, match=f"raw_dir s3://{BUCKET}/raw is a URL; choose a folder of this host"):
+        PreprocessConfig(dataset="ml-1m", out=tmp_path / "out", raw_dir=Path(s3.url("raw")))
+    assert s3.keys("bad") == {"bad.csv"}

@@ -1,0 +1,88 @@
+"""A server with the S3 protocol, in a process of its own, and a bucket in it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+BUCKET, SECRET = "histories", "h1dden"
+
+# Prints its port when it is ready, and serves until its standard input is closed.
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3:
+    """A running server. URLs have credentials in them."""
+
+    port: int
+    log: Path
+
+    def url(self, key: str, bucket: str = BUCKET) -> str:
+        options = f"scheme=http&endpoint_override=127.0.0.1:{self.port}&region=us-east-1"
+        return f"s3://key:{SECRET}@{bucket}/{key}?{options}"
+
+    @property
+    def files(self) -> fs.FileSystem:
+        return fs.FileSystem.from_uri(self.url("") + "&allow_bucket_creation=true")[0]
+
+    def put(self, source: Path, key: str) -> None:
+        """Copy a file or folder into the bucket."""
+        fs.copy_files(
+            str(source),
+            f"{BUCKET}/{key}",
+            source_filesystem=fs.LocalFileSystem(),
+            destination_filesystem=self.files,
+        )
+
+    def keys(self, key: str) -> set[str]:
+        """Return the files below a key, relative to it."""
+        found = self.files.get_file_info(fs.FileSelector(f"{BUCKET}/{key}", recursive=True, allow_not_found=True))
+        return {info.path.removeprefix(f"{BUCKET}/{key}/") for info in found if info.is_file}
+
+    def read(self, key: str) -> bytes:
+        with self.files.open_input_file(f"{BUCKET}/{key}") as file:
+            return bytes(file.read())
+
+    def num_reads(self, key: str) -> int:
+        """Return how many requests have read an object."""
+        return self.log.read_text().count(f'"GET /{BUCKET}/{key}')
+
+
+@contextlib.contextmanager
+def run_s3(folder: Path, *, checks_credentials: bool = False) -> Iterator[S3]:
+    """Start a server with an empty bucket; one that checks credentials has no bucket, and knows no user."""
+    pytest.importorskip("moto", reason="needs moto, of the dev dependencies")
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    if checks_credentials:
+        environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"
+    with (folder / "requests.log").open("xb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-c", _SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+        )
+    try:
+        assert server.stdout is not None
+        s3 = S3(port=int(server.stdout.readline()), log=folder / "requests.log")
+        if not checks_credentials:
+            s3.files.create_dir(BUCKET)
+        yield s3
+    finally:
+        server.kill()
+        server.communicate()
