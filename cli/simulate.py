@@ -8,7 +8,6 @@ import typer
 
 from evenrank.cli import console, options
 from evenrank.core.errors import ConfigError
-from evenrank.core.numba_cache import interpreted
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
@@ -131,7 +130,10 @@ def simulate_command(
     strategies = _parse_strategies(strategy)
     steps = -(-steps // window) * window  # whole windows: of part of one, other samples come before than after
     is_small = sum(world_sizes) * len(strategies) * batch_size * steps <= _MAX_INTERPRETED
-    if is_small:
+
+    from evenrank.core.numba_cache import interpreted
+
+    if is_small:  # and before what is left plain Python is imported
         ctx.with_resource(interpreted())
 
     from evenrank.cli.gains import describe_settings, print_gains

@@ -1,12 +1,14 @@
 import signal
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
-import evenrank.cli.simulation  # or a small simulation in this process leaves its functions plain Python
 from evenrank.cli.main import main
 from tests.cli.programs import Evenrank, Finished
+
+import_module("evenrank.cli.simulation")  # or a small simulation in this process leaves its functions plain Python
 
 
 @pytest.fixture
