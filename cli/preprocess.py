@@ -110,6 +110,13 @@ def preprocess_command(
     on_error: Annotated[
         str, _dataset(help="On malformed rows: fail, or skip and count them.", metavar="fail|skip")
     ] = "fail",
+    memory_limit: Annotated[
+        float | None,
+        _dataset(
+            help="Memory that decides, with the cores, how many threads there are. Default: half of what is free.",
+            metavar="GB",
+        ),
+    ] = None,
     split: Annotated[
         str,
         _splits(

@@ -24,20 +24,21 @@ class ValueCounts:
         self._others: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # ascending
         self._other_counts = self._others
 
-    def add(self, values: NDArray[np.integer]) -> None:
-        """Count the values of an array."""
-        self._total += len(values)
+    def add(self, values: NDArray[np.integer], counts: NDArray[np.int64] | None = None) -> None:
+        """Count the values of an array [n], or add so many of each."""
+        counts = np.ones(len(values), dtype=np.int64) if counts is None else counts
+        self._total += int(counts.sum())
         if self._total >= 1 << 32:
             self._table = self._table.astype(np.int64, copy=False)
         if values.min(initial=0) < 0 or values.max(initial=0) >= len(self._table):
             is_other: NDArray[np.bool_] = (values < 0) | (values >= len(self._table))
-            others, counts = np.unique(values.compress(is_other), return_counts=True)
-            self._others, places = np.unique(np.concatenate((self._others, others)), return_inverse=True)
+            others = np.concatenate((self._others, values.compress(is_other)))
+            self._others, places = np.unique(others, return_inverse=True)
             old_counts, self._other_counts = self._other_counts, np.zeros(len(self._others), dtype=np.int64)
-            np.add.at(self._other_counts, places, np.concatenate((old_counts, counts)))
-            values = values.compress(~is_other)
+            np.add.at(self._other_counts, places, np.concatenate((old_counts, counts.compress(is_other))))
+            values, counts = values.compress(~is_other), counts.compress(~is_other)
         self._used = max(self._used, int(values.max(initial=-1)) + 1)
-        _count_into(self._table, values)
+        _add_into(self._table, values, counts)
 
     def pieces(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
         """Yield the values that occurred, ascending, and how often each did, in pieces: integers [n] twice."""
@@ -66,6 +67,6 @@ class ValueCounts:
 
 
 @compiled
-def _count_into(table: NDArray[np.integer], values: NDArray[np.integer]) -> None:
-    for value in values:
-        table[value] += 1
+def _add_into(table: NDArray[np.integer], values: NDArray[np.integer], counts: NDArray[np.int64]) -> None:
+    for i in range(len(values)):
+        table[values[i]] += counts[i]

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import get_args
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,24 +19,22 @@ from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
     ITEM_ID,
-    NUM_TARGETS,
     SCHEMA_VERSION,
     USER_ID,
-    WINDOW,
     IdKind,
     Manifest,
     Split,
     content_hash,
+    summarize_lengths,
 )
-from evenrank.preprocess.build.buckets import Buckets, Columns, OnError, fill_buckets
+from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, Columns, check_space, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
-from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
-from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, parse_ids, parse_unknown
-from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
+from evenrank.preprocess.build.filters import Filters, k_core
+from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, parse_ids, parse_unknown
+from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.key_table import TextValues
-from evenrank.preprocess.build.sequences import Sequences, build_sequences
+from evenrank.preprocess.build.read_events import ReadPiece, ReadRules, join_pieces, read_piece
 from evenrank.preprocess.build.splits import (
-    EVAL,
     IN_EVAL,
     SplitFacts,
     SplitRule,
@@ -47,81 +44,30 @@ from evenrank.preprocess.build.splits import (
     second_log,
 )
 from evenrank.preprocess.build.vocabulary import EarlierIds, drop_unknown, number_ids, read_earlier
+from evenrank.preprocess.config import PreprocessConfig
+from evenrank.preprocess.engine import Engine, num_workers
 from evenrank.preprocess.files.fetch import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.log_config import TabularConfig
+from evenrank.preprocess.output.ranges import (
+    EVENTS_PER_FILE,
+    RangeRules,
+    WrittenRange,
+    schema_of,
+    split_file,
+    write_range,
+)
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.upload import replace_remote
-from evenrank.preprocess.output.writer import SplitWriter, write_item_features
-from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
+from evenrank.preprocess.output.writer import write_item_features, write_no_rows
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files, source_files
 from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.sources.interactions import Interactions, number_features
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreprocessConfig:
-    """What to preprocess, how, and where to write it."""
-
-    dataset: str
-    """One of `DATASETS`."""
-    out: Path | str
-    """Folder or URL of the new dataset, which replaces an existing one."""
-    overwrite: bool = False
-    """Whether to replace a folder that contains something else than a dataset."""
-    raw_dir: Path = Path("raw")
-    """Folder with a folder or an archive of raw files per public dataset. Missing ones are downloaded into it."""
-    split: str = "user:0.3"
-    """`user:FRACTION`, `leave-last:N`, `time:TIME`, `time:last:DURATION`, `file:PATH` or `none`; see
-    `evenrank.preprocess.build.splits`."""
-    allow_empty: bool = False
-    """Whether a split by time or file may leave train or eval without rows, and a log may end in 1970."""
-    seed: int = 0
-    """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
-    ids: str = ""
-    """Rules for the ids of users and items, such as `dense` or `item=dense,user=keep`; see
-    `evenrank.preprocess.build.ids`. Default: `auto` for custom logs, `dense` for public datasets, else `keep`."""
-    vocabulary: Path | None = None
-    """An earlier dataset, whose ids are kept, also at a URL; None: ids begin anew."""
-    unknown: str = ""
-    """What to do about values that the vocabulary lacks, such as `drop` or `item=oov,user=append`: number them after
-    the known ones (`append`, the default), give all of them the id 0 (`oov`), leave out their events, or `fail`."""
-    filters: Filters = field(default_factory=Filters)
-    on_error: OnError = "fail"
-    """What to do about rows that cannot be read: raise an error, or skip and count them."""
-    requests: RequestRule | None = None
-    """Rule for requests.parquet; None: do not write it."""
-    synthetic: SyntheticConfig | None = None
-    """Size and distributions of dataset `synthetic`; None: the defaults."""
-    expand: str | None = None
-    """NAME:UxI or NAME:UxI:RATE: dataset `synthetic` is a fractal expansion; see `preprocess.sources.fractal`."""
-    custom: TabularConfig | None = None
-    """Files and columns of dataset `custom`."""
-
-    def __post_init__(self) -> None:
-        if self.dataset not in DATASETS:
-            raise ConfigError(f"unknown dataset {self.dataset!r}; known: {', '.join(DATASETS)}")
-        parse_split(self.split)
-        if parse_ids(self.ids) and self.vocabulary is not None:
-            raise ConfigError(
-                f"ids {self.ids!r} and vocabulary {self.vocabulary} both define the ids; give one of them"
-            )
-        if parse_unknown(self.unknown) and self.vocabulary is None:
-            raise ConfigError(f"unknown {self.unknown!r} has no effect without vocabulary; give both")
-        if self.expand is not None:
-            parse_expansion(self.expand)
-        if not 0 <= self.seed < 2**62:
-            raise ConfigError(f"seed must be between 0 and 2^62 - 1, got {self.seed}")
-        if any("\ud800" <= character <= "\udfff" for character in str(self.out)):  # how Python keeps other bytes
-            raise ConfigError(f"the name of the folder {self.out} is not UTF-8; choose another name")
-        if is_url(self.raw_dir):
-            raise ConfigError(f"raw_dir {self.raw_dir} is a URL; choose a folder of this host")
-        if self.on_error not in get_args(OnError):
-            raise ConfigError(f"on_error must be one of {', '.join(get_args(OnError))}, got {self.on_error!r}")
 
 
 def preprocess(
@@ -137,11 +83,12 @@ def preprocess(
     Raises:
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
     """
-    out = locate(config.out)
+    out, workers = locate(config.out), num_workers(config.memory_limit)
 
     def write(folder: Path) -> Manifest:
         with copies_in(folder / ".inputs", on_stage) as copies:
-            return _write(folder, _with_copies(config, copies), out, copies, show_progress=show_progress)
+            with_copies = _with_copies(config, copies)
+            return _write(folder, with_copies, out, copies, workers=workers, show_progress=show_progress)
 
     if isinstance(out, Remote):
         return replace_remote(out, write, overwrite=config.overwrite, on_stage=on_stage)
@@ -167,7 +114,7 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
 
 
 def _write(
-    folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, *, show_progress: bool
+    folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, *, workers: int, show_progress: bool
 ) -> Manifest:
     earlier = {} if config.vocabulary is None else read_earlier(config.vocabulary, parse_unknown(config.unknown))
     known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
@@ -180,7 +127,15 @@ def _write(
         _check_out(config, source, out, copies.fetched)
         try:
             with wrap_write_errors(out if isinstance(out, Path) else folder):
-                job = _Job(folder=folder, config=config, source=source, rules=rules, earlier=earlier, on_stage=on_stage)
+                job = _Job(
+                    folder=folder,
+                    config=config,
+                    source=source,
+                    rules=rules,
+                    earlier=earlier,
+                    workers=workers,
+                    on_stage=on_stage,
+                )
                 return job.run()
         except TextIdsError as error:  # columns that began with integers
             known |= dict.fromkeys(error.args, "text")
@@ -263,6 +218,7 @@ class _Job:
     source: Interactions
     rules: Mapping[str, str]  # of the ids
     earlier: Mapping[str, EarlierIds]
+    workers: int
     on_stage: Callable[[str], None]
     counts: dict[str, int] = field(default_factory=dict)  # of events and users, by what became of them
 
@@ -270,33 +226,45 @@ class _Job:
         """Write all files, and return the manifest."""
         config, source = self.config, self.source
         rule, eval_users, num_listed = parse_split(config.split), np.empty(0, dtype=np.int64), 0
+        num_expected = sum(part.num_events for part in source.parts)
+        num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
         dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
         if source.has_eval_log:
             rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
         elif rule.file is not None:
             column = str(source.options.get("user_column", USER_ID))
             eval_users, num_listed = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
-        (work := self.folder / ".work").mkdir()
-        buckets = Buckets(work / "buckets", sum(part.num_events for part in source.parts), dtypes)
+        check_space(self.folder, num_expected, dtypes)
+        work = self.folder / ".work"
         texts = {
-            name: TextValues(work / f"texts of {name}", buckets.num_bits)
+            name: TextValues(work / f"texts of {name}", num_bits)
             for name, kind in source.id_kinds.items()
             if kind == "text"
         }
+        for folder in (work, work / "buckets", *(work / f"texts of {name}" for name in texts)):
+            folder.mkdir()
         # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
         with ThreadPoolExecutor(1) as background, contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, work, ignore_errors=True)
+            engine = stack.enter_context(Engine(self.workers))
             pending_sources = background.submit(source.sources)
             has_times = source.time_unit != "row"
-            self.counts, first_ms, ends = fill_buckets(
-                buckets, source.parts, texts, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage
-            )
+            reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
+            pieces = [(part, piece) for part in source.parts for piece in part.pieces]
+            tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
+            read = engine.map(partial(read_piece, reading), tasks)
+            log = join_pieces(source.parts, read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
+            self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
+            buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
             if not config.allow_empty:
                 check_era(ends, source.time_unit)
-            self.counts["events of unknown users or items (dropped)"] = drop_unknown(buckets, self.earlier)
-            self.counts["events left out by the k-core"] = k_core(buckets, config.filters)
+            self.counts["events of unknown users or items (dropped)"] = num_dropped = drop_unknown(
+                buckets, self.earlier
+            )
+            self.counts["events left out by the k-core"] = num_left_out = k_core(buckets, config.filters)
+            num_left = sum(run.num_events for run in log.runs) - num_dropped - num_left_out
             self.on_stage("numbering users and items")
-            number = partial(number_ids, buckets=buckets, folder=self.folder, work=work)
+            number = partial(number_ids, buckets=buckets, engine=engine, folder=self.folder, work=work)
             raw_ids = [
                 (name, self.rules[name], kind, texts.get(name), self.earlier.get(name))
                 for name, kind in source.id_kinds.items()
@@ -305,7 +273,22 @@ class _Job:
                 ids = dict(zip(source.id_kinds, both.map(number, *zip(*raw_ids, strict=True)), strict=True))
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
             facts = SplitFacts(seed=config.seed, last_ms=max(ends.values()), eval_users=eval_users)
-            splits, largest, statistics = self._write_splits(rule, facts, buckets, ids, items)
+            rules = RangeRules(
+                folder=self.folder,
+                buckets=buckets,
+                num_bits=num_range_bits(num_left, EVENTS_PER_FILE),
+                split=config.split,
+                has_eval_log=source.has_eval_log,
+                facts=facts,
+                filters=config.filters,
+                requests=config.requests,
+                user_ids=ids[USER_ID],
+                item_ids=ids[ITEM_ID],
+                context=FeatureLookup(source.context, of="users"),
+                items=items,
+                extra_events=source.extra_events,
+            )
+            splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], items.requested)
             sources = pending_sources.result()
@@ -356,56 +339,46 @@ class _Job:
         manifest.write(self.folder)
         return manifest
 
-    def _write_splits(
-        self, rule: SplitRule, facts: SplitFacts, buckets: Buckets, ids: Mapping[str, Ids], items: FeatureLookup
-    ) -> tuple[dict[str, Split], dict[str, int], Statistics]:
+    def _write_splits(self, rules: RangeRules, engine: Engine) -> tuple[dict[str, Split], dict[str, int], Statistics]:
         """Write all splits, and the requests if there is a rule for them.
 
         Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
         """
-        config, filters = self.config, self.config.filters
-        context = FeatureLookup(self.source.context, of="users")
-        event_types = {**self.source.extra_events, **items.dtypes}
-        statistics = EventCounter(_shown_split(config.split, rule), rule.by, ids[ITEM_ID].size, filters.overlap)
-        writers: dict[str, SplitWriter] = {}
-        num_duplicates = num_left_out = 0
+        config, num_ranges = self.config, 1 << rules.num_bits
+        statistics = EventCounter(
+            _shown_split(config.split, rules.rule), rules.rule.by, rules.item_ids.size, config.filters.overlap
+        )
+        written: list[WrittenRange] = []
         with contextlib.ExitStack() as stack:
             if config.requests is not None:
                 path = self.folder / REQUESTS_NAME
                 requests = stack.enter_context(pq.ParquetWriter(path, REQUEST_SCHEMA, compression="zstd"))
-            # The next bucket is built while the current one is written.
-            background = stack.enter_context(ThreadPoolExecutor(1))
-            next_bucket = background.submit(_build_bucket, buckets, 0, ids, items)
-            for index in range(len(buckets)):
-                self.on_stage(f"building sequences, part {index + 1} of {len(buckets)}")
-                all_users, duplicates = next_bucket.result()
-                if index + 1 < len(buckets):
-                    next_bucket = background.submit(_build_bucket, buckets, index + 1, ids, items)
-                sequences = keep_lengths(all_users, filters)
-                num_duplicates += duplicates
-                num_left_out += len(all_users) - len(sequences)
-                if config.requests is not None:
-                    requests.write_table(request_table(sequences, config.requests))
-                divided = rule.divide(sequences, facts)
-                statistics.follow(sequences, divided)
-                for name, rows in divided.items():
-                    if name not in writers:
-                        counted = [WINDOW] * (filters.window is not None)
-                        counted += [NUM_TARGETS] * (name == EVAL and rule.has_targets)
-                        columns = {**dict.fromkeys(counted, "int32"), **context.dtypes}
-                        writers[name] = SplitWriter(self.folder, name, columns, event_types)
-                        stack.callback(writers[name].abandon)
-                    # Windows would separate targets from the events before them, so rows with targets are not cut.
-                    rows = rows if rows.num_targets.any() else cut_windows(rows, filters)
-                    writers[name].append(rows, context.lookup(rows.user_keys))
-            splits = {name: writer.close() for name, writer in writers.items()}
-        self.counts |= {"duplicate events (kept)": num_duplicates, "users left out by filters": num_left_out}
+            for index, part in engine.map(partial(write_range, rules), range(num_ranges)):
+                self.on_stage(f"writing sequences, part {index + 1} of {num_ranges}")
+                if part.requests is not None:
+                    requests.write_table(part.requests)
+                statistics.add(part.events)
+                rules.context.record(part.users)
+                rules.items.record(part.items)
+                written.append(replace(part, requests=None))
+        splits = {name: self._split(name, rules, written) for name in written[0].lengths}
+        self.counts |= {
+            "duplicate events (kept)": sum(part.num_duplicates for part in written),
+            "users left out by filters": sum(part.num_left_out for part in written),
+        }
         if not any(split.rows for split in splits.values()):
             raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
-        self.counts |= context.audit() | items.audit()
+        self.counts |= rules.context.audit() | rules.items.audit()
         names = (USER_ID, ITEM_ID, ACTION)
-        largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
+        largest = {name: max(part.largest[name] for part in written) for name in names}
         return splits, largest, statistics.report(self.folder)
+
+    def _split(self, name: str, rules: RangeRules, written: Sequence[WrittenRange]) -> Split:
+        files = [part.files[name] for part in written if name in part.files]
+        files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]
+        lengths = np.concatenate([part.lengths[name] for part in written])
+        summary = summarize_lengths(lengths)
+        return Split(files=tuple(files), rows=len(lengths), interactions=int(lengths.sum()), lengths=summary)
 
     def _losses(self) -> str:
         return "".join(f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)
@@ -414,11 +387,3 @@ class _Job:
 def _shown_split(split: str, rule: SplitRule) -> str:
     """Return the rule of a split for the manifest, which is the same wherever a file is."""
     return split if rule.file is None else f"file:{rule.file.name}"
-
-
-def _build_bucket(buckets: Buckets, index: int, ids: Mapping[str, Ids], items: FeatureLookup) -> tuple[Sequences, int]:
-    columns = buckets.read(index)
-    sequences, num_duplicates = build_sequences(columns, ids[USER_ID].encode)
-    features = {column.name: column.to_numpy() for column in items.lookup(columns[ITEM_ID]).iter_columns()}
-    events = {**sequences.events, ITEM_ID: ids[ITEM_ID].encode(columns[ITEM_ID]), **features}
-    return replace(sequences, events=events), num_duplicates

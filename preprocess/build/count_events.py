@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.event_statistics import DAY_MS, Statistics
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, WINDOW
+from evenrank.preprocess.build.key_table import encode_keys, random_seed
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.build.splits import EVAL, TRAIN
 
@@ -20,8 +23,58 @@ _BIN_HOURS = (1, 24, *(168 * weeks for weeks in (1, 4, 13, 52, 520, 5200)))
 _LARGEST = np.iinfo(np.int64).max
 
 
+class Counted(NamedTuple):
+    """Distinct values and how often each occurs: int64 [n] both."""
+
+    values: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+class EventCounts(NamedTuple):
+    """What the rows of some users have, divided into splits, before windows are cut."""
+
+    hours: Counted  # of events, since 1970
+    items: Mapping[str, Counted]  # by split
+    users: int
+    eval_users: int
+    cold_users: int
+    first_ms: int
+    last_ms: int
+    newest_train: int  # time
+
+
+def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> EventCounts:
+    """Count the events of all rows of some users, and of the same rows by split."""
+    times = sequences.events[TIMESTAMP_MS]
+    if len(times) > sequences.lengths.sum():  # filters left out users
+        times = sequences.values(TIMESTAMP_MS)
+    items = {}
+    for name, rows in divided.items():
+        if rows.num_targets.any():  # the events before those to predict are in train too
+            rows = replace(rows, begins=rows.ends - rows.num_targets)
+        items[name] = _counted(rows.values(ITEM_ID))
+    train, has_eval = divided[TRAIN], EVAL in divided
+    newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
+    eval_users = divided[EVAL].user_keys if has_eval else train.user_keys[:0]
+    return EventCounts(
+        hours=_counted(times // _HOUR_MS),
+        items=items,
+        users=len(sequences),
+        eval_users=len(eval_users),
+        cold_users=int(np.isin(eval_users, train.user_keys, invert=True).sum()),
+        first_ms=int(times.min(initial=_LARGEST)),
+        last_ms=int(times.max(initial=-_LARGEST)),
+        newest_train=int(newest.max(initial=-_LARGEST)),
+    )
+
+
+def _counted(values: NDArray[np.int64]) -> Counted:
+    distinct, codes = encode_keys(values, random_seed())
+    return Counted(distinct, np.bincount(codes, minlength=len(distinct)))
+
+
 class EventCounter:
-    """Follows the rows of a dataset, divided by the rule `split`, before windows are cut.
+    """Adds up the events of a dataset, divided by the rule `split`.
 
     Args:
         split: text of the rule.
@@ -38,29 +91,20 @@ class EventCounter:
         self._users = self._eval_users = self._cold_users = 0
         self._first_ms, self._last_ms, self._newest_train = _LARGEST, -_LARGEST, -_LARGEST
 
-    def follow(self, sequences: Sequences, divided: Mapping[str, Sequences]) -> None:
-        """Count the events of all rows of some users, and of the same rows by split."""
-        times = sequences.events[TIMESTAMP_MS]
-        if len(times) > sequences.lengths.sum():  # filters left out users
-            times = sequences.values(TIMESTAMP_MS)
-        self._hours.add(times // _HOUR_MS)
-        self._first_ms = min(self._first_ms, int(times.min(initial=_LARGEST)))
-        self._last_ms = max(self._last_ms, int(times.max(initial=-_LARGEST)))
-        self._users += len(sequences)
-        for name, rows in divided.items():
-            if rows.num_targets.any():  # the events before those to predict are in train too
-                rows = replace(rows, begins=rows.ends - rows.num_targets)
-            self._items.add(items := rows.values(ITEM_ID))
-            if name == TRAIN and EVAL in divided:
-                self._train_items.add(items)
-            self._events[name] += int(rows.lengths.sum())
-        train = divided[TRAIN]
-        newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
-        self._newest_train = max(self._newest_train, int(newest.max(initial=-_LARGEST)))
-        if EVAL in divided:
-            users = divided[EVAL].user_keys
-            self._eval_users += len(users)
-            self._cold_users += int(np.isin(users, train.user_keys, invert=True).sum())
+    def add(self, counts: EventCounts) -> None:
+        """Add the events of further users."""
+        self._hours.add(*counts.hours)
+        for name, items in counts.items.items():
+            self._items.add(*items)
+            if name == TRAIN and EVAL in counts.items:
+                self._train_items.add(*items)
+            self._events[name] += int(items.counts.sum())
+        self._users += counts.users
+        self._eval_users += counts.eval_users
+        self._cold_users += counts.cold_users
+        self._first_ms = min(self._first_ms, counts.first_ms)
+        self._last_ms = max(self._last_ms, counts.last_ms)
+        self._newest_train = max(self._newest_train, counts.newest_train)
 
     def report(self, folder: Path) -> Statistics:
         """Return the statistics, once all splits are written to a folder."""

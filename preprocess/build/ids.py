@@ -23,8 +23,6 @@ Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values th
 _COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
 _MAX_HASHES = 2**62
 
-Encode = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # keys [n] -> ids [n]
-
 
 def parse_ids(text: str) -> dict[str, str]:
     """Parse `dense`, or `item=dense,user=keep`: the rule of each column that has one."""
@@ -66,31 +64,40 @@ def choose(kind: IdKind, *, distinct: int, least: int, largest: int) -> str:
 class Ids:
     """The ids of a column: how keys become ids, and what the manifest says about them."""
 
-    encode: Encode
     size: int | None
     """Largest id + 1; None: the largest that occurs decides."""
     summary: IdSummary
+    table: KeyTable | None = None
+    """Of the keys, in the order of their ids, if the rule is `dense`."""
+
+    def encode(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ids of keys: int64 [n] both; of those that a vocabulary lacks, 0."""
+        if self.table is not None:
+            return self.table.find(keys) + 1
+        if self.size is not None:
+            return _hashed(keys, self.size)
+        return keys
+
+
+def _hashed(keys: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
+    return (mix64(keys.view(np.uint64)) % np.uint64(num_ids)).astype(np.int64)
 
 
 def kept_ids(kind: IdKind, *, distinct: int | None = None, largest: int | None = None) -> Ids:
     """Return the rule by which integers are kept."""
     summary = IdSummary(rule=KEEP, kind=kind, distinct=distinct, largest=largest)
-    return Ids(encode=lambda keys: keys, size=None, summary=summary)
+    return Ids(size=None, summary=summary)
 
 
 def hashed_ids(rule: str, kind: IdKind, keys: NDArray[np.int64]) -> Ids:
     """Return the rule `hash:N`, and count those of the distinct `keys` [n] that share an id."""
     num_ids = int(rule.partition(":")[2])
-
-    def encode(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (mix64(keys.view(np.uint64)) % np.uint64(num_ids)).astype(np.int64)
-
-    _, counts = np.unique(encode(keys), return_counts=True)
+    _, counts = np.unique(_hashed(keys, num_ids), return_counts=True)
     collisions = int(counts[counts > 1].sum())
     summary = IdSummary(rule=rule, kind=kind, distinct=len(keys), collisions=collisions)
-    return Ids(encode=encode, size=num_ids, summary=summary)
+    return Ids(size=num_ids, summary=summary)
 
 
 def table_ids(table: KeyTable, summary: IdSummary) -> Ids:
     """Return the rule by which the keys of a table are numbered from 1; all others get 0."""
-    return Ids(encode=lambda keys: table.find(keys) + 1, size=len(table) + 1, summary=summary)
+    return Ids(size=len(table) + 1, summary=summary, table=table)

@@ -5,7 +5,6 @@ and rows be ordered by user, before any id is known. Two texts with the same has
 """
 
 import secrets
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -39,17 +38,22 @@ def keys_of(values: pl.Series) -> NDArray[np.int64]:
 
 
 class TextValues:
-    """The distinct texts of a column and their keys, in parts by key; on disk above a limit.
+    """The distinct texts of a column and their keys, on disk, in parts by key.
 
     Args:
-        folder: created when files are needed.
+        folder: of the files, which exists.
         num_bits: leading bits of a key's hash that are the index of its part.
+        piece: number of the piece of the log whose texts are added.
     """
 
-    def __init__(self, folder: Path, num_bits: int) -> None:
-        self._folder, self._num_bits = folder, num_bits
+    def __init__(self, folder: Path, num_bits: int, piece: int = 0) -> None:
+        self._folder, self._num_bits, self._piece = folder, num_bits, piece
         self._frames: list[pl.DataFrame] = []
-        self._num_spilled = 0
+        self._num_files = 0
+
+    def of_piece(self, number: int) -> "TextValues":
+        """Return what registers the texts of a piece."""
+        return TextValues(self._folder, self._num_bits, number)
 
     def add(self, texts: pl.Series) -> NDArray[np.int64]:
         """Register texts [n], and return their keys: int64 [n]."""
@@ -58,31 +62,30 @@ class TextValues:
         if sum(map(len, self._frames)) > _BUFFERED_ROWS:
             self._frames = [pl.concat(self._frames).unique()]
             if 2 * len(self._frames[0]) > _BUFFERED_ROWS:
-                self._spill()
+                self.flush()
         return keys
+
+    def flush(self) -> None:
+        """Write the texts that were added."""
+        if self._frames:
+            frame = pl.concat(self._frames).unique()
+            order, ends = by_bucket(frame.get_column(_KEY).to_numpy(), self._num_bits)
+            path = self._folder / f"{self._piece:05d}-{self._num_files:05d}.arrow"
+            frame[order].write_ipc(path)
+            np.save(path.with_suffix(".npy"), np.concatenate(([0], ends)))
+            self._frames, self._num_files = [], self._num_files + 1
 
     def part(self, index: int) -> pl.DataFrame:
         """Return `key` (int64) and `value` of all texts of a part; raises a DataError if two texts have one key."""
-        if self._num_bits and self._frames:
-            self._spill()
-        files = self._folder.glob(f"*-{index:05d}.arrow")
-        frames = [*self._frames, *(pl.read_ipc(path) for path in files)]
-        rows = pl.concat(frames).unique() if frames else pl.DataFrame(schema={_KEY: pl.Int64, _VALUE: pl.String})
+        rows = pl.DataFrame(schema={_KEY: pl.Int64, _VALUE: pl.String})
+        for path in sorted(self._folder.glob("*.npy")):
+            begin, end = np.load(path, mmap_mode="r")[index : index + 2].tolist()
+            rows.extend(pl.scan_ipc(path.with_suffix(".arrow")).slice(begin, end - begin).collect())
+        rows = rows.unique()
         if rows.get_column(_KEY).is_duplicated().any():
             equal = rows.filter(pl.col(_KEY).is_duplicated()).sort(_KEY, _VALUE).get_column(_VALUE).head(2).to_list()
             raise DataError(f"the ids {equal[0]!r} and {equal[1]!r} have the same 64-bit hash; rename one of them")
         return rows
-
-    def _spill(self) -> None:
-        self._folder.mkdir(exist_ok=True)
-        for frame in self._frames:
-            order, ends = by_bucket(frame.get_column(_KEY).to_numpy(), self._num_bits)
-            rows, bounds = frame[order], [0, *ends.tolist()]
-            for index, (begin, end) in enumerate(pairwise(bounds)):
-                if begin < end:
-                    rows[begin:end].write_ipc(self._folder / f"{self._num_spilled:05d}-{index:05d}.arrow")
-            self._num_spilled += 1
-        self._frames = []
 
 
 class KeyTable:

@@ -20,15 +20,17 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
-from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.buckets import Buckets, Run, write_run
 from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids, table_ids
 from evenrank.preprocess.build.key_table import KeyTable, TextValues, encode_keys, keys_of, random_seed
+from evenrank.preprocess.engine import Engine
 
 _FIRST, _COUNT, _KEY, _VALUE = "first", "count", "key", "value"
 _ORDER = (_FIRST, _VALUE)
 _ROWS_AT_ONCE = 2_000_000  # values in memory besides their keys
 _SAMPLES = 64  # of each range, to find its limits
 _DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
+_Counts = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # see `_counted`
 _SHOWN = 3  # unknown values in an error message
 
 
@@ -93,6 +95,7 @@ def number_ids(
     earlier: EarlierIds | None,
     *,
     buckets: Buckets,
+    engine: Engine,
     folder: Path,
     work: Path,
 ) -> Ids:
@@ -103,12 +106,13 @@ def number_ids(
         kind: type of the values.
         texts: the texts of the keys, if the kind is text.
         buckets: all events.
+        engine: what counts them.
         work: folder for temporary files.
     """
     if rule == KEEP:
         return kept_ids(kind)
     vocabulary = _Values(column, kind, texts, work if len(buckets) > 1 else None)
-    for keys, firsts, counts in _counted(column, buckets, work):
+    for keys, firsts, counts in _counted(column, buckets, engine, work):
         vocabulary.add(keys, firsts, counts)
     if rule.startswith(HASH):
         return hashed_ids(rule, kind, vocabulary.all_keys())
@@ -119,32 +123,33 @@ def number_ids(
     return vocabulary.write(folder / vocabulary_name(column), earlier)
 
 
-def _counted(
-    column: str, buckets: Buckets, work: Path
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+def _counted(column: str, buckets: Buckets, engine: Engine, work: Path) -> Iterator[_Counts]:
     """Yield distinct keys, the times of their first events, and their numbers of events, in parts by key."""
 
-    def counted() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-        for index in range(len(buckets)):
-            read = buckets.read(index, (column, TIMESTAMP_MS))
-            yield _count(read[column], read[TIMESTAMP_MS], np.ones(len(read[column]), dtype=np.int64))
+    def count(index: int) -> _Counts:
+        read = buckets.read(index, (column, TIMESTAMP_MS))
+        return _count(read[column], read[TIMESTAMP_MS], np.ones(len(read[column]), dtype=np.int64))
 
-    if column == USER_ID:  # the buckets are parts by user
-        yield from counted()
+    bits = buckets.num_bits
+    if column == USER_ID or not bits:  # the buckets are parts by user
+        for _, counts in engine.map(count, range(len(buckets))):
+            yield counts
         return
     dtypes = dict.fromkeys((_KEY, _FIRST, _COUNT), "int64")
-    parts = Buckets(work / f"counts of {column}", buckets.num_events, dtypes, key=_KEY)
-    for keys, firsts, counts in counted():
-        parts.append({_KEY: keys, _FIRST: firsts, _COUNT: counts})
-    for index in range(len(parts)):
-        part = parts.read(index)
-        yield _count(part[_KEY], part[_FIRST], part[_COUNT])
-    parts.close()
+
+    def write(index: int) -> Run:
+        path = work / f"counts-{column}-{index:05d}"
+        return write_run(path, dict(zip(dtypes, count(index), strict=True)), bits, key=_KEY)
+
+    runs = [run for _, run in engine.map(write, range(len(buckets)))]
+    parts = Buckets(folder=work / f"counts-{column}", runs=runs, dtypes=dtypes, num_bits=bits, key=_KEY)
+    for _, counts in engine.map(lambda index: _count(*parts.read(index).values()), range(len(parts))):
+        yield counts
+    for run in runs:
+        run.path.unlink()
 
 
-def _count(
-    keys: NDArray[np.int64], times: NDArray[np.int64], counts: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _count(keys: NDArray[np.int64], times: NDArray[np.int64], counts: NDArray[np.int64]) -> _Counts:
     distinct, codes = encode_keys(keys, random_seed())
     firsts = np.full(len(distinct), np.iinfo(np.int64).max)
     sums = np.zeros(len(distinct), dtype=np.int64)

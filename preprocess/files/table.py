@@ -20,10 +20,20 @@ _IS_GOOD = "evenrank is_good"
 Types = Mapping[str, pl.DataType]  # of columns by name
 
 
+class Piece(NamedTuple):
+    """A part of a file: in text, the lines that begin in a range of bytes; in Parquet, a range of rows."""
+
+    begin: int
+    end: int | None  # None: the end of the file
+
+
+WHOLE = Piece(0, None)
+
+
 class BadRow(NamedTuple):
     """A row that cannot be read."""
 
-    line: int  # counted from 1 with the header; for Parquet files, the row number from 1
+    line: int  # counted from 1 with the header, from the begin of the piece; for Parquet files, the row number from 1
     text: str
     reason: str
 
@@ -34,8 +44,13 @@ class Events(NamedTuple):
     good: pl.DataFrame
     """Columns user_id, item_id (Int64, UInt64 or String), timestamp_ms (int64), action (int32) and extra columns; there
     are neither nulls nor, in float32 columns, values that are not finite."""
+    last_line: int = 0  # counted as that of a BadRow
     num_bad: int = 0
     first_bad: Sequence[BadRow] = ()  # at most MAX_SHOWN
+
+
+def _unchanged(events: dict[str, NDArray[Any]]) -> Iterable[dict[str, NDArray[Any]]]:
+    return (events,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +59,9 @@ class EventPart:
 
     name: str  # for messages: the path of the file
     num_events: int  # estimated; it determines the number of buckets
-    read: Callable[[], Iterable[Events]]
-    expand: Callable[[dict[str, NDArray[Any]]], Iterable[dict[str, NDArray[Any]]]] = lambda events: (events,)
+    read: Callable[[Piece], Iterable[Events]]
+    pieces: Sequence[Piece] = (WHOLE,)  # which can be read independently
+    expand: Callable[[dict[str, NDArray[Any]]], Iterable[dict[str, NDArray[Any]]]] = _unchanged
     """Called with the columns of some good rows, ids as keys; returns the events to use instead, in pieces."""
 
 
@@ -64,13 +80,14 @@ class Rows(NamedTuple):
         is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values()).fill_null(False)
         rows = self.frame.select(*columns, is_good.alias(_IS_GOOD))
         good, is_bad = rows.drop(_IS_GOOD), ~rows.get_column(_IS_GOOD)
+        last_line = self.first_line + len(self.frame) - 1
         if not is_bad.any():
-            return Events(good)
+            return Events(good, last_line)
         places = is_bad.arg_true().head(MAX_SHOWN)
         reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
         first_reasons = self.frame[places].select(pl.coalesce(FAULT, *reasons)).to_series()
         shown = zip((places + self.first_line).to_list(), self.texts(places), first_reasons, strict=True)
-        return Events(good.filter(~is_bad), int(is_bad.sum()), [BadRow(*row) for row in shown])
+        return Events(good.filter(~is_bad), last_line, int(is_bad.sum()), [BadRow(*row) for row in shown])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,18 +97,19 @@ class Table:
     path: Path
     num_rows: int  # estimated
     dtypes: Types  # of the needed columns: in a text file, String
-    blocks: Callable[[Types], Iterable[Rows]]
+    blocks: Callable[[Types, Piece], Iterable[Rows]]
+    pieces: Sequence[Piece]
     has_types: bool  # whether the file knows the types of its columns
     separator: str | None = None  # of the fields of delimited text
 
-    def read(self, numbers: Types | None = None) -> Iterator[Rows]:
-        """Yield all rows.
+    def read(self, numbers: Types | None = None, piece: Piece = WHOLE) -> Iterator[Rows]:
+        """Yield all rows, or those of a piece.
 
         `numbers` are the types of columns of text that are probably numbers. Blocks of text in which they are, all of
         them plain digits, are parsed as such, several times faster.
         """
         with wrap_read_errors(self.path):
-            yield from self.blocks(numbers or {})
+            yield from self.blocks(numbers or {}, piece)
 
     def head(self, limit: int, condition: pl.Expr | bool = True) -> pl.DataFrame:
         """Return the first well-formed rows that meet a condition, at most `limit`."""

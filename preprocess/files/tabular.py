@@ -9,9 +9,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +29,15 @@ from evenrank.preprocess.files.parse_numbers import (
     parse_numbers,
     split_fields,
 )
-from evenrank.preprocess.files.table import FAULT, Rows, Table, Types, wrap_read_errors
-from evenrank.preprocess.files.text_blocks import REPLACEMENT, Block, estimate_lines, read_blocks, read_first_line
+from evenrank.preprocess.files.table import FAULT, Piece, Rows, Table, Types, wrap_read_errors
+from evenrank.preprocess.files.text_blocks import (
+    REPLACEMENT,
+    Block,
+    estimate_lines,
+    read_blocks,
+    read_first_line,
+    text_pieces,
+)
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _FAULTS = {
@@ -43,7 +48,7 @@ _FAULTS = {
 _ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
 _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
 _IS_OBJECT = "evenrank is_object"
-_BATCH_ROWS = 1_000_000  # of Parquet
+_BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
 _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -123,25 +128,36 @@ def _locate_columns(
 
 def _open_parquet(path: Path, needed: Collection[str]) -> Table:
     scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
-    schema = scanned.collect_schema()
-    names, constants = _locate_columns(path, schema.names(), needed)
+    names, constants = _locate_columns(path, scanned.collect_schema().names(), needed)
+    num_rows = scanned.select(pl.len()).collect().item()
+    return Table(
+        path=path,
+        num_rows=num_rows,
+        dtypes=dict(scanned.select(names).with_columns(*constants).collect_schema()),
+        blocks=partial(_read_parquet, path, names, constants),
+        pieces=[Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in range(0, max(1, num_rows), _PIECE_ROWS)],
+        has_types=True,
+    )
+
+
+def _read_parquet(
+    path: Path, names: Sequence[str], constants: Sequence[pl.Expr], numbers: Types, piece: Piece
+) -> Iterator[Rows]:
+    length = None if piece.end is None else piece.end - piece.begin
+    rows = pl.scan_parquet(path, glob=False, hive_partitioning=False).select(names).slice(piece.begin, length)
+    schema = rows.collect_schema()
     values = (pl.struct(name).struct.json_encode() if schema[name].is_nested() else pl.col(name) for name in names)
     text = pl.concat_str(*(value.cast(pl.String, strict=False).fill_null("") for value in values), separator=",")
     no_fault = pl.lit(None, dtype=pl.String).alias(FAULT)
-    needed_columns = scanned.select(names).with_columns(*constants, no_fault)
-
-    def read(numbers: Types) -> Iterator[Rows]:
-        first_row = 1
-        for frame in needed_columns.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
-            yield Rows(frame, first_row, partial(describe, frame))
-            first_row += len(frame)
 
     def describe(frame: pl.DataFrame, places: pl.Series) -> list[str]:
         return frame[places].select(text).to_series().to_list()
 
-    dtypes = dict(needed_columns.drop(FAULT).collect_schema())
-    num_rows = scanned.select(pl.len()).collect().item()
-    return Table(path=path, num_rows=num_rows, dtypes=dtypes, blocks=read, has_types=True)
+    first_row = 1
+    batches = rows.with_columns(*constants, no_fault).collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True)
+    for frame in batches:
+        yield Rows(frame, first_row, partial(describe, frame))
+        first_row += len(frame)
 
 
 def _infer_separator(path: Path, line: str, names: Collection[str], num_columns: int) -> str:
@@ -175,36 +191,32 @@ def _text_table(
     has_header: bool = False,
     separator: str | None = None,
 ) -> Table:
-    def read(numbers: Types) -> Iterator[Rows]:
-        own_numbers = {name: numbers[name] for name in names if name in numbers}
-
-        def rows(block: Block) -> Rows:
-            return Rows(parse(block, own_numbers).with_columns(constants), block.first_line, block.texts)
-
-        return _map_ahead(rows, read_blocks(path, has_header=has_header))
-
     return Table(
         path=path,
         num_rows=estimate_lines(path),
         dtypes=dict.fromkeys([*names, *(constant.meta.output_name() for constant in constants)], pl.String()),
-        blocks=read,
+        blocks=partial(_read_text, path, parse, names, constants, has_header),
+        pieces=text_pieces(path),
         has_types=False,
         separator=separator,
     )
 
 
-def _map_ahead(parse: Callable[[Block], Rows], blocks: Iterator[Block]) -> Iterator[Rows]:
-    """Yield what becomes of each block, while the next one is parsed and the one after it is read."""
-    background = ThreadPoolExecutor(1)
-    try:
-        pending = [background.submit(parse, block) for block in islice(blocks, 1)]
-        for block in blocks:
-            pending.append(background.submit(parse, block))
-            yield pending.pop(0).result()
-        for last in pending:
-            yield last.result()
-    finally:
-        background.shutdown(wait=False)  # an unfinished generator may be collected on that very thread
+def _read_text(
+    path: Path,
+    parse: _Parse,
+    names: Sequence[str],
+    constants: Sequence[pl.Expr],
+    has_header: bool,
+    numbers: Types,
+    piece: Piece,
+) -> Iterator[Rows]:
+    own_numbers = {name: numbers[name] for name in names if name in numbers}
+
+    def rows(block: Block) -> Rows:
+        return Rows(parse(block, own_numbers).with_columns(constants), block.first_line, block.texts)
+
+    return map(rows, read_blocks(path, piece, has_header=has_header))
 
 
 def _fault(block: Block, names: Sequence[str], fault: pl.Expr) -> pl.Expr:

@@ -1,6 +1,7 @@
 """Text files, compressed or not, in blocks of whole lines."""
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import pyarrow as pa
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_regular
 from evenrank.preprocess.files.locate import CODECS
+from evenrank.preprocess.files.table import WHOLE, Piece
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 16 << 20
+_PIECE_BYTES = 32 << 20
 _MAX_LINE_BYTES = 64 << 20
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 # Without the lookbehind, long runs of carriage returns would take quadratic time.
@@ -30,7 +33,7 @@ REPLACEMENT = "\ufffd"  # of bytes that are not UTF-8
 class Block:
     """Consecutive lines of a file."""
 
-    first_line: int  # counted from 1
+    first_line: int  # counted from 1, from the begin of the piece
     num_lines: int
     data: bytearray  # UTF-8, in which each line ends with a newline that no carriage return precedes
 
@@ -62,6 +65,19 @@ def estimate_lines(path: Path) -> int:
         return num_lines * path.stat().st_size // max(1, file.tell())
 
 
+def text_pieces(path: Path) -> list[Piece]:
+    """Divide a file into pieces, at any byte, the first of which has a line after the header, if there is one.
+
+    A compressed file is one piece.
+    """
+    if path.suffix.lower() in CODECS:
+        return [WHOLE]
+    with open_regular(path) as file:
+        first_end = max(_PIECE_BYTES, len(file.readline(_MAX_LINE_BYTES)) + 1)
+    ends = range(first_end, path.stat().st_size, _PIECE_BYTES)
+    return [*itertools.starmap(Piece, itertools.pairwise((0, *ends))), Piece(ends[-1] if ends else 0, None)]
+
+
 def read_first_line(path: Path) -> str:
     """Return the first line of a file; raise a DataError if there is none, or it is not UTF-8 throughout."""
     with _open_text(path) as (_, file):
@@ -78,22 +94,29 @@ def read_first_line(path: Path) -> str:
     return line.removeprefix(_BOM).decode(errors="replace").rstrip("\r\n")
 
 
-def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
-    """Yield all lines of a file after its header, without the byte order mark. Bytes that are not UTF-8 become U+FFFD.
+def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterator[Block]:
+    """Yield the lines of a file after its header, without the byte order mark. Bytes that are not UTF-8 become U+FFFD.
+
+    Of a piece, these are the lines that begin in it.
 
     Raises:
         OSError: the file cannot be read, or is not compressed as its suffix says.
         DataError: a line is too long.
     """
     with _open_text(path) as (_, file):
-        number = 1
-        if has_header:
+        number, begin = 1, 0
+        if piece.begin:
+            file.seek(piece.begin - 1)
+            _skip_line(file)  # it begins in the piece before, or the piece begins with a line
+            begin = file.tell()
+        elif has_header:
             file.readline()
             number = 2
         while True:
-            data = bytearray(_BLOCK_BYTES)  # which grows in place
+            size = _BLOCK_BYTES if piece.end is None else min(_BLOCK_BYTES, max(0, piece.end - file.tell()))
+            data = bytearray(size)  # which grows in place
             del data[file.readinto(data) :]
-            if number == 1 and data.startswith(_BOM):
+            if number == 1 and not piece.begin and data.startswith(_BOM):
                 del data[: len(_BOM)]
             if not data:
                 return
@@ -101,7 +124,7 @@ def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
             if last_line < len(data):
                 data += file.readline(_MAX_LINE_BYTES)
                 if len(data) - last_line > _MAX_LINE_BYTES:
-                    raise _too_long(path, number + data.count(b"\n", 0, last_line))
+                    raise _too_long(path, _lines_before(path, begin) + number + data.count(b"\n", 0, last_line))
             if not data.endswith(b"\n"):
                 data += b"\n"
             if b"\r" in data:
@@ -113,6 +136,16 @@ def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
             num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
             yield Block(first_line=number, num_lines=num_lines, data=data)
             number += num_lines
+
+
+def _skip_line(file: BufferedReader) -> None:
+    while (read := file.readline(_BLOCK_BYTES)) and not read.endswith(b"\n"):
+        pass
+
+
+def _lines_before(path: Path, end: int) -> int:
+    with path.open("rb") as file:
+        return sum(file.read(min(_BLOCK_BYTES, end - at)).count(b"\n") for at in range(0, end, _BLOCK_BYTES))
 
 
 def _too_long(path: Path, line: int) -> DataError:

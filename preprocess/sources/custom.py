@@ -24,7 +24,7 @@ from evenrank.preprocess.files.raw_values import (
     is_missing_number,
     raw_id,
 )
-from evenrank.preprocess.files.table import EventPart, Events, Table
+from evenrank.preprocess.files.table import EventPart, Events, Piece, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
@@ -69,24 +69,12 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
     guessed = {name: column for name, column in columns.items() if name not in fixed and kinds[name] == "int64"}
     folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
-    def describe(table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
-        ids = [raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()]
-        values, checks = _values(config, table)
-        for name, column in columns.items():
-            checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and rules[name] == KEEP)
-        return [*ids, *values], checks
-
-    def read(table: Table) -> Iterator[Events]:
-        for rows in table.read(_numbers(config, kinds)):
-            typed = replace(table, dtypes=rows.frame.schema)
-            events = rows.check(*describe(typed))
-            if events.num_bad:
-                check_integers(typed, rows.frame, guessed, _values(config, typed)[1])
-            yield events
+    is_row = rules[ITEM_ID] == KEEP
 
     def part(table: Table) -> EventPart:
-        describe(table)  # which raises an error now if a column has an unsuitable type
-        return EventPart(name=str(table.path), num_events=table.num_rows, read=partial(read, table))
+        _describe(table, config, kinds, is_row)  # which raises an error now if a column has an unsuitable type
+        read = partial(_read, table, config, kinds, guessed, is_row)
+        return EventPart(name=str(table.path), num_events=table.num_rows, read=read, pieces=table.pieces)
 
     return Interactions(
         parts=tuple(map(part, tables)),
@@ -109,6 +97,33 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
         },
         id_kinds=kinds,
     )
+
+
+def _describe(
+    table: Table, config: TabularConfig, kinds: Mapping[str, IdKind], is_row: bool
+) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
+    """Return all columns of events, and their checks; `is_row`: ids of items are rows of a table."""
+    values, checks = _values(config, table)
+    columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
+    for name, column in columns.items():
+        checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and is_row)
+    return [*(raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()), *values], checks
+
+
+def _read(
+    table: Table,
+    config: TabularConfig,
+    kinds: Mapping[str, IdKind],
+    guessed: Mapping[str, str],
+    is_row: bool,
+    piece: Piece,
+) -> Iterator[Events]:
+    for rows in table.read(_numbers(config, kinds), piece):
+        typed = replace(table, dtypes=rows.frame.schema)
+        events = rows.check(*_describe(typed, config, kinds, is_row))
+        if events.num_bad:
+            check_integers(typed, rows.frame, guessed, _values(config, typed)[1])
+        yield events
 
 
 def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:

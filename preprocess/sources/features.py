@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -49,6 +49,13 @@ class Features:
 NO_FEATURES = Features(keys=np.empty(0, dtype=np.int64), rows=pl.DataFrame(), values={})
 
 
+class Seen(NamedTuple):
+    """Distinct users or items that were looked up: int64 [n] both."""
+
+    known: NDArray[np.int64]  # places of those that have features
+    unknown: NDArray[np.int64]  # keys of the others
+
+
 class FeatureLookup:
     """Look up features of `users` or `items` by key; one without features gets 0, or an empty list."""
 
@@ -60,14 +67,19 @@ class FeatureLookup:
         self.dtypes = features.dtypes
         self.requested = np.zeros(len(features.keys), dtype=bool)  # which keys were looked up: [n]
 
-    def lookup(self, keys: NDArray[np.int64]) -> pl.DataFrame:
-        """Return the features of the given users or items: a row of each."""
+    def lookup(self, keys: NDArray[np.int64]) -> tuple[pl.DataFrame, Seen]:
+        """Return the features of the given users or items, a row of each, and whom `record` takes."""
         places = self._index.find(keys)
-        self.requested[places[places >= 0]] = True
-        if len(self.requested):
-            self._unknown = np.union1d(self._unknown, encode_keys(keys[places < 0], random_seed())[0])
-        places[places < 0] = len(self.requested)
-        return pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()])
+        is_known = places >= 0
+        unknown = keys[~is_known] if len(self.requested) else keys[:0]  # nobody is, where there are no features
+        seen = Seen(np.unique(places[is_known]), encode_keys(unknown, random_seed())[0])
+        places[~is_known] = len(self.requested)
+        return pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()]), seen
+
+    def record(self, seen: Seen) -> None:
+        """Take note of users or items that were looked up."""
+        self.requested[seen.known] = True
+        self._unknown = np.union1d(self._unknown, seen.unknown)
 
     def audit(self) -> dict[str, int]:
         """Count the users or items that have features and were never looked up, and the reverse."""

@@ -10,6 +10,8 @@ theirs, it does not shuffle the users and items of each (i, j), so that historie
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,22 +61,9 @@ def expand_interactions(base: Interactions, expansion: Expansion, *, seed: int) 
     """Return the expansion of a dataset, which is drawn in pieces while it is read."""
     (part,) = base.parts
     chances, num_events = _reduce(part, expansion)
-    per_event = chances.sum() * expansion.rate
-    num_expected = round(num_events * per_event)
+    num_expected = round(num_events * chances.sum() * expansion.rate)
 
-    def expand(events: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
-        num_at_once = int(_EVENTS_AT_ONCE / per_event) + 1
-        for first in range(0, len(events[USER_ID]), num_at_once):
-            some = {name: values[first : first + num_at_once] for name, values in events.items()}
-            words = np.array([seed], dtype=np.uint64)
-            for name in (USER_ID, ITEM_ID, TIMESTAMP_MS):  # so that draws do not depend on the pieces
-                words = mix64(words) ^ some[name].view(np.uint64)
-            drawn, cells = np.divmod(_draw(mix64(words), chances.ravel(), expansion.rate), chances.size)
-            copies = {name: values[drawn] for name, values in some.items()}
-            copies[USER_ID] = copies[USER_ID] * expansion.users + cells // expansion.items
-            copies[ITEM_ID] = copies[ITEM_ID] * expansion.items + cells % expansion.items
-            yield copies
-
+    expand = partial(_expand, expansion, seed, chances)
     name = f"{part.name} expanded to about {num_expected:,} events"
     return replace(
         base,
@@ -83,6 +72,23 @@ def expand_interactions(base: Interactions, expansion: Expansion, *, seed: int) 
         item_features=_copied(base.item_features, expansion.items),
         options={"expand": expansion._asdict(), "expected_events": num_expected},
     )
+
+
+def _expand(
+    expansion: Expansion, seed: int, chances: NDArray[np.float64], events: Mapping[str, NDArray[Any]]
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield the copies of events that are drawn, given R, in pieces."""
+    num_at_once = int(_EVENTS_AT_ONCE / (chances.sum() * expansion.rate)) + 1
+    for first in range(0, len(events[USER_ID]), num_at_once):
+        some = {name: values[first : first + num_at_once] for name, values in events.items()}
+        words = np.array([seed], dtype=np.uint64)
+        for name in (USER_ID, ITEM_ID, TIMESTAMP_MS):  # so that draws do not depend on the pieces
+            words = mix64(words) ^ some[name].view(np.uint64)
+        drawn, cells = np.divmod(_draw(mix64(words), chances.ravel(), expansion.rate), chances.size)
+        copies = {name: values[drawn] for name, values in some.items()}
+        copies[USER_ID] = copies[USER_ID] * expansion.users + cells // expansion.items
+        copies[ITEM_ID] = copies[ITEM_ID] * expansion.items + cells % expansion.items
+        yield copies
 
 
 def _copied(features: Features, num_copies: int) -> Features:
@@ -94,7 +100,8 @@ def _copied(features: Features, num_copies: int) -> Features:
 def _reduce(part: EventPart, expansion: Expansion) -> tuple[NDArray[np.float64], int]:
     """Return R, float64 [users, items], and the number of ratings, which are in memory meanwhile."""
     ids = [(pl.col(name).rank("dense") - 1).cast(pl.Int32) for name in (USER_ID, ITEM_ID)]
-    ratings = pl.concat(events.good.select(USER_ID, ITEM_ID, ACTION) for events in part.read()).select(*ids, ACTION)
+    batches = chain.from_iterable(map(part.read, part.pieces))
+    ratings = pl.concat(events.good.select(USER_ID, ITEM_ID, ACTION) for events in batches).select(*ids, ACTION)
     users, items, actions = (column.to_numpy() for column in ratings.iter_columns())
     num_users, num_items = users.max(initial=-1) + 1, items.max(initial=-1) + 1
     rank = min(expansion.users, expansion.items, num_users, num_items)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import polars as pl
@@ -9,7 +10,7 @@ import polars as pl
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
-from evenrank.preprocess.files.table import EventPart, Events
+from evenrank.preprocess.files.table import EventPart, Events, Piece
 from evenrank.preprocess.sources.features import Features
 from evenrank.preprocess.sources.interactions import Interactions
 
@@ -72,8 +73,12 @@ def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
     return EventPart(
         name=f"users {first + 1} to {last}",
         num_events=int((last - first) * mean_length),
-        read=lambda: [Events(_draw_block(config, seed, first, last))],
+        read=partial(_read_block, config, seed, first, last),
     )
+
+
+def _read_block(config: SyntheticConfig, seed: int, first: int, last: int, piece: Piece) -> list[Events]:
+    return [Events(_draw_block(config, seed, first, last))]
 
 
 def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl.DataFrame:

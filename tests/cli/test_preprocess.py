@@ -28,6 +28,7 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "overwrite": (True, EVERY, {}),
     "raw_dir": ("raw", {*PUBLIC, "expanded"}, {}),
     "on_error": ("skip", EVERY - DRAWN, {}),
+    "memory_limit": (2.0, EVERY, {}),
     "split": ("file:users.txt", EVERY, {}),
     "eval_fraction": (0.5, EVERY, {}),
     "seed": (0, EVERY, {}),

@@ -12,8 +12,16 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.schema import Manifest, user_hash
-from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
-from evenrank.preprocess.build import buckets as buckets_module
+from evenrank.preprocess import (
+    Filters,
+    PreprocessConfig,
+    RequestRule,
+    SyntheticConfig,
+    TabularConfig,
+    pipeline,
+    preprocess,
+)
+from evenrank.preprocess.build import read_events
 from evenrank.preprocess.files import text_blocks
 from evenrank.preprocess.output import writer as writer_module
 from tests.preprocess.decoded import decode, read_rows
@@ -140,7 +148,11 @@ def test_malformed_input_raises(tmp_path: Path, dataset: str, files: str | dict[
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
-def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 9])
+def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(text_blocks, "_PIECE_BYTES", piece_bytes)
     text = ML_20M + "1,x,3,3\n1,2,3.0,5,9,9,9\n9,9,3.0,7\n1,2\n7,10,5.0,100\n7,10,4.5,100\n"
     manifest = _run(tmp_path, text, split="none", on_error="skip")
     assert manifest.splits["train"].interactions == 8
@@ -152,14 +164,21 @@ def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(tmp_path: Path) -> N
     }
 
 
-def test_files_have_a_fixed_number_of_rows_in_hash_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "ROWS_PER_FILE", 64)
+def test_a_file_has_the_users_whose_hashes_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "ROWS_PER_GROUP", 32)
-    manifest = _draw(tmp_path / "out", 150, split="none")
-    assert [file.rows for file in manifest.splits["train"].files] == [64, 64, 22]
-    ids = [row["user_id"] for row in _rows(tmp_path / "out" / "train")]
-    assert ids == sorted(ids, key=_hash)
-    assert sorted(ids) == list(range(1, 151))
+    num_events = _draw(tmp_path / "whole", 150, split="none").splits["train"].interactions
+    monkeypatch.setattr(pipeline, "EVENTS_PER_FILE", num_events // 3)  # so that two bits number the files
+    manifest = _draw(tmp_path / "out", 150, split="user:0.02", overwrite=True)
+    for name, split in manifest.splits.items():
+        ids = [pq.read_table(tmp_path / "out" / file.path)["user_id"].to_pylist() for file in split.files]
+        assert [len(of_file) for of_file in ids] == [file.rows for file in split.files]
+        numbers = [int(Path(file.path).stem.removeprefix("part-")) for file in split.files]
+        assert numbers == ([0, 1, 2, 3] if name == "train" else sorted(set(numbers)))
+        assert [{_hash(user) >> 62 for user in of_file} for of_file in ids] == [{number} for number in numbers]
+        assert ids == [sorted(of_file, key=_hash) for of_file in ids]
+    assert len(manifest.splits["eval"].files) < 4  # there is no file without rows
+    everybody = [row["user_id"] for name in manifest.splits for row in _rows(tmp_path / "out" / name)]
+    assert sorted(everybody) == list(range(1, 151))
 
 
 def test_row_groups_end_once_they_have_enough_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,17 +206,22 @@ def test_the_bytes_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.
     lines = [f"{user},{item},{rating / 2},{rng.integers(0, 50)}" for user, item, rating in rows]
     text = HEADER + "\n".join(lines) + "\n"
     outputs = []
-    for events_per_bucket, batch_events, in_memory in ((10**9, 10**6, 10**9), (500, 10**6, 0), (160, 700, 9000)):
-        monkeypatch.setattr(buckets_module, "BYTES_IN_MEMORY", in_memory)
-        monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
-        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 10 * batch_events)
+    monkeypatch.setattr(pipeline, "EVENTS_PER_FILE", 800)
+    for workers, per_bucket, per_run, block_bytes, piece_bytes in (
+        (1, 10**9, 10**9, 10**7, 10**9),
+        (4, 500, 100, 10**7, 10**4),
+        (2, 160, 900, 7000, 10**9),
+        (3, 60, 2000, 7000, 20_011),
+    ):
+        monkeypatch.setattr(pipeline, "num_workers", lambda limit, count=workers: count)
+        monkeypatch.setattr(read_events, "EVENTS_PER_RUN", per_run)
+        monkeypatch.setattr(pipeline, "EVENTS_PER_BUCKET", per_bucket)
+        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(text_blocks, "_PIECE_BYTES", piece_bytes)
         manifest = _run(tmp_path, text, filters=filters, requests=RequestRule(seconds=10))
         assert sum(split.interactions for split in manifest.splits.values()) > 2000
-        contents = _contents(tmp_path / "out")
-        # The row groups of this file are the buckets, so only its rows are compared.
-        del contents["requests.parquet"]
-        outputs.append((contents, pq.read_table(tmp_path / "out" / "requests.parquet")))
-    assert outputs[0] == outputs[1] == outputs[2]
+        outputs.append(_contents(tmp_path / "out"))
+    assert all(output == outputs[0] for output in outputs)
 
 
 def test_leave_last_marks_the_events_to_predict(tmp_path: Path) -> None:

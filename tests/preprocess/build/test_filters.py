@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.preprocess.build import buckets as buckets_module
-from evenrank.preprocess.build.buckets import Buckets, Columns
+from evenrank.preprocess.build.buckets import Buckets, Columns, num_range_bits, write_run
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 
@@ -33,12 +32,12 @@ def _k_core_by_definition(events: list[tuple[int, int]], users: int, items: int)
 def test_the_k_core_matches_its_definition(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, int]], users: int, items: int, per_bucket: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets_module, "EVENTS_PER_BUCKET", per_bucket)
-        patch.setattr(buckets_module, "BYTES_IN_MEMORY", 100)
-        buckets = Buckets(tmp_path_factory.mktemp("k-core") / "buckets", len(events), DTYPES)
-        columns = np.array(events, dtype=np.int64).reshape(-1, 2)
-        buckets.append({"user_id": columns[:, 0].copy(), "item_id": columns[:, 1].copy()})
+    folder, num_bits = tmp_path_factory.mktemp("k-core"), num_range_bits(len(events), per_bucket)
+    runs = []
+    for number, part in enumerate(np.array_split(np.array(events, dtype=np.int64).reshape(-1, 2), 3)):
+        columns = {"user_id": part[:, 0].copy(), "item_id": part[:, 1].copy()}
+        runs.append(write_run(folder / f"run-{number}", columns, num_bits))
+    buckets = Buckets(folder=folder, runs=runs, dtypes=DTYPES, num_bits=num_bits)
     num_removed = k_core(buckets, Filters(min_user_events=users, min_item_events=items))
     left = [buckets.read(index) for index in range(len(buckets))]
     kept = [event for bucket in left for event in zip(*(bucket[name].tolist() for name in DTYPES), strict=True)]

@@ -69,10 +69,13 @@ def test_every_text_is_in_the_part_of_its_key_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bits: int, limit: int
 ) -> None:
     monkeypatch.setattr(key_table, "_BUFFERED_ROWS", limit)
-    values = TextValues(tmp_path / "texts", num_bits)
+    values = TextValues(tmp_path, num_bits)
     batches = [[f"text {index * step % 40}" for index in range(15)] for step in (1, 3, 7)]
-    for batch in batches:
-        assert values.add(pl.Series(batch)).tolist() == text_keys(pl.Series(batch)).tolist()
+    pieces = [values.of_piece(number) for number in range(2)]
+    for batch, piece in zip(batches, (*pieces, pieces[0]), strict=True):
+        assert piece.add(pl.Series(batch)).tolist() == text_keys(pl.Series(batch)).tolist()
+    for piece in pieces:
+        piece.flush()
     parts = [values.part(index) for index in range(1 << num_bits)]
     texts = sorted(text for part in parts for text in part["value"])
     assert texts == sorted({text for batch in batches for text in batch})
@@ -84,7 +87,8 @@ def test_every_text_is_in_the_part_of_its_key_once(
 
 def test_two_texts_with_one_key_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_table, "text_keys", colliding)
-    values = TextValues(tmp_path / "texts", 0)
+    values = TextValues(tmp_path, 0)
     values.add(pl.Series(["b", "a", "b"]))
+    values.flush()
     with pytest.raises(DataError, match=r"the ids 'a' and 'b' have the same 64-bit hash; rename one of them"):
         values.part(0)

@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.output.writer import SplitWriter
+from evenrank.preprocess.output.writer import split_schema, write_rows
 from evenrank.preprocess.sources.features import FeatureLookup, read_features
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -64,14 +64,14 @@ def test_features_and_events_of_every_kind_are_written(
         "timestamp_ms": np.arange(sum(num_events)),
         "price": np.concatenate([np.array(prices, dtype=np.float32) for *_, prices in users]),
     }
-    buckets = Buckets(folder / "buckets", len(events["item_id"]), {name: str(v.dtype) for name, v in events.items()})
-    buckets.append(events)
-    sequences, _ = build_sequences(buckets.read(0), lambda keys: keys)
-    writer = SplitWriter(folder, "train", context.dtypes, {"price": "float32"})
-    for rows in np.array_split(np.arange(len(sequences)), parts):
+    sequences, _ = build_sequences(events, lambda keys: keys)
+    schema = split_schema(context.dtypes, {"price": "float32"})
+    for number, rows in enumerate(np.array_split(np.arange(len(sequences)), parts)):
         part = sequences.take(rows)
-        writer.append(part, context.lookup(part.user_ids))
-    assert writer.close().rows == len(users)
+        features, seen = context.lookup(part.user_ids)
+        context.record(seen)
+        file = write_rows(folder, f"train/part-{number}.parquet", schema, part, features)
+        assert (file.rows, file.sha256) == (len(part), sha256((folder / file.path).read_bytes()).hexdigest())
 
     found = {name: sorted({v for v in values if v is not None}) for name, values in _values(known).items()}
     table = pq.read_table(folder / "train").to_pylist()

@@ -17,8 +17,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.schema import Manifest
-from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, preprocess
-from evenrank.preprocess.build import buckets as buckets_module
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, pipeline, preprocess
 from evenrank.preprocess.build.key_table import text_keys
 from evenrank.preprocess.sources.features import FeatureLookup, Features, read_features
 from tests.datasets.crafted import update_manifest
@@ -387,8 +386,9 @@ def test_features_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.M
     users = write_rows(tmp_path / "users.parquet", [{"user": user, "age": user % 5} for user in range(0, 400, 2)], {})
     options = {**of_items(file, "brand", "price:float", table=table), "context": users, "context_columns": ("age",)}
     outputs = []
+    monkeypatch.setattr(pipeline, "EVENTS_PER_FILE", 1000)
     for events_per_bucket in (10**9, 300):
-        monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
+        monkeypatch.setattr(pipeline, "EVENTS_PER_BUCKET", events_per_bucket)
         filters = Filters(min_item_events=2)
         manifest = run(tmp_path, log, log_options=options, split="leave-last:1", filters=filters, ids="dense")
         assert len(manifest.options["audit"]) == 5  # those of users and items, and of the k-core
@@ -468,7 +468,10 @@ def test_keys_without_features_are_counted_once_and_get_zeros() -> None:
     features = Features(keys=np.array([4, 2, 9]), rows=rows, values={})
     lookup = FeatureLookup(features, of="users")
     assert lookup.dtypes == {"sex": "int64", "tags": "list<int64>"}
-    found = lookup.lookup(np.array([9, 3, 10, 0, 2]))
+    found, seen = lookup.lookup(np.array([9, 3, 10, 0, 2]))
     assert found.rows() == [(2, [2, 1]), (0, []), (0, []), (0, []), (1, [])]
-    assert lookup.lookup(np.array([3, 2]))["sex"].to_list() == [0, 1]
+    again, seen_again = lookup.lookup(np.array([3, 2, 2]))
+    assert again["sex"].to_list() == [0, 1, 1]
+    for of_one in (seen, seen_again):
+        lookup.record(of_one)
     assert lookup.audit() == {"users with features but no event (left out)": 1, "users without features": 3}

@@ -1,0 +1,119 @@
+"""The events of a range of user hashes -> a file of each split.
+
+Files end where ranges do, and the ranges depend on the number of events alone, so the bytes of a dataset depend neither
+on buckets nor on how many ranges are written at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from evenrank.datasets.schema import ACTION, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, DataFile
+from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.count_events import EventCounts, count_events
+from evenrank.preprocess.build.filters import Filters, cut_windows, keep_lengths
+from evenrank.preprocess.build.ids import Ids
+from evenrank.preprocess.build.inference_requests import RequestRule, request_table
+from evenrank.preprocess.build.sequences import build_sequences
+from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule, by_second_log, parse_split
+from evenrank.preprocess.output.writer import split_schema, write_rows
+from evenrank.preprocess.sources.features import FeatureLookup, Seen
+
+# Target size. Building the sequences of so many takes about 0.15 GB, or twice as much if most times are equal.
+EVENTS_PER_FILE = 1 << 21
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RangeRules:
+    """What becomes of events, the same for all ranges of a dataset."""
+
+    folder: Path  # of the dataset
+    buckets: Buckets
+    num_bits: int  # of a hash, which are the number of its range
+    split: str  # rule
+    has_eval_log: bool
+    facts: SplitFacts
+    filters: Filters
+    requests: RequestRule | None
+    user_ids: Ids
+    item_ids: Ids
+    context: FeatureLookup
+    items: FeatureLookup  # features of items that become columns of events
+    extra_events: Mapping[str, str]  # types of the further columns of events
+
+    @property
+    def rule(self) -> SplitRule:
+        """The rule of the split."""
+        rule = parse_split(self.split)
+        return by_second_log(rule) if self.has_eval_log else rule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenRange:
+    """What was written of a range."""
+
+    files: Mapping[str, DataFile]  # by split; one without rows has none
+    lengths: Mapping[str, NDArray[np.int64]]  # by split, the number of events of each row
+    largest: Mapping[str, int]  # of user_id, item_id and action
+    events: EventCounts
+    requests: pa.Table | None
+    num_duplicates: int  # events
+    num_left_out: int  # users
+    users: Seen
+    items: Seen
+
+
+def split_file(split: str, index: int) -> str:
+    """Return the path of the file of a range within the folder of a dataset."""
+    return f"{split}/part-{index:05d}.parquet"
+
+
+def schema_of(rules: RangeRules, split: str) -> pa.Schema:
+    """Return the columns of the files of a split."""
+    counted = [WINDOW] * (rules.filters.window is not None)
+    counted += [NUM_TARGETS] * (split == EVAL and rules.rule.has_targets)
+    columns = {**dict.fromkeys(counted, "int32"), **rules.context.dtypes}
+    return split_schema(columns, {**rules.extra_events, **rules.items.dtypes})
+
+
+def write_range(rules: RangeRules, index: int) -> WrittenRange:
+    """Write the files of the range with this number."""
+    rule, columns = rules.rule, rules.buckets.read_range(index, rules.num_bits)
+    sequences, num_duplicates = build_sequences(columns, rules.user_ids.encode)
+    features, items = rules.items.lookup(columns[ITEM_ID])
+    events = {name: column.to_numpy() for name, column in zip(features.columns, features.iter_columns(), strict=True)}
+    events = {**sequences.events, ITEM_ID: rules.item_ids.encode(columns[ITEM_ID]), **events}
+    sequences = replace(sequences, events=events)
+    kept = keep_lengths(sequences, rules.filters)
+    divided = rule.divide(kept, rules.facts)
+    files, lengths, seen = {}, {}, []
+    for split, rows in divided.items():
+        # Windows would separate targets from the events before them, so rows with targets are not cut.
+        rows = rows if rows.num_targets.any() else cut_windows(rows, rules.filters)
+        context, users = rules.context.lookup(rows.user_keys)
+        seen.append(users)
+        lengths[split] = rows.lengths
+        if len(rows):
+            files[split] = write_rows(rules.folder, split_file(split, index), schema_of(rules, split), rows, context)
+    counts = count_events(kept, divided)
+    columns_of_kept = {
+        USER_ID: kept.user_ids,
+        ITEM_ID: np.concatenate([of_split.values for of_split in counts.items.values()]),
+        ACTION: sequences.events[ACTION] if len(kept) == len(sequences) else kept.values(ACTION),
+    }
+    known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
+    return WrittenRange(
+        files=files,
+        lengths=lengths,
+        largest={name: int(values.max(initial=-1)) for name, values in columns_of_kept.items()},
+        events=counts,
+        requests=None if rules.requests is None else request_table(kept, rules.requests),
+        num_duplicates=num_duplicates,
+        num_left_out=len(sequences) - len(kept),
+        users=Seen(known, unknown),
+        items=items,
+    )

@@ -1,0 +1,52 @@
+import shutil
+from operator import itemgetter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.core.errors import DataError
+from evenrank.datasets.schema import user_hash
+from evenrank.preprocess.build.buckets import Buckets, check_space, num_range_bits, write_run
+
+DTYPES = {"user_id": "int64", "timestamp_ms": "int64", "price": "float32"}
+USERS = st.lists(st.lists(st.sampled_from([0, 1, -7, 2**40, -(2**63)]), max_size=9), max_size=4)
+
+
+@given(USERS, st.integers(0, 4), st.integers(0, 6), st.sampled_from([0, 2**33]))
+def test_a_range_has_the_events_of_its_users_of_each_in_the_order_of_the_runs(
+    tmp_path_factory: pytest.TempPathFactory, users: list[list[int]], num_bits: int, range_bits: int, first_ms: int
+) -> None:
+    folder, log, runs = tmp_path_factory.mktemp("runs"), [], []
+    for number, of_run in enumerate(users):
+        keys, times = np.array(of_run, dtype=np.int64), np.arange(len(of_run))
+        columns = {"user_id": keys, "timestamp_ms": times, "price": times.astype(np.float32) / 4}
+        runs.append(write_run(folder / f"{number}", columns, num_bits)._replace(first_ms=number * first_ms))
+        log += [(user, time + number * first_ms, time / 4) for time, user in enumerate(of_run)]
+    buckets = Buckets(folder=folder, runs=runs, dtypes=DTYPES, num_bits=num_bits)
+    for index in range(1 << range_bits):
+        columns = buckets.read_range(index, range_bits)
+        assert {name: str(values.dtype) for name, values in columns.items()} == DTYPES
+        expected = [event for event in log if range_bits == 0 or _hash(event[0]) >> (64 - range_bits) == index]
+        found = [*zip(*(values.tolist() for values in columns.values()), strict=True)]
+        assert sorted(found, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+
+
+def _hash(user: int) -> int:
+    return int(user_hash(np.array([user], dtype=np.int64))[0])
+
+
+def test_ranges_are_as_many_as_their_size_needs() -> None:
+    assert [num_range_bits(count, 10) for count in (0, 1, 10, 11, 20, 21, 40, 41)] == [0, 0, 0, 1, 1, 2, 2, 3]
+    assert num_range_bits(10**18, 10) == 16
+
+
+def test_a_log_that_cannot_fit_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=24 * 10**9))
+    check_space(tmp_path / "x", 10**9, DTYPES)
+    message = r"1,000,000,001 events take about 24\.0 GB in .*, and 24\.0 GB are free there; free some space, or choose"
+    with pytest.raises(DataError, match=message):
+        check_space(tmp_path / "x", 10**9 + 1, DTYPES)
