@@ -84,18 +84,11 @@ def make_movielens(folder: Path, num_users: int, num_events: int) -> str:
     return str(path)
 
 
-def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
-    """Write the two logs and the users' features of KuaiRand-1K; return the paths of the logs, comma-separated."""
-    data = folder / "KuaiRand-1K" / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    paths = [data / f"log_standard_{dates}_1k.csv" for dates in ("4_08_to_4_21", "4_22_to_5_08")]
-    for number, path in enumerate(paths):
-        if path.exists():
-            continue
-        count = num_events // 2
-        days = np.sort(rng.integers(0, 14, count)) + 14 * number
-        columns = {
+def draw_kuairand(rng: np.random.Generator, count: int, num_users: int, *, first_day: int) -> pl.DataFrame:
+    """Return events of two weeks with the columns of KuaiRand's logs, by day."""
+    days = np.sort(rng.integers(0, 14, count)) + first_day
+    return pl.DataFrame(
+        {
             "user_id": rng.integers(0, num_users, count),
             "video_id": rng.integers(0, 4_371_900, count),
             "date": 20_220_408 + days,
@@ -110,7 +103,19 @@ def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
             "is_rand": np.zeros(count, dtype=np.int64),
             "tab": rng.integers(0, 15, count),
         }
-        pl.DataFrame(columns).write_csv(path.with_suffix(".partial"))
+    )
+
+
+def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
+    """Write the two logs and the users' features of KuaiRand-1K; return the paths of the logs, comma-separated."""
+    data = folder / "KuaiRand-1K" / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    paths = [data / f"log_standard_{dates}_1k.csv" for dates in ("4_08_to_4_21", "4_22_to_5_08")]
+    for number, path in enumerate(paths):
+        if path.exists():
+            continue
+        draw_kuairand(rng, num_events // 2, num_users, first_day=14 * number).write_csv(path.with_suffix(".partial"))
         path.with_suffix(".partial").rename(path)
     features = ["user_active_degree", *(f"{name}_user_num_range" for name in ("follow", "fans", "friend"))]
     users = {"user_id": np.arange(num_users), **{name: ["high"] * num_users for name in features}}
