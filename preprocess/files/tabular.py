@@ -9,7 +9,9 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -216,7 +218,21 @@ def _read_text(
     def rows(block: Block) -> Rows:
         return Rows(parse(block, own_numbers).with_columns(constants), block.first_line, block.texts)
 
-    return map(rows, read_blocks(path, piece, has_header=has_header))
+    return _map_ahead(rows, read_blocks(path, piece, has_header=has_header))
+
+
+def _map_ahead(parse: Callable[[Block], Rows], blocks: Iterator[Block]) -> Iterator[Rows]:
+    """Yield what becomes of each block, while the next one is parsed and the one after it is read."""
+    background = ThreadPoolExecutor(1)
+    try:
+        pending = [background.submit(parse, block) for block in islice(blocks, 1)]
+        for block in blocks:
+            pending.append(background.submit(parse, block))
+            yield pending.pop(0).result()
+        for last in pending:
+            yield last.result()
+    finally:
+        background.shutdown(wait=False)  # an unfinished generator may be collected on that very thread
 
 
 def _fault(block: Block, names: Sequence[str], fault: pl.Expr) -> pl.Expr:
