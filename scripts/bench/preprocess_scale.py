@@ -3,8 +3,8 @@
     .venv/bin/python scripts/bench/preprocess_scale.py [--millions 10,30,100] [--cores 1,2] [--dir DIR]
 
 Writes logs to DIR (8 GB for 100 million rows; reuses them the next time), preprocesses each on each number of cores, in
-processes of their own, and prints one JSON line per run: seconds, peak memory, rows per second, the time relative to that
-on the fewest cores, and the time per row relative to that of the smallest log.
+processes of their own, and prints one JSON line per run: seconds, peak memory, rows per second, the time relative to
+that on the fewest cores, and the time per row relative to that of the smallest log.
 """
 
 import argparse
