@@ -10,19 +10,15 @@ process, and prints one JSON line per variant: median seconds and peak memory, a
 import argparse
 import json
 import multiprocessing
-import os
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import polars as pl
+from preprocess_parts import FLAGS, draw_kuairand, run
 
 # Users and events. Histories of ml-20m are lognormal: median 82, largest about 12,000.
 _SHAPES = {"ml-20m": (138_493, 20_000_000), "large": (692_465, 100_000_000), "kuairand-1k": (1_000, 11_700_000)}
-_FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
 
 _PANDAS = {
     "ml-20m": """
@@ -84,28 +80,6 @@ def make_movielens(folder: Path, num_users: int, num_events: int) -> str:
     return str(path)
 
 
-def draw_kuairand(rng: np.random.Generator, count: int, num_users: int, *, first_day: int) -> pl.DataFrame:
-    """Return events of two weeks with the columns of KuaiRand's logs, by day."""
-    days = np.sort(rng.integers(0, 14, count)) + first_day
-    return pl.DataFrame(
-        {
-            "user_id": rng.integers(0, num_users, count),
-            "video_id": rng.integers(0, 4_371_900, count),
-            "date": 20_220_408 + days,
-            "hourmin": rng.integers(0, 24, count) * 100,
-            "time_ms": 1_649_347_200_000 + days * 86_400_000 + rng.integers(0, 86_400_000, count),
-            **{name: (rng.random(count) < 0.3).astype(np.int64) for name in _FLAGS},
-            "play_time_ms": rng.integers(0, 60_000, count),
-            "duration_ms": rng.integers(3_000, 120_000, count),
-            "profile_stay_time": np.zeros(count, dtype=np.int64),
-            "comment_stay_time": np.zeros(count, dtype=np.int64),
-            "is_profile_enter": (rng.random(count) < 0.01).astype(np.int64),
-            "is_rand": np.zeros(count, dtype=np.int64),
-            "tab": rng.integers(0, 15, count),
-        }
-    )
-
-
 def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
     """Write the two logs and the users' features of KuaiRand-1K; return the paths of the logs, comma-separated."""
     data = folder / "KuaiRand-1K" / "data"
@@ -121,17 +95,6 @@ def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
     users = {"user_id": np.arange(num_users), **{name: ["high"] * num_users for name in features}}
     pl.DataFrame({**users, "register_days_range": ["61-90"] * num_users}).write_csv(data / "user_features_1k.csv")
     return ",".join(map(str, paths))
-
-
-def run(code: str, variables: dict[str, object]) -> tuple[float, float]:
-    """Run code in its own process; return its wall-clock seconds, including the start of Python, and its peak MiB."""
-    assignments = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
-    start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-P", "-c", assignments + code])
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"a variant exited with code {os.waitstatus_to_exitcode(status)}; see its error message above")
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
 
 
 def main() -> None:
@@ -153,7 +116,7 @@ def main() -> None:
         "out": str(folder / "out"),
         "raw": str(folder),
         "dataset": dataset,
-        "flags": [*_FLAGS],
+        "flags": [*FLAGS],
     }
     variants = {"evenrank": _EVENRANK}
     if shape != "large":

@@ -13,8 +13,7 @@ import multiprocessing
 from pathlib import Path
 
 import numpy as np
-
-from preprocess import draw_kuairand, run
+from preprocess_parts import draw_kuairand, run
 
 _ROWS_AT_ONCE = 5_000_000
 _EVENRANK = """

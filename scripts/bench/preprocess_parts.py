@@ -1,0 +1,44 @@
+"""What the benchmarks of preprocessing have in common."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import polars as pl
+
+FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
+
+
+def draw_kuairand(rng: np.random.Generator, count: int, num_users: int, *, first_day: int) -> pl.DataFrame:
+    """Return events of two weeks with the columns of KuaiRand's logs, by day."""
+    days = np.sort(rng.integers(0, 14, count)) + first_day
+    return pl.DataFrame(
+        {
+            "user_id": rng.integers(0, num_users, count),
+            "video_id": rng.integers(0, 4_371_900, count),
+            "date": 20_220_408 + days,
+            "hourmin": rng.integers(0, 24, count) * 100,
+            "time_ms": 1_649_347_200_000 + days * 86_400_000 + rng.integers(0, 86_400_000, count),
+            **{name: (rng.random(count) < 0.3).astype(np.int64) for name in FLAGS},
+            "play_time_ms": rng.integers(0, 60_000, count),
+            "duration_ms": rng.integers(3_000, 120_000, count),
+            "profile_stay_time": np.zeros(count, dtype=np.int64),
+            "comment_stay_time": np.zeros(count, dtype=np.int64),
+            "is_profile_enter": (rng.random(count) < 0.01).astype(np.int64),
+            "is_rand": np.zeros(count, dtype=np.int64),
+            "tab": rng.integers(0, 15, count),
+        }
+    )
+
+
+def run(code: str, variables: dict[str, object]) -> tuple[float, float]:
+    """Run code in its own process; return its wall-clock seconds, including the start of Python, and its peak MiB."""
+    assignments = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-P", "-c", assignments + code])
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"a variant exited with code {os.waitstatus_to_exitcode(status)}; see its error message above")
+    return time.perf_counter() - start, usage.ru_maxrss / 1024
