@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from evenrank.core.errors import ConfigError
 
+_MEMINFO = "/proc/meminfo"
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -28,13 +29,20 @@ def num_workers(memory_limit: float | None) -> int:
     limit = _free_memory() / 2e9 if memory_limit is None else memory_limit
     if memory_limit is not None and not _GB + _GB_PER_THREAD <= memory_limit < math.inf:
         raise ConfigError(f"memory_limit must be at least {_GB + _GB_PER_THREAD:g} GB, got {memory_limit:g}; raise it")
-    return max(1, int(min(len(os.sched_getaffinity(0)), (limit - _GB) / _GB_PER_THREAD)))
+    return max(1, int(min(_num_cores(), (limit - _GB) / _GB_PER_THREAD)))
+
+
+def _num_cores() -> int:
+    # macOS has no such call.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_memory() -> int:
-    """Return the bytes that are free on this machine or, if that is less, in this container."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    """Return the bytes that are free on this machine, on macOS all it has, or if that is less, in this container."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (meminfo := Path(_MEMINFO)).exists():
+        lines = meminfo.read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     with contextlib.suppress(OSError, ValueError):  # no limit
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)

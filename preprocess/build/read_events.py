@@ -104,8 +104,7 @@ def join_pieces(
     on_stage: Callable[[str], None],
 ) -> Log:
     """Join all pieces in their order, and raise a DataError about rows that cannot be read, unless they are skipped."""
-    log = Log([], {}, 1 << 62, {})
-    num_events, first_ms = 0, 1 << 62
+    num_events, first_ms, last_ms, num_skipped = 0, 1 << 62, dict[str, int](), dict[str, int]()
     # The path below the common folder, so that the manifest does not depend on the machine.
     folder = os.path.commonpath([Path(part.name).absolute().parent for part in parts])
     runs = list[Run]()
@@ -118,7 +117,7 @@ def join_pieces(
             before_ms = 0 if has_times else 1000 * num_events
             first_ms = min(first_ms, before_ms + piece.first_ms)
             if piece.runs:
-                log.last_ms[name] = max(log.last_ms.get(name, 0), before_ms + piece.last_ms)
+                last_ms[name] = max(last_ms.get(name, 0), before_ms + piece.last_ms)
             runs += [run._replace(first_ms=before_ms) for run in piece.runs]
             num_events += sum(run.num_events for run in piece.runs)
             on_stage(f"reading {name}: {num_events:,} events")
@@ -127,8 +126,8 @@ def join_pieces(
             description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {rows}"
             if on_error == "fail":
                 raise DataError(f"{name}: {description}; fix them, or skip them with --on-error skip")
-            log.num_skipped[f"{os.path.relpath(name, folder)}: {description}; all skipped"] = num_bad
+            num_skipped[f"{os.path.relpath(name, folder)}: {description}; all skipped"] = num_bad
     if num_events == 0:
-        reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in parts)
+        reasons = "; ".join(num_skipped) or ", ".join(part.name for part in parts)
         raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
-    return log._replace(runs=runs, first_ms=first_ms)
+    return Log(runs, num_skipped, first_ms, last_ms)

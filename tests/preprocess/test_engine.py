@@ -52,5 +52,13 @@ def test_cores_and_memory_decide_how_many_threads_there_are(monkeypatch: pytest.
             num_workers(wrong)
 
 
+def test_without_linux_all_cores_and_all_memory_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(engine_module, "_MEMINFO", "/missing")
+    assert num_workers(1000) == 3
+    assert 1 <= num_workers(None) <= 3
+
+
 def test_free_memory_is_that_of_the_machine() -> None:
-    assert 1 << 20 < engine_module._free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 1 << 20 < engine_module._free_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
