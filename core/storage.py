@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the command line imports this module
 CONNECTIONS = 8  # files that are transferred at a time
 _CHUNK = 16 << 20  # bytes of a request
 # A `Path` has made one slash of the two.
-_URL = re.compile(r"(?:(s3|gs|gcs|abfss?|hdfs|viewfs|file|https?):/+|([A-Za-z][\w+.-]+)://)(.*)", re.DOTALL)
+_URL = re.compile(r"(?:(s3|gs|gcs|abfss?|hdfs|viewfs|file|https?):(?:/+|$)|([A-Za-z][\w+.-]+)://)(.*)", re.DOTALL)
 # Credentials, which may have slashes by mistake; bucket or host; path; options.
 _PARTS = re.compile(r"([^/?@]*:(?!\d+/)[^@]*@)?([^/?]*)/*([^?]*)(\?.*)?", re.DOTALL)
 
@@ -117,6 +117,8 @@ def locate(place: Path | str) -> Path | Remote:
     credentials, host, path, options = _PARTS.fullmatch(rest).groups(default="")  # type: ignore[union-attr]
     path = unquote(path).rstrip("/")
     shown = f"{scheme}://{host}" + f"/{path}" * bool(path)
+    if not host and scheme != "hdfs":  # which may have a default one
+        raise DataError(f"{shown} names no bucket; write {scheme}://BUCKET/PATH")
     try:
         files, root = fs.FileSystem.from_uri(given := f"{scheme}://{credentials}{host}{options}")
     except (OSError, pa.ArrowException) as error:

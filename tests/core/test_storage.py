@@ -87,3 +87,10 @@ def test_files_are_listed_and_read_as_they_are_stored(tmp_path: Path) -> None:
     assert remote.files_below() == {"copy": 8}
     with pytest.raises(DataError, match=r"^s3://bucket/missing cannot be read: .*; check the URL, your credentials"):
         (remote / "missing").read()
+
+
+@pytest.mark.parametrize("url", ["s3://", "gs://", Path("s3://"), "s3://key:secret@?region=x"])
+def test_a_url_without_a_bucket_is_refused(url: Path | str) -> None:
+    assert is_url(url)
+    with pytest.raises(DataError, match=r"^(s3|gs):// names no bucket; write (s3|gs)://BUCKET/PATH$"):
+        locate(url)
