@@ -57,6 +57,8 @@ _CONDITIONS = (
         ("dataset", "split"),
         lambda v: v["split"].startswith("user:") or v["dataset"] == SYNTHETIC,
     ),
+    Condition(("ray_address",), "--engine ray", ("engine",), lambda v: v["engine"] == "ray"),
+    Condition(("memory_limit",), "this machine", ("ray_address",), lambda v: v["ray_address"] is None),
     Condition(("vocabulary", "unknown"), "one dataset", ("dataset",), lambda v: v["dataset"] != _ALL),
     Condition(("ids",), "datasets without --vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is None),
     Condition(("timestamp_column",), "times in a column", ("timestamp_unit",), lambda v: v["timestamp_unit"] != "row"),
@@ -110,10 +112,26 @@ def preprocess_command(
     on_error: Annotated[
         str, _dataset(help="On malformed rows: fail, or skip and count them.", metavar="fail|skip")
     ] = "fail",
+    engine: Annotated[
+        str,
+        _dataset(
+            help="Where the work is done: local, on threads of this process; ray, on the nodes of a Ray cluster. What "
+            "is written is the same. Run a command that was killed again, and it goes on where it was.",
+            metavar="local|ray",
+        ),
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        _dataset(
+            help="Of a running Ray cluster, such as auto. Default: one of this machine is started and ended.",
+            metavar="ADDRESS",
+        ),
+    ] = None,
     memory_limit: Annotated[
         float | None,
         _dataset(
-            help="Memory that decides, with the cores, how many threads there are. Default: half of what is free.",
+            help="Memory that decides, with the cores of this machine, how many threads or processes there are. "
+            "Default: half of what is free.",
             metavar="GB",
         ),
     ] = None,

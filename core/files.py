@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import os
+import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterator
@@ -70,6 +72,27 @@ def write_text(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file that replaces another at the end, so that this one is complete whenever it exists.
+
+    Several processes may write the same file at a time. A killed one leaves its own, `.NAME.RANDOM.partial`.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    yield partial
+    partial.replace(path)
+
+
+def check_space(folder: Path, num_bytes: float, what: str) -> None:
+    """Raise a DataError if a disk has no room for so many bytes, some of which may be in the folder already."""
+    free = shutil.disk_usage(folder).free + sum(path.lstat().st_size for path in folder.rglob("*"))
+    if num_bytes > free:
+        raise DataError(
+            f"{what} take about {num_bytes / 1e9:,.1f} GB in {folder}, and {free / 1e9:,.1f} GB are free there; free "
+            "some space, or choose another folder"
+        )
 
 
 def user_folders() -> Iterator[Path]:

@@ -60,13 +60,13 @@ class Remote:
             container = self.files.get_file_info(self.path.partition("/")[0] or "/")
         return bool(container.type.name != "NotFound")
 
-    def files_below(self) -> dict[str, int]:
-        """Return the sizes of all files in a folder, at any depth, in bytes, by their paths relative to it."""
+    def files_below(self) -> "dict[str, fs.FileInfo]":
+        """Return the sizes and times of all files in a folder, at any depth, by their paths relative to it."""
         from pyarrow import fs
 
         with _wrap_errors(self, "listed"):
             found = self.files.get_file_info(fs.FileSelector(self.path, allow_not_found=True, recursive=True))
-        return {info.path[len(self.path) + 1 :]: info.size for info in found if info.is_file}
+        return {info.path[len(self.path) + 1 :]: info for info in found if info.is_file}
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the content of a file, as it is stored."""

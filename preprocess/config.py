@@ -11,6 +11,7 @@ from evenrank.preprocess.build.ids import parse_ids, parse_unknown
 from evenrank.preprocess.build.inference_requests import RequestRule
 from evenrank.preprocess.build.read_events import OnError
 from evenrank.preprocess.build.splits import parse_split
+from evenrank.preprocess.engine import EngineName
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.catalog import DATASETS
 from evenrank.preprocess.sources.fractal import parse_expansion
@@ -47,8 +48,13 @@ class PreprocessConfig:
     filters: Filters = field(default_factory=Filters)
     on_error: OnError = "fail"
     """What to do about rows that cannot be read: raise an error, or skip and count them."""
+    engine: EngineName = "local"
+    """Where the work is done: `local`, on threads of this process; `ray`, on processes of a Ray cluster."""
+    ray_address: str | None = None
+    """Of a running Ray cluster, such as `auto`; None: one of this machine is started and ended."""
     memory_limit: float | None = None
-    """GB that decide, with the cores, how many threads there are; None: half of the memory that is free."""
+    """GB that decide, with the cores of this machine, how many threads or processes there are; None: half of the memory
+    that is free."""
     requests: RequestRule | None = None
     """Rule for requests.parquet; None: do not write it."""
     synthetic: SyntheticConfig | None = None
@@ -76,5 +82,13 @@ class PreprocessConfig:
             raise ConfigError(f"the name of the folder {self.out} is not UTF-8; choose another name")
         if is_url(self.raw_dir):
             raise ConfigError(f"raw_dir {self.raw_dir} is a URL; choose a folder of this host")
+        if self.engine not in get_args(EngineName):
+            raise ConfigError(f"engine must be one of {', '.join(get_args(EngineName))}, got {self.engine!r}")
+        if self.ray_address is not None and self.engine != "ray":
+            raise ConfigError(f"ray_address {self.ray_address!r} has no effect without engine='ray'; give both")
+        if self.ray_address is not None and self.memory_limit is not None:
+            raise ConfigError(
+                f"memory_limit {self.memory_limit} is of this machine, not of a Ray cluster; leave it out"
+            )
         if self.on_error not in get_args(OnError):
             raise ConfigError(f"on_error must be one of {', '.join(get_args(OnError))}, got {self.on_error!r}")

@@ -1,20 +1,25 @@
-"""Where the functions of preprocessing run: on threads of this process.
+"""Where the functions of preprocessing run, and what is kept of their results.
 
 Parsing, sorting, encoding and compression leave Python's lock to other threads. Threads are as fast as processes then,
-and share the tables of ids.
+and share the tables of ids. Larger logs are preprocessed on the nodes of a Ray cluster; see `ray_workers`.
 """
 
 import contextlib
 import math
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.files import replacing
+
+EngineName = Literal["local", "ray"]
 
 _MEMINFO = "/proc/meminfo"
 Task = TypeVar("Task")
@@ -22,14 +27,19 @@ Result = TypeVar("Result")
 
 # Measured, besides tables of ids: of the process; and of each thread, which has the events of a file with all copies.
 _GB, _GB_PER_THREAD = 0.45, 0.25
+BYTES_PER_PROCESS = int((_GB + _GB_PER_THREAD) * 1e9)
 
 
-def num_workers(memory_limit: float | None) -> int:
-    """Return how many threads the cores and the memory allow; `memory_limit` in GB, None: half of what is free."""
+def num_workers(memory_limit: float | None, *, are_processes: bool = False) -> int:
+    """Return how many threads or processes the cores and the memory allow.
+
+    `memory_limit` is in GB; None: half of what is free.
+    """
     limit = _free_memory() / 2e9 if memory_limit is None else memory_limit
-    if memory_limit is not None and not _GB + _GB_PER_THREAD <= memory_limit < math.inf:
-        raise ConfigError(f"memory_limit must be at least {_GB + _GB_PER_THREAD:g} GB, got {memory_limit:g}; raise it")
-    return max(1, int(min(_num_cores(), (limit - _GB) / _GB_PER_THREAD)))
+    each = _GB + _GB_PER_THREAD if are_processes else _GB_PER_THREAD
+    if memory_limit is not None and not _GB + each <= memory_limit < math.inf:
+        raise ConfigError(f"memory_limit must be at least {_GB + each:g} GB, got {memory_limit:g}; raise it")
+    return max(1, int(min(_num_cores(), (limit - _GB) / each)))
 
 
 def _num_cores() -> int:
@@ -49,27 +59,74 @@ def _free_memory() -> int:
     return free
 
 
-class Engine:
-    """Calls functions on `workers` threads; a context manager, which ends them."""
+class Workers(Protocol):
+    """What calls functions, several at a time; a context manager, which ends it."""
 
-    def __init__(self, workers: int) -> None:
-        self._num_workers = workers
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="evenrank-preprocess")
+    count: int
+    """How many functions run at a time."""
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> "Workers": ...
+    def __exit__(self, *error: object) -> None: ...
+    def caller(self, function: Callable[[Any], Result]) -> Callable[[Any], Callable[[], Result]]:
+        """Return what starts a call of a function with one argument, and returns what waits for it."""
+
+
+class Threads:
+    """Workers of this process."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="evenrank-preprocess")
+
+    def __enter__(self) -> "Threads":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
-    def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[tuple[Task, Result]]:
-        """Yield each task with its result, in the order of the tasks; few are ahead of the one yielded last."""
-        left = iter(tasks)
-        pending: deque[tuple[Task, Future[Result]]] = deque()
+    def caller(self, function: Callable[[Any], Result]) -> Callable[[Any], Callable[[], Result]]:
+        """Return what starts a call of a function with one argument, and returns what waits for it."""
+        return lambda task: self._pool.submit(function, task).result
+
+
+class Engine:
+    """Calls functions on workers, and keeps what they return in a folder, so that a killed run goes on there."""
+
+    def __init__(self, workers: Workers, folder: Path) -> None:
+        self._workers, self._folder = workers, folder
+
+    def map(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task], *, stage: str = ""
+    ) -> Iterator[tuple[Task, Result]]:
+        """Yield each task with its result, in the order of the tasks; few are ahead of the one yielded last.
+
+        Everything must be picklable. Results are kept if there is a `stage`, a unique name: what a function returns and
+        writes must not depend on when, where and how often it is called then.
+        """
+        folder = self._folder / stage if stage else None
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+        left = enumerate(tasks)
+        call = self._workers.caller(partial(_call, function, folder))
+        pending: deque[tuple[Task, Callable[[], Result]]] = deque()
         while True:
-            for task in islice(left, 2 * self._num_workers - len(pending)):
-                pending.append((task, self._threads.submit(function, task)))
+            for numbered in islice(left, 2 * self._workers.count - len(pending)):
+                pending.append((numbered[1], call(numbered)))
             if not pending:
                 return
-            task, future = pending.popleft()
-            yield task, future.result()
+            task, wait = pending.popleft()
+            yield task, wait()
+
+
+def _call(function: Callable[[Task], Result], folder: Path | None, numbered: tuple[int, Task]) -> Result:
+    """Call a function, unless its result is in a folder since a run that was killed."""
+    number, task = numbered
+    if folder is None:
+        return function(task)
+    with contextlib.suppress(FileNotFoundError):
+        kept: Result = pickle.loads((folder / f"{number:05d}").read_bytes())
+        return kept
+    result = function(task)
+    with replacing(folder / f"{number:05d}") as path:
+        path.write_bytes(pickle.dumps(result))
+    return result

@@ -5,7 +5,6 @@ dataset, whatever their number. Events are written in runs, files sorted by buck
 """
 
 import json
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError
+from evenrank.core.files import replacing
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.key_table import by_bucket
 
@@ -40,7 +39,7 @@ def write_run(path: Path, events: Columns, num_bits: int, *, key: str = USER_ID)
     narrow = {name: _narrowed(values) for name, values in events.items()}  # half the bytes to reorder and to write
     header = json.dumps({name: values.dtype.str for name, values in narrow.items()}).encode()
     assert len(header) <= _HEADER_BYTES
-    with path.open("wb") as file:
+    with replacing(path) as new, new.open("wb") as file:
         file.write(header.ljust(_HEADER_BYTES))
         np.concatenate(([0], ends)).tofile(file)
         for values in narrow.values():
@@ -52,7 +51,7 @@ def write_run(path: Path, events: Columns, num_bits: int, *, key: str = USER_ID)
 class Buckets:
     """The events of all runs, one bucket at a time, in the order of the runs; some may be left out."""
 
-    folder: Path  # for what is left of each bucket
+    folder: Path  # for which events of each bucket are left out
     runs: Sequence[Run]
     dtypes: Mapping[str, str]  # of all columns
     num_bits: int
@@ -72,8 +71,10 @@ class Buckets:
                         values = values.astype(np.int64) + run.first_ms
                     parts[name].append(values)
         columns = {name: np.concatenate(values, dtype=self.dtypes[name]) for name, values in parts.items()}
-        mask = self._mask(index)
-        return {name: values[np.load(mask)] for name, values in columns.items()} if mask.exists() else columns
+        if not (reasons := self._reasons(index)).exists():
+            return columns
+        is_left = np.load(reasons) == 0
+        return {name: values[is_left] for name, values in columns.items()}
 
     def read_range(self, index: int, num_bits: int) -> Columns:
         """Return the events of the keys whose hashes begin with these bits, the number `index`."""
@@ -85,16 +86,21 @@ class Buckets:
         is_in = user_hash(columns[self.key]) >> np.uint64(64 - num_bits) == index
         return {name: values[is_in] for name, values in columns.items()}
 
-    def keep(self, index: int, mask: NDArray[np.bool_]) -> int:
-        """Leave out the events of a bucket that a mask of those left does not have, and return their number."""
-        path = self._mask(index)
-        left = np.load(path) if path.exists() else np.ones(len(mask), dtype=bool)
-        left[left] = mask
-        np.save(path, left)
-        return len(mask) - int(np.count_nonzero(mask))
+    def keep(self, index: int, mask: NDArray[np.bool_], *, reason: int) -> int:
+        """Leave out the events of a bucket that a mask of those left does not have.
 
-    def _mask(self, index: int) -> Path:
-        return self.folder / f"left-{index:05d}.npy"
+        Return how many were left out so far for this reason, 1 to 255, so that a call can be repeated.
+        """
+        path = self._reasons(index)
+        reasons = np.load(path) if path.exists() else np.zeros(len(mask), dtype=np.uint8)
+        reasons[reasons == 0] = np.where(mask, 0, reason)
+        with replacing(path) as new, new.open("wb") as file:
+            np.save(file, reasons)
+        return int(np.count_nonzero(reasons == reason))
+
+    def _reasons(self, index: int) -> Path:
+        """Return the path of an array with 0 for each event that is left, and for the others, why they are not."""
+        return self.folder / f"left-out-{index:05d}.npy"
 
 
 def _read_slice(
@@ -112,15 +118,10 @@ def _read_slice(
         position += num_events * item_bytes
 
 
-def check_space(folder: Path, num_events: int, dtypes: Mapping[str, str]) -> None:
-    """Raise a DataError if a disk has no room for the runs and the files of so many events."""
+def bytes_on_disk(num_events: int, dtypes: Mapping[str, str]) -> int:
+    """Estimate the size of the runs and the files of so many events."""
     # Of ml-20m and KuaiRand: ids and further columns have 4 bytes in a run, and everything 8 bytes in Parquet.
-    needed = num_events * (8 + sum(8 if name == TIMESTAMP_MS else 4 for name in dtypes))
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise DataError(
-            f"{num_events:,} events take about {needed / 1e9:,.1f} GB in {folder.parent} while they are preprocessed, "
-            f"and {free / 1e9:,.1f} GB are free there; free some space, or choose another folder"
-        )
+    return num_events * (8 + sum(8 if name == TIMESTAMP_MS else 4 for name in dtypes))
 
 
 def num_range_bits(num_events: int, per_range: int) -> int:

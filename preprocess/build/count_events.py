@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.event_statistics import DAY_MS, Statistics
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, WINDOW
-from evenrank.preprocess.build.key_table import encode_keys, random_seed
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.build.splits import EVAL, TRAIN
 
@@ -69,8 +68,7 @@ def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> Even
 
 
 def _counted(values: NDArray[np.int64]) -> Counted:
-    distinct, codes = encode_keys(values, random_seed())
-    return Counted(distinct, np.bincount(codes, minlength=len(distinct)))
+    return Counted(*np.unique(values, return_counts=True))
 
 
 class EventCounter:

@@ -1,15 +1,22 @@
 """Filters of events and users (k-core, shortest and longest history), and windows of long histories."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.key_table import KeyTable, encode_keys, random_seed
 from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.engine import Engine
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
+_UNKNOWN, _RARE = 1, 2  # reasons to leave out events
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,30 +56,53 @@ class Filters:
         return 0 if self.window is None or self.stride is None else self.window - self.stride
 
 
-def k_core(buckets: Buckets, filters: Filters) -> int:
+def drop_unknown(buckets: Buckets, known: Mapping[str, KeyTable], engine: Engine) -> int:
+    """Leave out events whose values of some columns are not in a table, and return their number."""
+    if not known:
+        return 0
+    dropped = engine.map(partial(_drop_unknown, buckets, known), range(len(buckets)), stage="unknown values")
+    return sum(count for _, count in dropped)
+
+
+def _drop_unknown(buckets: Buckets, known: Mapping[str, KeyTable], index: int) -> int:
+    columns = buckets.read(index, known)
+    are_known = [table.find(columns[name]) >= 0 for name, table in known.items()]
+    return buckets.keep(index, np.logical_and.reduce(are_known), reason=_UNKNOWN)
+
+
+def k_core(buckets: Buckets, filters: Filters, engine: Engine) -> int:
     """Remove users and items with too few events until none is left, and return the number of events removed.
 
     What remains is the largest set of events in which every user and every item has enough; it does not depend on the
-    order of removal.
+    order of removal, nor on whether some were removed by a run that was killed.
     """
     if filters.min_user_events == filters.min_item_events == 1:
         return 0
-    items = np.unique(np.concatenate([np.unique(buckets.read(i, (ITEM_ID,))[ITEM_ID]) for i in range(len(buckets))]))
     num_removed, num_before = 0, -1
     while num_removed != num_before:
-        num_before = num_removed
-        events_of_item = np.zeros(len(items), dtype=np.int64)
-        for index in range(len(buckets)):
-            item_ids = buckets.read(index, (ITEM_ID,))[ITEM_ID]
-            events_of_item += np.bincount(np.searchsorted(items, item_ids), minlength=len(items))
-        for index in range(len(buckets)):
-            columns = buckets.read(index, (USER_ID, ITEM_ID))
-            is_kept = events_of_item[np.searchsorted(items, columns[ITEM_ID])] >= filters.min_item_events
-            # All events of a user are in one bucket.
-            _, codes = np.unique(columns[USER_ID], return_inverse=True)
-            events_of_user = np.bincount(codes[is_kept], minlength=codes.max(initial=-1) + 1)
-            num_removed += buckets.keep(index, is_kept & (events_of_user[codes] >= filters.min_user_events))
+        num_before, items = num_removed, ValueCounts()
+        for _, (values, counts) in engine.map(partial(_count_items, buckets), range(len(buckets))):
+            items.add(values, counts)
+        values, counts = items.result()
+        frequent = KeyTable(values[counts >= filters.min_item_events])
+        remove = partial(_remove_rare, buckets, frequent, filters.min_user_events)
+        num_removed = sum(count for _, count in engine.map(remove, range(len(buckets))))
     return num_removed
+
+
+def _count_items(buckets: Buckets, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    values, counts = np.unique(buckets.read(index, (ITEM_ID,))[ITEM_ID], return_counts=True)
+    return values, counts
+
+
+def _remove_rare(buckets: Buckets, frequent: KeyTable, min_user_events: int, index: int) -> int:
+    """Leave out all events but those of frequent items, and of users with enough of them."""
+    columns = buckets.read(index, (USER_ID, ITEM_ID))
+    is_kept = frequent.find(columns[ITEM_ID]) >= 0
+    # All events of a user are in one bucket.
+    users, codes = encode_keys(columns[USER_ID], random_seed())
+    events_of_user = np.bincount(codes[is_kept], minlength=len(users))
+    return buckets.keep(index, is_kept & (events_of_user[codes] >= min_user_events), reason=_RARE)
 
 
 def keep_lengths(sequences: Sequences, filters: Filters) -> Sequences:

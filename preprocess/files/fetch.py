@@ -3,18 +3,22 @@
 import contextlib
 import glob
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenrank.core.errors import DataError, EvenrankError, escape_controls
+from evenrank.core.files import check_space, replacing
 from evenrank.core.storage import CONNECTIONS, Remote, locate
 from evenrank.datasets.remote import latest_version
 from evenrank.datasets.schema import MANIFEST_NAME
 from evenrank.preprocess.files.locate import is_hidden
+
+if TYPE_CHECKING:
+    from pyarrow import fs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +39,15 @@ class Copies:
             return remote
         info, base = remote.info(), remote
         if info.is_file:
-            files = [(remote, info.size)]
+            files = [(remote, info)]
         else:
             keys = remote.path.split("/") if info.type.name == "NotFound" else []
             pattern = keys[next((index for index, key in enumerate(keys) if glob.has_magic(key)), len(keys)) :]
             tail = "".join(f"/{key}" for key in pattern)
             base = replace(remote, path=remote.path.removesuffix(tail), url=remote.url.removesuffix(tail))
             files = [
-                (base / name, size)
-                for name, size in base.files_below().items()
+                (base / name, info)
+                for name, info in base.files_below().items()
                 if _matches(parts := name.split("/"), pattern) and not is_hidden(parts, pattern)
             ]
         self._fetch(files)
@@ -55,9 +59,9 @@ class Copies:
         _, folder = latest_version(locate(dataset))
         if isinstance(folder, Path):
             return folder
-        sizes = folder.files_below()
-        names = [name for name in sizes if name.startswith("vocabulary_") or name == MANIFEST_NAME]
-        self._fetch([(folder / name, sizes[name]) for name in names])
+        files = folder.files_below()
+        names = [name for name in files if name.startswith("vocabulary_") or name == MANIFEST_NAME]
+        self._fetch([(folder / name, files[name]) for name in names])
         return self._copy(folder)
 
     def _copy(self, remote: Remote, *, escape: bool = False) -> Path:
@@ -66,28 +70,31 @@ class Copies:
             raise DataError(f"{remote} has a part that is no name of a file; rename it")
         return Path(glob.escape(folder) if escape else folder, name)
 
-    def _fetch(self, sizes: Sequence[tuple[Remote, int]]) -> None:
-        missing = [(remote, size) for remote, size in sizes if not self._copy(remote).exists()]
+    def _fetch(self, files: Sequence[tuple[Remote, "fs.FileInfo"]]) -> None:
+        missing = [(remote, info) for remote, info in files if not self._is_copied(remote, info)]
         if not missing:
             return
-        (first, _), total = missing[0], sum(size for _, size in missing)
+        (first, _), num_bytes = missing[0], sum(info.size for _, info in missing)
         self.folder.mkdir(exist_ok=True)
-        if total > (free := shutil.disk_usage(self.folder).free):
-            raise DataError(
-                f"{first} and the files beside it have {total / 1e9:,.1f} GB, and {self.folder} has space for "
-                f"{free / 1e9:,.1f} GB; choose an output folder, or a TMPDIR for output to a URL, with more space"
-            )
+        check_space(self.folder, num_bytes, f"{first} and the files beside it")
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            for number, remote in enumerate(pool.map(self._download, (remote for remote, _ in missing)), 1):
+            for number, remote in enumerate(pool.map(self._download, *zip(*missing, strict=True)), 1):
                 self.on_stage(f"fetching {remote}, file {number} of {len(missing)}")
 
-    def _download(self, remote: Remote) -> Remote:
+    def _is_copied(self, remote: Remote, info: "fs.FileInfo") -> bool:
+        """Return whether there is a copy, perhaps of a run that was killed."""
+        copy = self._copy(remote)
+        return copy.exists() and (copy.stat().st_size, int(copy.stat().st_mtime)) == (info.size, _seconds(info))
+
+    def _download(self, remote: Remote, info: "fs.FileInfo") -> Remote:
         path = self._copy(remote)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                for chunk in remote.chunks():
-                    file.write(chunk)
+            with replacing(path) as new:
+                with new.open("xb") as file:
+                    for chunk in remote.chunks():
+                        file.write(chunk)
+                os.utime(new, (_seconds(info),) * 2)
         except OSError as error:
             reason = error.strerror or error
             raise DataError(f"{remote} cannot be copied to {path}: {reason}; check its name, and the space") from error
@@ -104,16 +111,14 @@ class Copies:
 
 @contextlib.contextmanager
 def copies_in(folder: Path, on_stage: Callable[[str], None]) -> Iterator[Copies]:
-    """Yield copies in a new folder, which is removed at the end; errors name the URLs."""
+    """Yield copies in a folder; errors name the URLs."""
     copies = Copies(folder=folder, on_stage=on_stage)
     try:
         yield copies
     except EvenrankError as error:
         if not copies.fetched:
             raise
-        raise type(error)(copies.original(str(error))) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        raise type(error)(copies.original(str(error))) from error.__cause__
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -123,3 +128,8 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     if pattern[0] == "**":
         return any(_matches(parts[begin:], pattern[1:]) for begin in range(len(parts) + 1))
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _seconds(info: "fs.FileInfo") -> int:
+    """Return the time of the last change; listings have fractions of seconds that requests for a file lack."""
+    return (info.mtime_ns or 0) // 1_000_000_000

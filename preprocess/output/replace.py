@@ -1,6 +1,7 @@
 """Atomic output: the folder of a dataset is replaced completely or not at all."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from evenrank.core.errors import DataError
-from evenrank.core.files import open_lock_file, open_regular
+from evenrank.core.files import is_trusted, open_lock_file, open_regular
 from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME
 from evenrank.preprocess.build.vocabulary import vocabulary_name
 
@@ -20,43 +21,63 @@ REQUESTS_NAME = "requests.parquet"
 ITEM_FEATURES_NAME = "item_features.parquet"
 _OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME)
 
+DATASET_NAME = "dataset"  # folder of the new dataset in that of a run
 _Result = TypeVar("_Result")
 
 
 def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bool = False) -> _Result:
-    """Let `write` fill an empty folder next to `out`, put it in the place of `out`, and return its result.
+    """Let `write` fill a folder DATASET_NAME in its argument, put it in the place of `out`, and return its result.
 
-    The old folder is renamed, then the new one, and the old one is deleted last. If anything fails, `out` is unchanged
-    and the incomplete folder is removed; what a killed process left behind is cleaned up by the next call for `out`.
+    The old folder is renamed, then the new one, and the old one is deleted last. If anything fails, `out` is unchanged.
 
     If `out` is a symbolic link, the link is kept and its target replaced. A folder that contains something else than a
     dataset is only replaced with `overwrite`; a file or a mount point never.
     """
     out = out.resolve()
-    lock, partial, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("lock", "partial", "old"))
+    with run_folder(out) as folder:
+        with wrap_write_errors(out):
+            _check_replaceable(out, overwrite=overwrite)
+        result, dataset = write(folder), folder / DATASET_NAME
+        with wrap_write_errors(out):
+            for path in dataset.rglob(".*.partial"):  # of processes that were killed
+                path.unlink()
+            for path in (*dataset.rglob("*"), dataset):
+                _flush(path)
+            _check_replaceable(out, overwrite=overwrite)  # again, because a run can take hours
+            _put_in_place(dataset, out, out.with_name(f".{out.name}.old"))
+    return result
+
+
+@contextlib.contextmanager
+def run_folder(out: Path) -> Iterator[Path]:
+    """Yield the hidden folder beside `out` in which a run works, locked against others.
+
+    It has what the last run for `out` left if that was killed, or if the disk was full. Otherwise it is removed.
+    """
+    partial, lock, old = _partial_of(out), out.with_name(f".{out.name}.lock"), out.with_name(f".{out.name}.old")
     missing_parents = [folder for folder in out.parents if not folder.exists()]  # innermost first
+    left = False
     try:
         with wrap_write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
             lock_file = _lock(lock, out)
         try:
             with wrap_write_errors(out):
-                _clean_up(out, partial, old)  # after a process that was killed
-                _check_replaceable(out, overwrite=overwrite)
-                partial.mkdir()
-            result = write(partial)
-            with wrap_write_errors(out):
-                for path in (*partial.rglob("*"), partial):
-                    _flush(path)
-                _check_replaceable(out, overwrite=overwrite)  # again, because a run can take hours
-                _put_in_place(partial, out, old)
-            return result
+                _put_back(out, old)
+                if not is_trusted(partial, (os.geteuid(),)):
+                    _remove(partial)
+                partial.mkdir(mode=0o700, exist_ok=True)
+            try:
+                yield partial
+            except DataError as error:
+                left = _is_full(error.__cause__)
+                raise
         finally:
             with wrap_write_errors(out):
                 try:
-                    _clean_up(out, partial, old)
+                    _clean_up(out, partial, old, keep=left)
                 except BaseException:  # a further signal to stop
-                    _clean_up(out, partial, old)
+                    _clean_up(out, partial, old, keep=left)
                     raise
                 finally:
                     lock.unlink(missing_ok=True)
@@ -73,8 +94,19 @@ def wrap_write_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{out} could not be written: {error.strerror or error}; it is unchanged, check permissions and space"
-        raise DataError(message) from error
+        remedy = "check permissions and space"
+        if _is_full(error):
+            remedy = f"free some space and run it again: it goes on with what is in {_partial_of(out)}"
+        reason = error.strerror or error
+        raise DataError(f"{out} could not be written: {reason}; it is unchanged, {remedy}") from error
+
+
+def _partial_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial")
+
+
+def _is_full(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _lock(path: Path, out: Path) -> BufferedReader:
@@ -139,19 +171,24 @@ def is_of_dataset(content: bytes) -> Callable[[str], bool]:
     return lambda name: name in listed or name.startswith(f"{CACHE_NAME}/")
 
 
-def _put_in_place(partial: Path, out: Path, old: Path) -> None:
+def _put_in_place(dataset: Path, out: Path, old: Path) -> None:
     if out.exists():
         out.rename(old)
-    partial.rename(out)
+    dataset.rename(out)
     _flush(out.parent)
 
 
-def _clean_up(out: Path, partial: Path, old: Path) -> None:
-    """Put the old folder back if nothing has taken its place, and remove everything else."""
+def _put_back(out: Path, old: Path) -> None:
+    """Put the old folder back if nothing has taken its place, else remove it."""
     if old.exists() and not out.exists():
         old.rename(out)
-    _remove(partial)
     _remove(old)
+
+
+def _clean_up(out: Path, partial: Path, old: Path, *, keep: bool) -> None:
+    _put_back(out, old)
+    if not keep:
+        _remove(partial)
 
 
 def _remove(path: Path) -> None:

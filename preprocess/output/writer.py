@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from evenrank.core.files import replacing
 from evenrank.datasets.schema import (
     EVENT_DTYPES,
     ITEM_ID,
@@ -48,7 +49,8 @@ def split_schema(row_columns: Mapping[str, str], extra_events: Mapping[str, str]
 
 def write_rows(folder: Path, name: str, schema: pa.Schema, rows: Sequences, context: pl.DataFrame) -> DataFile:
     """Write rows, with their contextual features, a column [rows] each, to a file of a folder, and describe it."""
-    with _open(folder / name, schema) as file:
+    (folder / name).parent.mkdir(exist_ok=True)
+    with replacing(folder / name) as path, _open(path, schema) as file:
         for begin, end in _row_groups(rows.lengths):
             group = rows.take(np.arange(begin, end))
             file.write_table(_to_table(schema, group, context[begin:end]), row_group_size=ROWS_PER_GROUP)
@@ -57,12 +59,12 @@ def write_rows(folder: Path, name: str, schema: pa.Schema, rows: Sequences, cont
 
 def write_no_rows(folder: Path, name: str, schema: pa.Schema) -> DataFile:
     """Write the file of a split without rows, and describe it."""
+    (folder / name).parent.mkdir(exist_ok=True)
     _open(folder / name, schema).close()
     return DataFile(path=name, rows=0, sha256=sha256_of(folder / name))
 
 
 def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    path.parent.mkdir(exist_ok=True)
     # Delta encoding is faster and smaller than a dictionary, even for random values, because ids and time stamps use
     # few of their 64 bits.
     lists = {field.name: field.type.value_type for field in schema if pa.types.is_list(field.type)}

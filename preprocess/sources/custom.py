@@ -82,6 +82,7 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
             *source_files(folder, [path.absolute() for path in files]),
             *chain(*(source_files(file.path.parent, [file.path]) for file in config.feature_files.values())),
         ),
+        files=(*files, *(file.path for file in config.feature_files.values())),
         context=read_features(config, USER_ID, kinds[USER_ID]),
         item_features=read_features(config, ITEM_ID, kinds[ITEM_ID]),
         has_item_table=config.item_features is not None and config.item_features_as == "table",

@@ -19,6 +19,7 @@ class Interactions:
 
     parts: Sequence[EventPart]  # in file order
     sources: Callable[[], tuple[SourceFile, ...]]  # reads the raw files for their checksums
+    files: Sequence[Path] = ()  # that are read
     context: Features = NO_FEATURES  # of users
     item_features: Features = NO_FEATURES
     has_item_table: bool = False  # whether features of items are a table, not columns of events

@@ -28,6 +28,8 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "overwrite": (True, EVERY, {}),
     "raw_dir": ("raw", {*PUBLIC, "expanded"}, {}),
     "on_error": ("skip", EVERY - DRAWN, {}),
+    "engine": ("ray", EVERY, {}),
+    "ray_address": ("auto", EVERY, {"engine": "ray"}),
     "memory_limit": (2.0, EVERY, {}),
     "split": ("file:users.txt", EVERY, {}),
     "eval_fraction": (0.5, EVERY, {}),

@@ -78,13 +78,15 @@ def test_files_are_listed_and_read_as_they_are_stored(tmp_path: Path) -> None:
     (tmp_path / "day=1").mkdir()
     (tmp_path / "day=1" / "log.csv.gz").write_bytes(b"not gzip")
     remote = Remote(files=fs.LocalFileSystem(), path=str(tmp_path), url="s3://bucket")
-    assert remote.files_below() == {"day=1/log.csv.gz": 8}
+    (name, info), *others = remote.files_below().items()
+    assert (name, info.size, others) == ("day=1/log.csv.gz", 8, [])
+    assert info.mtime_ns == (tmp_path / "day=1" / "log.csv.gz").stat().st_mtime_ns
     assert (remote / "missing").files_below() == {}
     assert (remote / "day=1/log.csv.gz").read() == b"not gzip"
     (remote / "copy").upload(tmp_path / "day=1" / "log.csv.gz")
     assert (tmp_path / "copy").read_bytes() == b"not gzip"
     (remote / "day=1").delete(is_folder=True)
-    assert remote.files_below() == {"copy": 8}
+    assert [*remote.files_below()] == ["copy"]
     with pytest.raises(DataError, match=r"^s3://bucket/missing cannot be read: .*; check the URL, your credentials"):
         (remote / "missing").read()
 

@@ -1,15 +1,16 @@
 import math
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.preprocess import engine as engine_module
-from evenrank.preprocess.engine import Engine, num_workers
+from evenrank.preprocess.engine import Engine, Threads, num_workers
 
 
-def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead() -> None:
+def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path) -> None:
     started: list[int] = []
     first_may_end = threading.Event()
 
@@ -19,7 +20,8 @@ def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead() -> None:
             assert first_may_end.wait(60)
         return 2 * task
 
-    with Engine(3) as engine:
+    with Threads(3) as threads:
+        engine = Engine(threads, tmp_path)
         results = engine.map(double, range(20))
         first_may_end.set()
         assert next(results) == (0, 0)
@@ -28,15 +30,15 @@ def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead() -> None:
     assert sorted(started) == [*range(20)]
 
 
-def test_an_error_ends_the_tasks_that_have_not_begun() -> None:
+def test_an_error_ends_the_tasks_that_have_not_begun(tmp_path: Path) -> None:
     called: list[int] = []
 
     def fail(task: int) -> None:
         called.append(task)
         raise ValueError(f"task {task}")
 
-    with pytest.raises(ValueError, match="task 0"), Engine(1) as engine:
-        list(engine.map(fail, range(100)))
+    with pytest.raises(ValueError, match="task 0"), Threads(1) as threads:
+        list(Engine(threads, tmp_path).map(fail, range(100)))
     assert len(called) <= 2
 
 

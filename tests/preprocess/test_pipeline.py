@@ -18,6 +18,7 @@ from evenrank.preprocess import (
     RequestRule,
     SyntheticConfig,
     TabularConfig,
+    job,
     pipeline,
     preprocess,
 )
@@ -167,7 +168,7 @@ def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(
 def test_a_file_has_the_users_whose_hashes_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "ROWS_PER_GROUP", 32)
     num_events = _draw(tmp_path / "whole", 150, split="none").splits["train"].interactions
-    monkeypatch.setattr(pipeline, "EVENTS_PER_FILE", num_events // 3)  # so that two bits number the files
+    monkeypatch.setattr(job, "EVENTS_PER_FILE", num_events // 3)  # so that two bits number the files
     manifest = _draw(tmp_path / "out", 150, split="user:0.02", overwrite=True)
     for name, split in manifest.splits.items():
         ids = [pq.read_table(tmp_path / "out" / file.path)["user_id"].to_pylist() for file in split.files]
@@ -206,16 +207,16 @@ def test_the_bytes_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.
     lines = [f"{user},{item},{rating / 2},{rng.integers(0, 50)}" for user, item, rating in rows]
     text = HEADER + "\n".join(lines) + "\n"
     outputs = []
-    monkeypatch.setattr(pipeline, "EVENTS_PER_FILE", 800)
+    monkeypatch.setattr(job, "EVENTS_PER_FILE", 800)
     for workers, per_bucket, per_run, block_bytes, piece_bytes in (
         (1, 10**9, 10**9, 10**7, 10**9),
         (4, 500, 100, 10**7, 10**4),
         (2, 160, 900, 7000, 10**9),
         (3, 60, 2000, 7000, 20_011),
     ):
-        monkeypatch.setattr(pipeline, "num_workers", lambda limit, count=workers: count)
+        monkeypatch.setattr(pipeline, "num_workers", lambda limit, are_processes, count=workers: count)
         monkeypatch.setattr(read_events, "EVENTS_PER_RUN", per_run)
-        monkeypatch.setattr(pipeline, "EVENTS_PER_BUCKET", per_bucket)
+        monkeypatch.setattr(job, "EVENTS_PER_BUCKET", per_bucket)
         monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", block_bytes)
         monkeypatch.setattr(text_blocks, "_PIECE_BYTES", piece_bytes)
         manifest = _run(tmp_path, text, filters=filters, requests=RequestRule(seconds=10))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evenrank.datasets.event_statistics import DAY_MS, read_statistics
 from evenrank.datasets.schema import Manifest
-from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, pipeline, preprocess
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, job, preprocess
 
 HOUR = 3600
 Event = tuple[int, int, int]  # user, item, seconds since 1970
@@ -88,8 +88,8 @@ def _expected(events: list[Event], split: str, filters: Filters, eval_users: set
 def test_every_event_is_counted_once(events: list[Event], split: str, filters: Filters, per_bucket: int) -> None:
     events += [(9, 1, 0), (9, 1, 1)]  # a user whom no filter leaves out
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "EVENTS_PER_BUCKET", per_bucket)
-        patched.setattr(pipeline, "EVENTS_PER_FILE", per_bucket)
+        patched.setattr(job, "EVENTS_PER_BUCKET", per_bucket)
+        patched.setattr(job, "EVENTS_PER_FILE", per_bucket)
         statistics = read_statistics(_preprocess(Path(name), events, split, filters))
         eval_users = {
             user

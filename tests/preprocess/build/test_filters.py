@@ -7,6 +7,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.preprocess.build.buckets import Buckets, Columns, num_range_bits, write_run
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
+from evenrank.preprocess.engine import Engine, Threads
 
 DTYPES = {"user_id": "int64", "item_id": "int64"}
 
@@ -38,7 +39,8 @@ def test_the_k_core_matches_its_definition(
         columns = {"user_id": part[:, 0].copy(), "item_id": part[:, 1].copy()}
         runs.append(write_run(folder / f"run-{number}", columns, num_bits))
     buckets = Buckets(folder=folder, runs=runs, dtypes=DTYPES, num_bits=num_bits)
-    num_removed = k_core(buckets, Filters(min_user_events=users, min_item_events=items))
+    with Threads(2) as threads:
+        num_removed = k_core(buckets, Filters(min_user_events=users, min_item_events=items), Engine(threads, folder))
     left = [buckets.read(index) for index in range(len(buckets))]
     kept = [event for bucket in left for event in zip(*(bucket[name].tolist() for name in DTYPES), strict=True)]
     assert num_removed == len(events) - len(kept)

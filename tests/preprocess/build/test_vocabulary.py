@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest
-from evenrank.preprocess import Filters, pipeline
-from evenrank.preprocess.build import key_table, read_events
+from evenrank.preprocess import Filters, job
+from evenrank.preprocess.build import distinct, key_table, read_events
 from evenrank.preprocess.build import vocabulary as vocabulary_module
 from tests.preprocess.build.id_logs import Event, expected_vocabulary, number, vocabulary, write_log
 from tests.preprocess.decoded import decode, read_rows
@@ -46,10 +46,11 @@ def test_ids_are_dense_by_first_appearance_whatever_the_parts(
         with pytest.MonkeyPatch.context() as patch:
             whole = number(folder / "whole", path, ids="dense")
             # Many buckets, on disk, and many ranges of values.
-            patch.setattr(pipeline, "EVENTS_PER_BUCKET", 3)
+            patch.setattr(job, "EVENTS_PER_BUCKET", 3)
             patch.setattr(read_events, "EVENTS_PER_RUN", 2)
             patch.setattr(key_table, "_BUFFERED_ROWS", 3)
-            patch.setattr(vocabulary_module, "_ROWS_AT_ONCE", 2)
+            patch.setattr(distinct, "_VALUES_PER_RANGE", 2)
+            patch.setattr(vocabulary_module, "_ROWS_PER_GROUP", 3)
             in_parts = number(folder / "parts", path, ids="dense")
         for column, name in enumerate(("user_id", "item_id")):
             expected = expected_vocabulary(log, column)

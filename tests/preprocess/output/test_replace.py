@@ -23,7 +23,7 @@ def _config(out: Path, num_users: int = 10) -> PreprocessConfig:
 
 
 def _preprocess_and_wait_before_replacing(out: Path, written: Connection) -> None:
-    def wait(partial: Path, out: Path, old: Path) -> None:
+    def wait(dataset: Path, out: Path, old: Path) -> None:
         written.send("written")
         signal.pause()
 
@@ -147,7 +147,7 @@ def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("failing", [".out.partial", "out"])
+@pytest.mark.parametrize("failing", ["dataset", "out"])
 def test_a_rename_that_fails_leaves_the_old_dataset(tmp_path: Path, failing: str) -> None:
     out = tmp_path / "out"
     old = preprocess(_config(out))

@@ -17,7 +17,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.schema import Manifest
-from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, pipeline, preprocess
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, job, preprocess
 from evenrank.preprocess.build.key_table import text_keys
 from evenrank.preprocess.sources.features import FeatureLookup, Features, read_features
 from tests.datasets.crafted import update_manifest
@@ -386,9 +386,9 @@ def test_features_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.M
     users = write_rows(tmp_path / "users.parquet", [{"user": user, "age": user % 5} for user in range(0, 400, 2)], {})
     options = {**of_items(file, "brand", "price:float", table=table), "context": users, "context_columns": ("age",)}
     outputs = []
-    monkeypatch.setattr(pipeline, "EVENTS_PER_FILE", 1000)
+    monkeypatch.setattr(job, "EVENTS_PER_FILE", 1000)
     for events_per_bucket in (10**9, 300):
-        monkeypatch.setattr(pipeline, "EVENTS_PER_BUCKET", events_per_bucket)
+        monkeypatch.setattr(job, "EVENTS_PER_BUCKET", events_per_bucket)
         filters = Filters(min_item_events=2)
         manifest = run(tmp_path, log, log_options=options, split="leave-last:1", filters=filters, ids="dense")
         assert len(manifest.options["audit"]) == 5  # those of users and items, and of the k-core

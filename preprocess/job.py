@@ -1,0 +1,248 @@
+"""The stages of preprocessing, each of which is functions on files that an engine runs."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from evenrank.core.errors import DataError
+from evenrank.core.files import check_space
+from evenrank.datasets.event_statistics import Statistics
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    SCHEMA_VERSION,
+    USER_ID,
+    Manifest,
+    Split,
+    content_hash,
+    summarize_lengths,
+)
+from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
+from evenrank.preprocess.build.count_events import EventCounter
+from evenrank.preprocess.build.distinct import Column
+from evenrank.preprocess.build.filters import Filters, drop_unknown, k_core
+from evenrank.preprocess.build.ids import Ids
+from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
+from evenrank.preprocess.build.key_table import KeyTable, TextValues
+from evenrank.preprocess.build.read_events import ReadPiece, ReadRules, join_pieces, read_piece
+from evenrank.preprocess.build.splits import (
+    IN_EVAL,
+    SplitFacts,
+    SplitRule,
+    by_second_log,
+    parse_split,
+    read_listed_users,
+)
+from evenrank.preprocess.build.vocabulary import EarlierIds, number_ids
+from evenrank.preprocess.config import PreprocessConfig
+from evenrank.preprocess.engine import Engine, Workers
+from evenrank.preprocess.files.times import check_era, utc_text
+from evenrank.preprocess.output.ranges import (
+    EVENTS_PER_FILE,
+    RangeRules,
+    WrittenRange,
+    schema_of,
+    split_file,
+    write_range,
+)
+from evenrank.preprocess.output.replace import DATASET_NAME, REQUESTS_NAME
+from evenrank.preprocess.output.resume import WORK_NAME
+from evenrank.preprocess.output.writer import write_item_features, write_no_rows
+from evenrank.preprocess.sources.download import source_files
+from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
+from evenrank.preprocess.sources.interactions import Interactions
+
+
+@dataclass(slots=True)
+class Job:
+    """Writes all files of a dataset to the folder of a run."""
+
+    run_folder: Path
+    config: PreprocessConfig
+    source: Interactions
+    rules: Mapping[str, str]  # of the ids
+    earlier: Mapping[str, EarlierIds]
+    on_stage: Callable[[str], None]
+    counts: dict[str, int] = field(default_factory=dict)  # of events and users, by what became of them
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the dataset."""
+        return self.run_folder / DATASET_NAME
+
+    def run(self, workers: Workers) -> Manifest:
+        """Write all files, and return the manifest."""
+        config, source = self.config, self.source
+        rule, eval_users, num_listed = parse_split(config.split), np.empty(0, dtype=np.int64), 0
+        num_expected = sum(part.num_events for part in source.parts)
+        num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
+        dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
+        if source.has_eval_log:
+            rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
+        elif rule.file is not None:
+            column = str(source.options.get("user_column", USER_ID))
+            eval_users, num_listed = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
+        check_space(self.run_folder, bytes_on_disk(num_expected, dtypes), f"{num_expected:,} events")
+        work = self.run_folder / WORK_NAME
+        texts = {
+            name: TextValues(work / f"texts of {name}", num_bits)
+            for name, kind in source.id_kinds.items()
+            if kind == "text"
+        }
+        for folder in ("buckets", "results", "values", *(f"texts of {name}" for name in texts)):
+            (work / folder).mkdir(exist_ok=True)
+        engine = Engine(workers, work / "results")
+        # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
+        with ThreadPoolExecutor(1) as background:
+            pending_sources = background.submit(source.sources)
+            has_times = source.time_unit != "row"
+            reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
+            pieces = [(part, piece) for part in source.parts for piece in part.pieces]
+            tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
+            read = engine.map(partial(read_piece, reading), tasks, stage="pieces")
+            log = join_pieces(source.parts, read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
+            self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
+            buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
+            if not config.allow_empty:
+                check_era(ends, source.time_unit)
+            known = {
+                name: KeyTable(ids.keys)
+                for name, ids in self.earlier.items()
+                if ids.unknown == "drop" and ids.summary.versions
+            }
+            self.counts["events of unknown users or items (dropped)"] = num_dropped = drop_unknown(
+                buckets, known, engine
+            )
+            self.counts["events left out by the k-core"] = num_left_out = k_core(buckets, config.filters, engine)
+            num_left = sum(run.num_events for run in log.runs) - num_dropped - num_left_out
+            self.on_stage("numbering users and items")
+
+            def number(name: str) -> Ids:
+                column = Column(name, source.id_kinds[name], texts.get(name), buckets, work / "values")
+                return number_ids(self.rules[name], column, self.earlier.get(name), engine=engine, folder=self.folder)
+
+            with ThreadPoolExecutor(2) as both:
+                ids = dict(zip(source.id_kinds, both.map(number, source.id_kinds), strict=True))
+            items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
+            facts = SplitFacts(seed=config.seed, last_ms=max(ends.values()), eval_users=eval_users)
+            rules = RangeRules(
+                folder=self.folder,
+                buckets=buckets,
+                num_bits=num_range_bits(num_left, EVENTS_PER_FILE),
+                split=config.split,
+                has_eval_log=source.has_eval_log,
+                facts=facts,
+                filters=config.filters,
+                requests=config.requests,
+                user_ids=ids[USER_ID],
+                item_ids=ids[ITEM_ID],
+                context=FeatureLookup(source.context, of="users"),
+                items=items,
+                extra_events=source.extra_events,
+            )
+            splits, largest, statistics = self._write_splits(rules, engine)
+            self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
+            item_table = write_item_features(self.folder, source, ids[ITEM_ID], items.requested)
+            sources = pending_sources.result()
+        time = {"unit": source.time_unit, "first": utc_text(first_ms), "last": utc_text(max(ends.values()))}
+        empty = [name for name, split in splits.items() if not split.rows]
+        if empty and rule.remedy is not None and not config.allow_empty:
+            raise DataError(
+                f"--split {config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
+                f"{time['last']}{self._losses()}; {rule.remedy}, or pass --allow-empty"
+            )
+        if rule.file is not None and not source.has_eval_log:
+            sources += source_files(rule.file.parent, [rule.file])
+        default = asdict(Filters())
+        labels = {**source.context.values, **source.item_features.values}
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            dataset=config.dataset,
+            sources=sources,
+            options={
+                **source.options,
+                "split": _shown_split(config.split, rule),
+                "seed": config.seed,
+                "on_error": config.on_error,
+                "unknown": config.unknown,
+                "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
+                "requests": None if config.requests is None else asdict(config.requests),
+                "time": time,
+                "audit": {description: count for description, count in self.counts.items() if count},
+                "statistics": asdict(statistics),
+            },
+            splits=splits,
+            contextual=source.context.dtypes,
+            extra_events={**source.extra_events, **items.dtypes},
+            vocabulary_sizes={
+                **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
+                ACTION: source.num_actions or largest[ACTION] + 1,
+                **{name: len(values) + 1 for name, values in labels.items()},
+            },
+            context_labels={name: (None, *map(str, values)) for name, values in source.context.values.items()},
+            ids={
+                name: replace(of_column.summary, largest=largest[name]) if of_column.size is None else of_column.summary
+                for name, of_column in ids.items()
+            },
+            content_hash="",
+            item_features=item_table,
+        )
+        manifest = replace(manifest, content_hash=content_hash(manifest))
+        manifest.write(self.folder)
+        return manifest
+
+    def _write_splits(self, rules: RangeRules, engine: Engine) -> tuple[dict[str, Split], dict[str, int], Statistics]:
+        """Write all splits, and the requests if there is a rule for them.
+
+        Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
+        """
+        config, num_ranges = self.config, 1 << rules.num_bits
+        statistics = EventCounter(
+            _shown_split(config.split, rules.rule), rules.rule.by, rules.item_ids.size, config.filters.overlap
+        )
+        written: list[WrittenRange] = []
+        with contextlib.ExitStack() as stack:
+            if config.requests is not None:
+                path = self.folder / REQUESTS_NAME
+                requests = stack.enter_context(pq.ParquetWriter(path, REQUEST_SCHEMA, compression="zstd"))
+            for index, part in engine.map(partial(write_range, rules), range(num_ranges), stage="ranges"):
+                self.on_stage(f"writing sequences, part {index + 1} of {num_ranges}")
+                if part.requests is not None:
+                    requests.write_table(part.requests)
+                statistics.add(part.events)
+                rules.context.record(part.users)
+                rules.items.record(part.items)
+                written.append(replace(part, requests=None))
+        splits = {name: self._split(name, rules, written) for name in written[0].lengths}
+        self.counts |= {
+            "duplicate events (kept)": sum(part.num_duplicates for part in written),
+            "users left out by filters": sum(part.num_left_out for part in written),
+        }
+        if not any(split.rows for split in splits.values()):
+            raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
+        self.counts |= rules.context.audit() | rules.items.audit()
+        names = (USER_ID, ITEM_ID, ACTION)
+        largest = {name: max(part.largest[name] for part in written) for name in names}
+        return splits, largest, statistics.report(self.folder)
+
+    def _split(self, name: str, rules: RangeRules, written: Sequence[WrittenRange]) -> Split:
+        files = [part.files[name] for part in written if name in part.files]
+        files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]
+        lengths = np.concatenate([part.lengths[name] for part in written])
+        summary = summarize_lengths(lengths)
+        return Split(files=tuple(files), rows=len(lengths), interactions=int(lengths.sum()), lengths=summary)
+
+    def _losses(self) -> str:
+        return "".join(f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)
+
+
+def _shown_split(split: str, rule: SplitRule) -> str:
+    """Return the rule of a split for the manifest, which is the same wherever a file is."""
+    return split if rule.file is None else f"file:{rule.file.name}"

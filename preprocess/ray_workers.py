@@ -1,0 +1,126 @@
+"""Workers on the nodes of a Ray cluster: one that is running, or one of this machine for as long as they are used."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import evenrank
+from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.optional_imports import naming_extras
+from evenrank.preprocess.engine import BYTES_PER_PROCESS, Result
+
+with naming_extras():
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_SECONDS_TO_CONNECT = 10
+
+
+class RayWorkers:
+    """Processes on all nodes of a cluster; see `engine.Workers`.
+
+    Args:
+        address: of a cluster, as `ray.init` takes it; None: one of this machine is started and ended.
+        count: number of cores of that one; otherwise, cores and memory of the nodes decide.
+        shared: files and folders that all nodes must see, because events go through them.
+    """
+
+    def __init__(self, address: str | None, count: int, shared: Sequence[Path]) -> None:
+        self._address, self.count, self._shared = address, count, [str(path) for path in shared]
+        self._is_connected = ray.is_initialized()  # by the program that calls this one
+
+    def __enter__(self) -> "RayWorkers":
+        of_cluster = {"address": self._address} if self._address else {"address": "local", "num_cpus": self.count}
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            if not self._is_connected:
+                if target := re.fullmatch(r"([\w.-]+):(\d+)", self._address or ""):  # Ray would wait for minutes
+                    socket.create_connection((target[1], int(target[2])), timeout=_SECONDS_TO_CONNECT).close()
+                ray.init(**of_cluster, log_to_driver=False, logging_level=logging.ERROR)
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, handler)  # Ray's exits at once
+        except (OSError, RuntimeError, ValueError) as error:
+            place = f"at {self._address}" if self._address else "on this machine"
+            raise ConfigError(f"there is no Ray cluster {place}: {first_line(error)}; check --ray-address") from error
+        try:
+            nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+            self.count = sum(map(_num_workers, nodes))
+            if not self.count:
+                raise ConfigError(
+                    f"no node of the Ray cluster has a core and {BYTES_PER_PROCESS / 1e9:g} GB of memory; add one"
+                )
+            for node in filter(_num_workers, nodes):
+                self._check(node)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._is_connected:
+            ray.shutdown()
+
+    def _check(self, node: dict[str, Any]) -> None:
+        """Raise an error if a node lacks this release or what must be shared."""
+        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        call = ray.remote(_look_around).options(scheduling_strategy=on_node)
+        version, missing = _wait(call.remote(self._shared))
+        if version != evenrank.__version__:
+            found = f"evenrank {version}" if version else "no evenrank"
+            raise ConfigError(
+                f"node {node['NodeManagerAddress']} has {found}; install {evenrank.__version__}, as here, on all nodes"
+            )
+        if missing:
+            raise DataError(
+                f"node {node['NodeManagerAddress']} does not see {missing[0]}; with --engine ray, choose input and "
+                "output (for a URL, TMPDIR) on storage that all nodes share"
+            )
+
+    def caller(self, function: Callable[[Any], Result]) -> Callable[[Any], Callable[[], Result]]:
+        """Return what starts a call of a function, which is sent to each node once, and returns what waits for it."""
+        shared: Any = ray.put(function)
+        call: Any = ray.remote(_call).options(memory=BYTES_PER_PROCESS)
+        return lambda task: partial(_result, call.remote(shared, task))
+
+
+def _num_workers(node: dict[str, Any]) -> int:
+    resources = node["Resources"]
+    return int(min(resources.get("CPU", 0), resources.get("memory", 0) // BYTES_PER_PROCESS))
+
+
+def _look_around(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the release of evenrank on this node, if there is one, and the files that it does not see."""
+    try:
+        from evenrank import __version__
+    except ImportError:
+        return "", []
+    return __version__, [name for name in names if not os.path.exists(name)]
+
+
+def _call(function: Callable[[Any], Result], task: Any) -> tuple[Result | None, Exception | None]:
+    """Return the result or the error, which Ray would replace by one of its own."""
+    try:
+        return function(task), None
+    except Exception as error:
+        return None, error
+
+
+def _result(reference: Any) -> Any:
+    result, error = _wait(reference)
+    if error is not None:
+        raise error
+    return result
+
+
+def _wait(reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        raise DataError(f"Ray could not finish a task: {first_line(error)}; see its logs, and run it again") from error

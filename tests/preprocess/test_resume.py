@@ -1,0 +1,216 @@
+"""Runs that are killed, and continued by the same command."""
+
+import dataclasses
+import errno
+import logging
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from evenrank.core import files
+from evenrank.core.errors import DataError
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, preprocess
+from evenrank.preprocess.files import text_blocks
+from evenrank.preprocess.output import replace, resume
+
+
+def _config(folder: Path, out: str) -> PreprocessConfig:
+    log = TabularConfig(events=(folder / "log.csv",), user_column="user", item_column="item", timestamp_column="time")
+    filters = Filters(min_user_events=2, min_item_events=2)
+    return PreprocessConfig(
+        dataset="custom", out=folder / out, custom=log, ids="dense", filters=filters, split="leave-last:1"
+    )
+
+
+def _write_log(folder: Path, *, num_events: int = 900) -> None:
+    rows = (f"u{event % 37},{event * event % 53},{1_600_000_000 + event * 7 % 1000}" for event in range(num_events))
+    (folder / "log.csv").write_text("user,item,time\n" + "\n".join(rows) + "\n")
+
+
+@contextmanager
+def _small_parts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "EVENTS_PER_BUCKET", 120)
+        patch.setattr(job, "EVENTS_PER_FILE", 120)
+        patch.setattr(text_blocks, "_PIECE_BYTES", 2000)
+        yield
+
+
+@contextmanager
+def _called_at_each_step(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function before and after each file is put in its place, and before and after the dataset is."""
+    replacing, put_in_place = files.replacing, replace._put_in_place
+
+    @contextmanager
+    def with_calls(path: Path) -> Iterator[Path]:
+        with replacing(path) as partial:
+            yield partial
+            call()
+        call()
+
+    def put_with_calls(dataset: Path, out: Path, old: Path) -> None:
+        call()
+        put_in_place(dataset, out, old)
+        call()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("build.buckets", "build.distinct", "engine", "output.writer"):
+            patch.setattr(f"evenrank.preprocess.{module}.replacing", with_calls)
+        patch.setattr(replace, "_put_in_place", put_with_calls)
+        yield
+
+
+def _run_until_killed(target: Callable[..., None], *arguments: object) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _run_and_die(config: PreprocessConfig, step: int) -> None:
+    steps = iter(range(step))
+
+    def die() -> None:
+        if next(steps, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with _small_parts(), _called_at_each_step(die):
+        preprocess(config)
+
+
+def _bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _num_calls(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Preprocess, and return how many calls of functions had no result yet."""
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., object], *task: object) -> object:
+        calls.append(name)
+        return function(*task)
+
+    with monkeypatch.context() as patch, _small_parts():
+        for name in ("read_piece", "write_range"):
+            patch.setattr(job, name, partial(counted, name, getattr(job, name)))
+        preprocess(config)
+    return len(calls)
+
+
+@pytest.mark.processes
+def test_a_run_that_was_killed_is_continued_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_log(tmp_path)
+    num_calls = _num_calls(_config(tmp_path, "whole"), monkeypatch)
+    steps: list[None] = []
+    with _small_parts(), _called_at_each_step(lambda: steps.append(None)):
+        preprocess(_config(tmp_path, "counted"))
+    expected = _bytes_in(tmp_path / "whole")
+    assert num_calls > 8
+    assert _bytes_in(tmp_path / "counted") == expected
+    previous, last = num_calls, len(steps) - 1  # when the dataset is in place, but nothing was removed
+    for number, step in enumerate([*range(0, last, last // 8), last - 1, last]):
+        config = _config(tmp_path, f"killed {number}")
+        _run_until_killed(_run_and_die, config, step)
+        left = _num_calls(config, monkeypatch)
+        assert left <= previous + 2 if step < last else left == num_calls  # threads are ahead of each other
+        previous = left if step < last else 0
+        assert _bytes_in(tmp_path / f"killed {number}") == expected
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
+
+
+def _kill_when_done(config: PreprocessConfig) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replace, "_put_in_place", lambda *paths: os.kill(os.getpid(), signal.SIGKILL))
+        preprocess(config)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_run_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    _write_log(tmp_path)
+    config, steps = _config(tmp_path, "out"), iter(range(60))
+
+    def fail() -> None:
+        if next(steps, None) is None:
+            raise OSError(code, os.strerror(code))
+
+    remedy = "check permissions and space"
+    if code != errno.EIO:
+        remedy = f"free some space and run it again: it goes on with what is in {tmp_path / '.out.partial'}"
+    message = f"{config.out} could not be written: {os.strerror(code)}; it is unchanged, {remedy}"
+    with _small_parts(), _called_at_each_step(fail), pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        preprocess(config)
+    assert (tmp_path / ".out.partial").exists() == (code != errno.EIO)
+    whole = _num_calls(_config(tmp_path, "whole"), monkeypatch)
+    assert (_num_calls(config, monkeypatch) < whole) == (code != errno.EIO)
+    assert _bytes_in(tmp_path / "out") == _bytes_in(tmp_path / "whole")
+
+
+@pytest.mark.processes
+def test_a_run_with_other_files_or_options_starts_over_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_log(tmp_path)
+    config = _config(tmp_path, "out")
+    _run_until_killed(_kill_when_done, config)
+    other = dataclasses.replace(config, filters=Filters())
+    with caplog.at_level(logging.WARNING, "evenrank.preprocess"):
+        assert preprocess(other) == preprocess(dataclasses.replace(other, out=tmp_path / "other"))
+        assert caplog.messages == ["starting over: not as in the run that did not finish: options"]
+        _run_until_killed(_kill_when_done, config)
+        _write_log(tmp_path, num_events=901)
+        caplog.clear()
+        assert preprocess(config) == preprocess(dataclasses.replace(config, out=tmp_path / "other"))
+        assert caplog.messages == ["starting over: not as in the run that did not finish: files"]
+        _run_until_killed(_kill_when_done, config)
+        caplog.clear()
+        assert preprocess(config) == preprocess(dataclasses.replace(config, out=tmp_path / "other"))
+        assert caplog.messages == ["going on with what an earlier run has finished"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "other", "out"]
+
+
+@pytest.mark.processes
+def test_a_folder_that_others_can_write_to_is_not_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _write_log(tmp_path)
+    config = _config(tmp_path, "out")
+    _run_until_killed(_kill_when_done, config)
+    (tmp_path / ".out.partial").chmod(0o777)  # results are pickled
+    preprocess(config)
+    assert not caplog.messages
+
+
+def test_results_are_not_those_of_before_the_machine_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "boot_id").write_text("first\n")
+    monkeypatch.setattr(resume, "_BOOT_ID", tmp_path / "boot_id")
+    before = resume.plan_of(_config(tmp_path, "out"), [])
+    (tmp_path / "boot_id").write_text("second\n")
+    after = resume.plan_of(dataclasses.replace(_config(tmp_path, "out 2"), engine="ray", memory_limit=2.0), [])
+    assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
+
+
+def test_a_result_is_kept_only_of_a_stage(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def double(task: int) -> int:
+        calls.append(task)
+        return 2 * task
+
+    for _ in range(2):
+        with engine.Threads(2) as threads:
+            assert [*engine.Engine(threads, tmp_path).map(double, range(3), stage="doubles")] == [
+                (0, 0),
+                (1, 2),
+                (2, 4),
+            ]
+            assert [*engine.Engine(threads, tmp_path).map(double, range(2))] == [(0, 0), (1, 2)]
+    assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2]
