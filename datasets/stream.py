@@ -37,6 +37,7 @@ from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_erro
 # which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
 _CHUNK = 1 << 20  # bytes
+_FOOTERS = 32  # files; in memory, a footer has about 1 kB per column and row group
 
 
 def version_of(files: fs.FileSystem, path: str) -> Version | None:
@@ -107,6 +108,8 @@ class StreamSource:
     root: str  # path of the dataset in the file system
     # By path: the latest version of each file whose contents are known to be the manifest's.
     versions: dict[str, Version | None] = field(default_factory=dict)
+    # By path, of the files read last: most windows are in the file of an earlier one.
+    footers: dict[str, pq.FileMetaData] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -151,7 +154,15 @@ class StreamSource:
         path = f"{self.root}/{data_file.path}"
         _check_local(self.files, path)
         try:
-            with wrap_parquet_errors(path), self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
+            with (
+                wrap_parquet_errors(path),
+                self.files.open_input_file(path) as opened,
+                # A request per row group; without pre_buffer, one per column of it.
+                pq.ParquetFile(opened, metadata=self.footers.pop(path, None), pre_buffer=True) as file,
+            ):
+                self.footers[path] = file.metadata
+                for oldest in list(self.footers)[:-_FOOTERS]:
+                    self.footers.pop(oldest, None)  # another thread may have done so
                 if (rows := file.metadata.num_rows) != data_file.rows:
                     raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]

@@ -6,7 +6,7 @@
                                 events/item_id.npy, ...
 
     OUT/.cache                        the cache if OUT can be written
-    ~/.cache/evenrank                 otherwise, and if OUT is a URL, whose files are fetched one by one
+    ~/.cache/evenrank                 otherwise, and if OUT is a URL, whose files are fetched
     TEMPORARY-FOLDER/evenrank-UID     if there is no home folder that can be written
 
 The name of an entry contains the manifest's content hash, and the files are checked against it, so an entry is never
@@ -23,8 +23,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
 from evenrank.core.files import WRITABLE_BY_OTHERS, is_trusted, open_lock_file, open_regular, user_folders
-from evenrank.core.storage import Remote
+from evenrank.core.storage import CONNECTIONS, Remote
 from evenrank.datasets.schema import (
     CACHE_NAME,
     FLOAT,
@@ -257,26 +258,29 @@ def read_blocks(
     folder: Path | Remote, manifest: Manifest, split: Split, read_group: GroupReader, scratch: Path | None = None
 ) -> Iterator[tuple[Path | Remote, RowBlock]]:
     """Read and check the Parquet files of a split, one row group at a time; `scratch` has copies of remote files."""
-    for file in split.files:
-        path = folder / file.path
-        with open_regular(path) if isinstance(path, Path) else _open_copy(path, scratch) as opened:
-            # What is verified is what is read, even if the file is replaced meanwhile.
-            if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
-                raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
-            opened.seek(0)
-            with wrap_parquet_errors(str(path)), pq.ParquetFile(opened) as parquet:
-                for group in range(parquet.num_row_groups):
-                    yield path, read_group(parquet, group, manifest, str(path))
+    for first in range(0, len(split.files), CONNECTIONS):
+        files = split.files[first : first + CONNECTIONS]
+        paths = [folder / file.path for file in files]
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(CONNECTIONS) as pool:
+            opening = pool.map(lambda path, stack=stack: stack.enter_context(_open(path, scratch)), paths)
+            for file, path, opened in zip(files, paths, opening, strict=True):
+                # What is verified is what is read, even if the file is replaced meanwhile.
+                if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+                    raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
+                opened.seek(0)
+                with wrap_parquet_errors(str(path)), pq.ParquetFile(opened) as parquet:
+                    for group in range(parquet.num_row_groups):
+                        yield path, read_group(parquet, group, manifest, str(path))
 
 
 @contextlib.contextmanager
-def _open_copy(remote: Remote, scratch: Path | None) -> Iterator[io.BufferedRandom]:
-    """Fetch a file into one that has no name, so that nothing is left of it if this process is killed."""
-    with tempfile.TemporaryFile(dir=scratch) as copy:
-        for chunk in remote.chunks():
-            copy.write(chunk)
-        copy.seek(0)
-        yield copy
+def _open(path: Path | Remote, scratch: Path | None) -> Iterator[BinaryIO]:
+    """Open a file; fetch a remote one into one that has no name, so that nothing is left if this process is killed."""
+    with open_regular(path) if isinstance(path, Path) else tempfile.TemporaryFile(dir=scratch) as opened:
+        for chunk in () if isinstance(path, Path) else path.chunks():
+            opened.write(chunk)
+        opened.seek(0)
+        yield opened
 
 
 @contextlib.contextmanager

@@ -2,26 +2,42 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from pyarrow import fs
 
 BUCKET, SECRET = "histories", "h1dden"
 
-# Prints its port when it is ready, and serves until its standard input is closed.
+# Prints its port when it is ready, serves until its standard input is closed, and logs the bytes and user of requests.
 _SERVER = """
 import sys
+from moto.moto_server.threaded_moto_server import MotoRequestHandler
 from moto.server import ThreadedMotoServer
+def log_request(self, code="-", size="-"):
+    user = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
+    self.log("info", '"%s" %s %s %s', self.requestline, code, self.headers.get("Range"), user)
+MotoRequestHandler.log_request = log_request
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
+
+
+class Read(NamedTuple):
+    """A request for bytes first..end-1 of an object."""
+
+    user: str
+    key: str
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +47,9 @@ class S3:
     port: int
     log: Path
 
-    def url(self, key: str, bucket: str = BUCKET) -> str:
+    def url(self, key: str, bucket: str = BUCKET, user: str = "key") -> str:
         options = f"scheme=http&endpoint_override=127.0.0.1:{self.port}&region=us-east-1"
-        return f"s3://key:{SECRET}@{bucket}/{key}?{options}"
+        return f"s3://{user}:{SECRET}@{bucket}/{key}?{options}"
 
     @property
     def files(self) -> fs.FileSystem:
@@ -60,6 +76,12 @@ class S3:
     def num_reads(self, key: str) -> int:
         """Return how many requests have read an object."""
         return self.log.read_text().count(f'"GET /{BUCKET}/{key}')
+
+    def reads(self, key: str) -> list[Read]:
+        """Return the requests that have read objects below a key."""
+        pattern = rf'"GET /{BUCKET}/({re.escape(key)}/\S+) HTTP/1.1" 206 bytes=(\d+)-(\d+) (\w+)'
+        found = re.findall(pattern, self.log.read_text())
+        return [Read(user, name, int(first), int(last) + 1) for name, first, last, user in found]
 
 
 @contextlib.contextmanager

@@ -51,20 +51,25 @@ def add_targets(table: pa.Table, num_targets: NDArray[np.int32]) -> pa.Table:
     return table.append_column("num_targets", pa.array(num_targets, pa.int32()))
 
 
-def write_in_parts(dataset: Path, out: Path) -> Path:
-    """Copy a dataset with its train split in files of 64 rows and row groups of 10, like those of a large dataset."""
+def write_in_parts(
+    dataset: Path, out: Path, *, num_rows: int | None = None, rows_per_file: int = 64, rows_per_group: int = 10
+) -> Path:
+    """Copy a dataset with its train split, repeated up to `num_rows`, in files and row groups as of a large dataset."""
     copy_dataset(dataset, out)
     table = pq.read_table(dataset / "train")
+    if num_rows is not None:
+        table = pa.concat_tables([table] * (num_rows // len(table) + 1)).slice(0, num_rows)
     shutil.rmtree(out / "train")
     (out / "train").mkdir()
     files = []
-    for number, first in enumerate(range(0, table.num_rows, 64)):
-        rows = table.slice(first, 64)
+    for number, first in enumerate(range(0, table.num_rows, rows_per_file)):
+        rows = table.slice(first, rows_per_file)
         path = out / "train" / f"part-{number:05}.parquet"
-        pq.write_table(rows, path, row_group_size=10)
+        pq.write_table(rows, path, row_group_size=rows_per_group)
         files.append(DataFile(path=f"train/{path.name}", rows=rows.num_rows, sha256=sha256_of(path)))
     manifest = read_manifest(out)
-    train = replace(manifest.splits["train"], files=tuple(files))
+    num_events = int(table["length"].to_numpy().sum())
+    train = replace(manifest.splits["train"], rows=len(table), interactions=num_events, files=tuple(files))
     write_manifest(replace(manifest, splits={**manifest.splits, "train": train}), out)
     return out
 

@@ -127,6 +127,14 @@ def test_files_that_are_written_again_with_the_same_contents_are_read_on(
     source.read(0, source.num_rows)
 
 
+def test_the_footers_of_the_files_read_last_are_kept(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenrank.datasets.stream._FOOTERS", 2)
+    source = open_stream(parts, "train")
+    source.read(0, source.num_rows)
+    assert len(source.read(0, 5)) == 5
+    assert [Path(path).name for path in source.footers] == ["part-00003.parquet", "part-00000.parquet"]
+
+
 def test_dataset_that_is_replaced_while_it_is_opened_is_the_new_one(
     small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
