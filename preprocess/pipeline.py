@@ -15,12 +15,12 @@ from evenrank.preprocess.engine import Threads, Workers, num_workers
 from evenrank.preprocess.files.fetch import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.job import Job
+from evenrank.preprocess.open_source import open_source
 from evenrank.preprocess.output.replace import replace_folder, wrap_write_errors
 from evenrank.preprocess.output.resume import begin, plan_of
 from evenrank.preprocess.output.upload import replace_remote
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM
 from evenrank.preprocess.sources.interactions import number_features
-from evenrank.preprocess.sources.opened import open_source
 
 
 def preprocess(

@@ -73,9 +73,8 @@ class RayWorkers:
         call = ray.remote(_look_around).options(scheduling_strategy=on_node)
         version, missing = _wait(call.remote(self._shared))
         if version != evenrank.__version__:
-            found = f"evenrank {version}" if version else "no evenrank"
             raise ConfigError(
-                f"node {node['NodeManagerAddress']} has {found}; install {evenrank.__version__}, as here, on all nodes"
+                f"node {node['NodeManagerAddress']} has evenrank {version}; install {evenrank.__version__}, as here, on all nodes"
             )
         if missing:
             raise DataError(
@@ -96,12 +95,8 @@ def _num_workers(node: dict[str, Any]) -> int:
 
 
 def _look_around(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the release of evenrank on this node, if there is one, and the files that it does not see."""
-    try:
-        from evenrank import __version__
-    except ImportError:
-        return "", []
-    return __version__, [name for name in names if not os.path.exists(name)]
+    """Return the release of evenrank on this node, and the files that it does not see."""
+    return evenrank.__version__, [name for name in names if not os.path.exists(name)]
 
 
 def _call(function: Callable[[Any], Result], task: Any) -> tuple[Result | None, Exception | None]:

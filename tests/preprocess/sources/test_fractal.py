@@ -10,8 +10,8 @@ from evenrank.core.errors import ConfigError
 from evenrank.datasets import Manifest, open_store
 from evenrank.preprocess import PreprocessConfig, job, preprocess
 from evenrank.preprocess.files import text_blocks
+from evenrank.preprocess.open_source import open_source
 from evenrank.preprocess.sources import fractal
-from evenrank.preprocess.sources.opened import open_source
 
 USERS, ITEMS = 3, 4
 Events = NDArray[np.int64]  # [events, 4]: user, item, action, time
