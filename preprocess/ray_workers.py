@@ -72,14 +72,13 @@ class RayWorkers:
         on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         call = ray.remote(_look_around).options(scheduling_strategy=on_node)
         version, missing = _wait(call.remote(self._shared))
+        where = f"node {node['NodeManagerAddress']}"
         if version != evenrank.__version__:
-            raise ConfigError(
-                f"node {node['NodeManagerAddress']} has evenrank {version}; install {evenrank.__version__}, as here, on all nodes"
-            )
+            raise ConfigError(f"{where} has evenrank {version}; install {evenrank.__version__}, as here, on all nodes")
         if missing:
             raise DataError(
-                f"node {node['NodeManagerAddress']} does not see {missing[0]}; with --engine ray, choose input and "
-                "output (for a URL, TMPDIR) on storage that all nodes share"
+                f"{where} does not see {missing[0]}; with --engine ray, choose input and output (for a URL, TMPDIR) on "
+                "storage that all nodes share"
             )
 
     def caller(self, function: Callable[[Any], Result]) -> Callable[[Any], Callable[[], Result]]:
