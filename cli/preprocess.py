@@ -57,6 +57,8 @@ _CONDITIONS = (
         ("dataset", "split"),
         lambda v: v["split"].startswith("user:") or v["dataset"] == SYNTHETIC,
     ),
+    Condition(("append",), f"--dataset {CUSTOM}", ("dataset",), lambda v: v["dataset"] == CUSTOM),
+    Condition(("append",), "datasets without --vocabulary", ("vocabulary",), lambda v: v["vocabulary"] is None),
     Condition(("ray_address",), "--engine ray", ("engine",), lambda v: v["engine"] == "ray"),
     Condition(("memory_limit",), "this machine", ("ray_address",), lambda v: v["ray_address"] is None),
     Condition(("vocabulary", "unknown"), "one dataset", ("dataset",), lambda v: v["dataset"] != _ALL),
@@ -101,6 +103,14 @@ def preprocess_command(
         ),
     ] = None,
     overwrite: Annotated[bool, _dataset("--overwrite", help="Replace OUT even if it is no dataset.")] = False,
+    append: Annotated[
+        bool,
+        _dataset(
+            "--append",
+            help="Add later events to the dataset at OUT, whose log is not read again; the result is that of all at "
+            "once. Repeat the other options by which it was made.",
+        ),
+    ] = False,
     raw_dir: Annotated[
         Path,
         _dataset(

@@ -13,7 +13,7 @@ from evenrank.preprocess.build.read_events import OnError
 from evenrank.preprocess.build.splits import parse_split
 from evenrank.preprocess.engine import EngineName
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.sources.catalog import DATASETS
+from evenrank.preprocess.sources.catalog import CUSTOM, DATASETS
 from evenrank.preprocess.sources.fractal import parse_expansion
 from evenrank.preprocess.sources.synthetic import SyntheticConfig
 
@@ -28,6 +28,9 @@ class PreprocessConfig:
     """Folder or URL of the new dataset, which replaces an existing one."""
     overwrite: bool = False
     """Whether to replace a folder that contains something else than a dataset."""
+    append: bool = False
+    """Whether the events are later ones for the dataset that is at `out`, which becomes as if all were preprocessed at
+    once; its log is not read again. All other options are those by which it was made."""
     raw_dir: Path = Path("raw")
     """Folder with a folder or an archive of raw files per public dataset. Missing ones are downloaded into it."""
     split: str = "user:0.3"
@@ -74,6 +77,8 @@ class PreprocessConfig:
             )
         if parse_unknown(self.unknown) and self.vocabulary is None:
             raise ConfigError(f"unknown {self.unknown!r} has no effect without vocabulary; give both")
+        if self.append and (self.dataset != CUSTOM or self.vocabulary is not None):
+            raise ConfigError(f"append is for dataset {CUSTOM!r} without vocabulary; leave it out")
         if self.expand is not None:
             parse_expansion(self.expand)
         if not 0 <= self.seed < 2**62:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,6 +25,7 @@ from evenrank.datasets.schema import (
     content_hash,
     summarize_lengths,
 )
+from evenrank.preprocess.append import Base, check_source
 from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
@@ -49,12 +51,11 @@ from evenrank.preprocess.output.ranges import (
     RangeRules,
     WrittenRange,
     schema_of,
-    split_file,
     write_range,
 )
 from evenrank.preprocess.output.replace import DATASET_NAME, REQUESTS_NAME
 from evenrank.preprocess.output.resume import WORK_NAME
-from evenrank.preprocess.output.writer import write_item_features, write_no_rows
+from evenrank.preprocess.output.writer import split_file, write_item_features, write_no_rows
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
 from evenrank.preprocess.sources.interactions import Interactions
@@ -70,6 +71,7 @@ class Job:
     rules: Mapping[str, str]  # of the ids
     earlier: Mapping[str, EarlierIds]
     on_stage: Callable[[str], None]
+    base: Base | None  # to which events are appended
     counts: dict[str, int] = field(default_factory=dict)  # of events and users, by what became of them
 
     @property
@@ -77,15 +79,38 @@ class Job:
         """The folder of the dataset."""
         return self.run_folder / DATASET_NAME
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of preprocessing, for the manifest."""
+        config, default = self.config, asdict(Filters())
+        return {
+            **self.source.options,
+            "split": _shown_split(config.split, self.rule),
+            "seed": config.seed,
+            "on_error": config.on_error,
+            "unknown": config.unknown,
+            "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
+            "requests": None if config.requests is None else asdict(config.requests),
+        }
+
+    @property
+    def rule(self) -> SplitRule:
+        """The rule of the split."""
+        rule = parse_split(self.config.split)
+        return by_second_log(rule) if self.source.has_eval_log else rule
+
     def run(self, workers: Workers) -> Manifest:
         """Write all files, and return the manifest."""
         config, source = self.config, self.source
-        rule, eval_users, num_listed = parse_split(config.split), np.empty(0, dtype=np.int64), 0
+        if self.base is not None:
+            check_source(source)
+            self.base.check_options(self.options)
+        rule, eval_users, num_listed, num_before = self.rule, np.empty(0, dtype=np.int64), 0, 0
         num_expected = sum(part.num_events for part in source.parts)
         num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
         dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
         if source.has_eval_log:
-            rule, dtypes[IN_EVAL] = by_second_log(rule), "int32"
+            dtypes[IN_EVAL] = "int32"
         elif rule.file is not None:
             column = str(source.options.get("user_column", USER_ID))
             eval_users, num_listed = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
@@ -109,6 +134,10 @@ class Job:
             read = engine.map(partial(read_piece, reading), tasks, stage="pieces")
             log = join_pieces(source.parts, read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
             self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
+            if self.base is not None:
+                self.base.check_times(first_ms)
+                self.counts = {**self.base.skipped, **self.counts}
+                num_before, first_ms = self.base.statistics.num_events, self.base.statistics.first_ms
             buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
             if not config.allow_empty:
                 check_era(ends, source.time_unit)
@@ -121,15 +150,19 @@ class Job:
                 buckets, known, engine
             )
             self.counts["events left out by the k-core"] = num_left_out = k_core(buckets, config.filters, engine)
-            num_left = sum(run.num_events for run in log.runs) - num_dropped - num_left_out
+            num_left = num_before + sum(run.num_events for run in log.runs) - num_dropped - num_left_out
             self.on_stage("numbering users and items")
 
             def number(name: str) -> Ids:
                 column = Column(name, source.id_kinds[name], texts.get(name), buckets, work / "values")
-                return number_ids(self.rules[name], column, self.earlier.get(name), engine=engine, folder=self.folder)
+                earlier = self.earlier.get(name)
+                rule = self.rules[name] if earlier is None else earlier.summary.rule
+                return number_ids(rule, column, earlier, engine=engine, folder=self.folder)
 
             with ThreadPoolExecutor(2) as both:
                 ids = dict(zip(source.id_kinds, both.map(number, source.id_kinds), strict=True))
+            if self.base is not None:
+                self.base.check_ids(ids, self.rules)
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
             facts = SplitFacts(seed=config.seed, last_ms=max(ends.values()), eval_users=eval_users)
             rules = RangeRules(
@@ -146,6 +179,7 @@ class Job:
                 context=FeatureLookup(source.context, of="users"),
                 items=items,
                 extra_events=source.extra_events,
+                earlier=None if self.base is None else self.base.rows(config, dtypes, EVENTS_PER_FILE),
             )
             splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
@@ -160,20 +194,17 @@ class Job:
             )
         if rule.file is not None and not source.has_eval_log:
             sources += source_files(rule.file.parent, [rule.file])
-        default = asdict(Filters())
+        options = self.options
+        if self.base is not None:
+            sources = self.base.with_logs(sources)
+            options["events"] = [*self.base.manifest.options["events"], *options["events"]]
         labels = {**source.context.values, **source.item_features.values}
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             dataset=config.dataset,
             sources=sources,
             options={
-                **source.options,
-                "split": _shown_split(config.split, rule),
-                "seed": config.seed,
-                "on_error": config.on_error,
-                "unknown": config.unknown,
-                "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
-                "requests": None if config.requests is None else asdict(config.requests),
+                **options,
                 "time": time,
                 "audit": {description: count for description, count in self.counts.items() if count},
                 "statistics": asdict(statistics),

@@ -7,6 +7,7 @@ from pathlib import Path
 from evenrank.core.errors import ConfigError
 from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, USER_ID, IdKind, Manifest
+from evenrank.preprocess.append import read_base
 from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, parse_ids, parse_unknown
 from evenrank.preprocess.build.splits import parse_split
 from evenrank.preprocess.build.vocabulary import read_earlier
@@ -61,16 +62,23 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
         config,
         custom=custom,
         split=f"file:{copies.path_of(listed)}" if listed is not None and is_url(listed) else config.split,
-        vocabulary=config.vocabulary and copies.vocabularies_of(config.vocabulary),
+        vocabulary=config.vocabulary and copies.dataset_of(config.vocabulary, needs_rows=False),
     )
 
 
 def _write(
     folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, count: int, *, show_progress: bool
 ) -> Manifest:
-    earlier = {} if config.vocabulary is None else read_earlier(config.vocabulary, parse_unknown(config.unknown))
+    base = read_base(copies.dataset_of(config.out), config) if config.append else None
+    earlier = {} if base is None else dict(base.ids)
+    if config.vocabulary is not None:
+        earlier = read_earlier(config.vocabulary, parse_unknown(config.unknown))
     known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
-    rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
+    rules = _id_rules(config)
+    if base is None:
+        rules |= {name: ids.summary.rule for name, ids in earlier.items()}
+    else:
+        base.check_rules(rules)
     on_stage = copies.show_stage
     while True:
         on_stage(f"opening {config.dataset}")
@@ -78,14 +86,15 @@ def _write(
         source = number_features(opened, config.vocabulary)
         files = [*source.files, *filter(None, [parse_split(config.split).file])]
         _check_out(files, out, copies.fetched)
-        of_vocabulary = [] if config.vocabulary is None else [config.vocabulary / MANIFEST_NAME]
-        if (kinds := begin(folder, plan_of(config, [*files, *of_vocabulary]), known)) != known:
+        datasets = [config.vocabulary, None if base is None else base.folder]
+        plan = plan_of(config, [*files, *(dataset / MANIFEST_NAME for dataset in datasets if dataset is not None)])
+        if (kinds := begin(folder, plan, known)) != known:
             known = kinds  # which a run that was killed found
             continue
         try:
             place = out if isinstance(out, Path) else folder
             with wrap_write_errors(place), _workers(config, count, [folder, *files]) as workers:
-                return Job(folder, config, source, rules, earlier, on_stage).run(workers)
+                return Job(folder, config, source, rules, earlier, on_stage, base).run(workers)
         except TextIdsError as error:  # columns that began with integers
             known |= dict.fromkeys(error.args, "text")
 

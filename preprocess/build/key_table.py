@@ -92,18 +92,18 @@ class KeyTable:
     """The index of each key in an array of distinct ones: a hash table of 5 to 11 bytes per key besides the keys."""
 
     def __init__(self, keys: NDArray[np.int64]) -> None:
-        self._keys = keys
+        self.keys = keys
         self._seed = random_seed()
         num_slots = 1 << max(4, (len(keys) + len(keys) // 3).bit_length())  # at most three quarters are used
         self._slots = np.full(num_slots, -1, dtype=np.int32)
         _insert(keys, self._slots, self._seed)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of each key [n], or -1: int64 [n]."""
-        return _find(self._keys, self._slots, self._seed, keys)
+        return _find(self.keys, self._slots, self._seed, keys)
 
 
 @compiled

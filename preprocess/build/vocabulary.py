@@ -41,28 +41,32 @@ class EarlierIds:
     keys: NDArray[np.int64]  # of its vocabulary, in the order of the ids; empty without one
     values: pl.Series
     unknown: str  # what to do about values that the vocabulary lacks
+    counts: NDArray[np.int64] | None = None  # of events of each value, if the dataset is continued by this log
 
 
-def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierIds]:
+def read_earlier(folder: Path, unknown: Mapping[str, str], *, is_continued: bool = False) -> dict[str, EarlierIds]:
     """Read the ids of the users and items of a dataset; raises a DataError if a vocabulary is not its manifest's."""
     manifest, earlier = read_manifest(folder), {}
     for column, summary in manifest.ids.items():
-        values = pl.Series(VALUE, dtype=_DTYPES[summary.kind])
+        values, counts = pl.Series(VALUE, dtype=_DTYPES[summary.kind]), None
         if summary.rule == DENSE:
-            values = read_values(folder / vocabulary_name(column), values.dtype)
+            path = folder / vocabulary_name(column)
+            values = read_values(path, values.dtype)
+            counts = read_values(path, pl.Int64(), column=COUNT).to_numpy() if is_continued else None
         elif column in unknown:
             raise ConfigError(f"unknown has a rule for {column}, but {folder} has no vocabulary of it; leave it out")
         keys = keys_of(values)
         if summary.versions and _digest(summary.kind, keys) != summary.versions[-1].sha256:
             raise DataError(f"{folder / vocabulary_name(column)} does not match its manifest; preprocess it again")
-        earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=unknown.get(column, "append"))
+        rule = unknown.get(column, "append")
+        earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=rule, counts=counts)
     return earlier
 
 
-def read_values(path: Path, dtype: pl.DataType | None = None) -> pl.Series:
+def read_values(path: Path, dtype: pl.DataType | None = None, *, column: str = VALUE) -> pl.Series:
     """Return the values of a vocabulary in the order of their ids, as this type if it is given."""
     try:
-        values = pl.read_parquet(path, columns=[VALUE], glob=False).get_column(VALUE)
+        values = pl.read_parquet(path, columns=[column], glob=False).get_column(column)
         return values.cast(values.dtype if dtype is None else dtype)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
@@ -106,15 +110,18 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
             f"the vocabulary of {name} lacks {unknown.values:,} of the values, in {unknown.events:,} events, first "
             f"{', '.join(map(repr, unknown.first))}; set unknown to append, oov or drop, or correct the log"
         )
-    keys = keys[:size]
-    versions, digest = () if earlier is None else earlier.summary.versions, _digest(kind, keys)
+    keys, largest, versions = keys[:size], found.limits or (0,), () if earlier is None else earlier.summary.versions
+    num_distinct = found.size
+    if earlier is not None and earlier.counts is not None:  # as if all of the log were new
+        num_distinct, unknown, versions, largest = size, _Unknown(), (), (*largest, earlier.summary.largest or 0)
+    digest = _digest(kind, keys)
     if not versions or versions[-1].sha256 != digest:
         versions = (*versions, VocabularyVersion(size=size, sha256=digest))
     summary = IdSummary(
         rule=DENSE,
         kind=kind,
-        distinct=found.size,
-        largest=None if kind == "text" else max(found.limits or (0,)),
+        distinct=num_distinct,
+        largest=None if kind == "text" else max(largest),
         versions=versions,
         unknown_values=unknown.values,
         unknown_events=unknown.events,
@@ -135,10 +142,10 @@ def _after(
     earlier: EarlierIds, found: Distinct, known: KeyTable, parts: Iterable[pl.DataFrame], unknown: _Unknown
 ) -> Iterator[pl.DataFrame]:
     """Yield the values of an earlier vocabulary, then those that it lacks, which are counted."""
-    counts = np.zeros(len(known), dtype=np.int64)
+    counts = np.zeros(len(known), dtype=np.int64) if earlier.counts is None else earlier.counts.copy()
     for rows in found.read():
         places = known.find(keys_in(rows))
-        counts[places[places >= 0]] = rows.get_column(COUNT).to_numpy()[places >= 0]
+        counts[places[places >= 0]] += rows.get_column(COUNT).to_numpy()[places >= 0]
     yield pl.DataFrame({VALUE: earlier.values, COUNT: counts, KEY: earlier.keys})
     for rows in parts:
         rows = rows.filter(known.find(keys_in(rows)) < 0)

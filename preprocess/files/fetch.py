@@ -54,13 +54,13 @@ class Copies:
         self.fetched.extend(file for file, _ in files)
         return self._copy(remote, escape=base != remote)
 
-    def vocabularies_of(self, dataset: Path) -> Path:
-        """Return a folder with the manifest and the vocabularies of a dataset."""
+    def dataset_of(self, dataset: Path | str, *, needs_rows: bool = True) -> Path:
+        """Return a folder with the manifest and the vocabularies of a dataset, and its rows if they are needed."""
         _, folder = latest_version(locate(dataset))
         if isinstance(folder, Path):
             return folder
         files = folder.files_below()
-        names = [name for name in files if name.startswith("vocabulary_") or name == MANIFEST_NAME]
+        names = [name for name in files if needs_rows or name.startswith("vocabulary_") or name == MANIFEST_NAME]
         self._fetch([(folder / name, files[name]) for name in names])
         return self._copy(folder)
 

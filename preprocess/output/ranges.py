@@ -20,7 +20,8 @@ from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import RequestRule, request_table
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule, by_second_log, parse_split
-from evenrank.preprocess.output.writer import split_schema, write_rows
+from evenrank.preprocess.output.earlier_rows import EarlierRows
+from evenrank.preprocess.output.writer import split_file, split_schema, write_rows
 from evenrank.preprocess.sources.features import FeatureLookup, Seen
 
 # Target size. Building the sequences of so many takes about 0.15 GB, or twice as much if most times are equal.
@@ -44,6 +45,7 @@ class RangeRules:
     context: FeatureLookup
     items: FeatureLookup  # features of items that become columns of events
     extra_events: Mapping[str, str]  # types of the further columns of events
+    earlier: EarlierRows | None  # to which events are appended
 
     @property
     def rule(self) -> SplitRule:
@@ -67,11 +69,6 @@ class WrittenRange:
     items: Seen
 
 
-def split_file(split: str, index: int) -> str:
-    """Return the path of the file of a range within the folder of a dataset."""
-    return f"{split}/part-{index:05d}.parquet"
-
-
 def schema_of(rules: RangeRules, split: str) -> pa.Schema:
     """Return the columns of the files of a split."""
     counted = [WINDOW] * (rules.filters.window is not None)
@@ -82,7 +79,12 @@ def schema_of(rules: RangeRules, split: str) -> pa.Schema:
 
 def write_range(rules: RangeRules, index: int) -> WrittenRange:
     """Write the files of the range with this number."""
-    rule, columns = rules.rule, rules.buckets.read_range(index, rules.num_bits)
+    rule, columns, earlier = rules.rule, rules.buckets.read_range(index, rules.num_bits), rules.earlier
+    if earlier is not None:
+        is_same = earlier.is_same and earlier.num_bits == rules.num_bits and not len(columns[USER_ID])
+        before = earlier.read(index, rules.num_bits)
+        columns = {name: np.concatenate((before[name], values)) for name, values in columns.items()}
+        earlier = earlier if is_same else None
     sequences, num_duplicates = build_sequences(columns, rules.user_ids.encode)
     features, items = rules.items.lookup(columns[ITEM_ID])
     events = {name: column.to_numpy() for name, column in zip(features.columns, features.iter_columns(), strict=True)}
@@ -97,8 +99,11 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
         context, users = rules.context.lookup(rows.user_keys)
         seen.append(users)
         lengths[split] = rows.lengths
-        if len(rows):
-            files[split] = write_rows(rules.folder, split_file(split, index), schema_of(rules, split), rows, context)
+        name = split_file(split, index)
+        if len(rows) and earlier is not None:
+            files[split] = earlier.keep(name, rules.folder)
+        elif len(rows):
+            files[split] = write_rows(rules.folder, name, schema_of(rules, split), rows, context)
     counts = count_events(kept, divided)
     columns_of_kept = {
         USER_ID: kept.user_ids,

@@ -33,6 +33,11 @@ ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
 
 
+def split_file(split: str, index: int) -> str:
+    """Return the path of the file of a range within the folder of a dataset."""
+    return f"{split}/part-{index:05d}.parquet"
+
+
 def split_schema(row_columns: Mapping[str, str], extra_events: Mapping[str, str]) -> pa.Schema:
     """Return the columns of the files of a split.
 

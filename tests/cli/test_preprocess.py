@@ -28,6 +28,7 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "overwrite": (True, EVERY, {}),
     "raw_dir": ("raw", {*PUBLIC, "expanded"}, {}),
     "on_error": ("skip", EVERY - DRAWN, {}),
+    "append": (True, CUSTOM, {}),
     "engine": ("ray", EVERY, {}),
     "ray_address": ("auto", EVERY, {"engine": "ray"}),
     "memory_limit": (2.0, EVERY, {}),

@@ -1,0 +1,134 @@
+"""New days of a log after those of a dataset, with the same result as all of them at once."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.event_statistics import Statistics, read_statistics
+from evenrank.datasets.schema import Manifest, SourceFile, read_manifest, sha256_of
+from evenrank.preprocess.build.buckets import num_range_bits
+from evenrank.preprocess.build.filters import Filters
+from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, choose
+from evenrank.preprocess.build.splits import parse_split
+from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
+from evenrank.preprocess.config import PreprocessConfig
+from evenrank.preprocess.files.times import utc_text
+from evenrank.preprocess.output.earlier_rows import EarlierRows
+from evenrank.preprocess.sources.interactions import Interactions
+
+_AT_ONCE = "preprocess all of the log at once"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """A dataset to which later events are appended."""
+
+    folder: Path
+    manifest: Manifest
+    statistics: Statistics
+    ids: Mapping[str, EarlierIds]
+    others: tuple[Path, ...]  # files that are read besides logs: features, a list of users
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Numbers of rows of its log that could not be read, by their descriptions."""
+        return {what: count for what, count in self.manifest.options["audit"].items() if what.endswith("all skipped")}
+
+    def with_logs(self, sources: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
+        """Return its files of logs and all new files."""
+        return self.manifest.sources[: self._num_logs] + sources
+
+    @property
+    def _num_logs(self) -> int:
+        return len(self.manifest.sources) - len(self.others)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise a ConfigError if the options of preprocessing are not those of this dataset."""
+        for name, value in json.loads(json.dumps(options)).items():
+            if name != "events" and value != (old := self.manifest.options.get(name)):
+                raise ConfigError(
+                    f"{name} is {value!r}, and was {old!r} when {self.folder} was made; append with the same options"
+                )
+
+    def check_rules(self, rules: Mapping[str, str]) -> None:
+        """Raise a ConfigError if the rules of ids may be other ones than those of this dataset."""
+        for name, ids in self.ids.items():
+            if rules[name] != ids.summary.rule and (rules[name], ids.summary.rule) != (AUTO, DENSE):
+                raise ConfigError(
+                    f"the rule of {name} is {rules[name]}, and the ids of {self.folder} are {ids.summary.rule}; "
+                    f"give --ids as for that dataset, dense or keep, or {_AT_ONCE}"
+                )
+
+    def check_times(self, first_ms: int) -> None:
+        """Raise a DataError unless all new events are later."""
+        if first_ms <= self.statistics.last_ms:
+            raise DataError(
+                f"the new events begin at {utc_text(first_ms)}, and those of {self.folder} end at "
+                f"{utc_text(self.statistics.last_ms)}; append later events only, or {_AT_ONCE}"
+            )
+
+    def check_ids(self, ids: Mapping[str, Ids], rules: Mapping[str, str]) -> None:
+        """Raise a DataError if the rule `auto` would choose another one by now."""
+        for name, of_column in ids.items():
+            if rules[name] == AUTO and of_column.table is not None:
+                keys, kind = of_column.table.keys, of_column.summary.kind
+                if choose(kind, distinct=len(keys), least=int(keys.min()), largest=int(keys.max())) == KEEP:
+                    raise DataError(f"{name} of all events would be kept by the rule auto, not numbered; {_AT_ONCE}")
+
+    def rows(self, config: PreprocessConfig, dtypes: Mapping[str, str], events_per_file: int) -> EarlierRows:
+        """Return the rows, whose events have the columns `dtypes`."""
+        is_same = [sha256_of(path) for path in self.others] == [
+            source.sha256 for source in self.manifest.sources[self._num_logs :]
+        ]
+        return EarlierRows(
+            folder=self.folder,
+            files={file.path: file for split in self.manifest.splits.values() for file in split.files},
+            num_bits=num_range_bits(self.statistics.num_events, events_per_file),
+            dtypes=dtypes,
+            keys={name: ids.keys for name, ids in self.ids.items() if ids.summary.rule == DENSE},
+            overlap=config.filters.overlap,
+            is_same=is_same and not config.split.startswith("time:last:"),
+        )
+
+
+def read_base(folder: Path, config: PreprocessConfig) -> Base:
+    """Open a dataset to append events to it; raises a ConfigError or DataError if that is not possible."""
+    manifest, listed = read_manifest(folder), parse_split(config.split).file
+    ids = {name: replace(of, unknown="append") for name, of in read_earlier(folder, {}, is_continued=True).items()}
+    others = [] if config.custom is None else [file.path for file in config.custom.feature_files.values()]
+    lossy = [
+        name
+        for name in ("min_user_events", "min_item_events", "min_length", "max_length")
+        if getattr(config.filters, name) != getattr(Filters(), name)
+    ]
+    hashed = [name for name, of in ids.items() if of.summary.rule not in (DENSE, KEEP)]
+    reason = (
+        f"{', '.join(lossy)} left out events that may count by now"
+        if lossy
+        else f"{', '.join(hashed)} has ids that are hashes"
+        if hashed
+        else f"{folder} is {manifest.dataset}, no log of your own"
+        if manifest.dataset != config.dataset
+        else f"{folder} has ids of an earlier vocabulary"
+        if any(len(of.summary.versions) > 1 for of in ids.values())
+        else ""
+    )
+    if reason:
+        raise ConfigError(f"events cannot be appended: {reason}; {_AT_ONCE}")
+    return Base(
+        folder=folder,
+        manifest=manifest,
+        statistics=read_statistics(manifest),
+        ids=ids,
+        others=(*others, *([] if listed is None else [listed])),
+    )
+
+
+def check_source(source: Interactions) -> None:
+    """Raise a ConfigError if events of a log cannot be appended."""
+    if source.time_unit == "row" or source.has_eval_log:
+        which = "without times" if source.time_unit == "row" else "with a second one for eval"
+        raise ConfigError(f"events of a log {which} cannot be appended; {_AT_ONCE}")

@@ -1,0 +1,166 @@
+"""Later days appended to a dataset, compared byte by byte with all of them at once."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
+from tests.s3_server import S3
+
+BEGIN, DAY = 1_700_000_000, 86_400
+_EVENT = st.tuples(st.integers(0, 12), st.integers(0, 20), st.integers(0, DAY - 1), st.integers(0, 3))
+_DAYS = st.lists(st.lists(_EVENT, min_size=1, max_size=25), min_size=2, max_size=4)
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {"split": "none"},
+    "user": {"split": "user:0.5", "filters": Filters(window=3, stride=2)},
+    "leave-last": {"split": "leave-last:2", "filters": Filters(window=4), "requests": RequestRule(seconds=60)},
+    "time": {"split": f"time:{BEGIN + DAY}", "allow_empty": True},
+    "time-last": {"split": "time:last:9h", "allow_empty": True},
+    "kept": {"split": "user:0.5", "ids": "item=keep,user=dense"},
+    "file": {"split": "file:users.txt", "allow_empty": True},
+}
+
+
+def write_days(folder: Path, days: list[list[tuple[int, int, int, int]]], *, user: str) -> list[Path]:
+    paths = []
+    for number, events in enumerate(days):
+        rows = (f"{user}{u},{i},{BEGIN + number * DAY + t},{a},{a / 7}\n" for u, i, t, a in events)
+        paths.append(folder / f"day-{number}.csv")
+        paths[-1].write_text("user,item,time,action,price\n" + "".join(rows))
+    (folder / "users.txt").write_text(f"{user}1\n{user}5\nnobody\n")
+    (folder / "users.csv").write_text("user,city\n" + "".join(f"{user}{u},city {u % 3}\n" for u in range(9)))
+    (folder / "items.csv").write_text("item,brand\n" + "".join(f"{i},brand {i % 4}\n" for i in range(15)))
+    return paths
+
+
+def run(out: Path | str, *paths: Path, **options: Any) -> None:
+    folder = paths[0].parent
+    log = TabularConfig(
+        events=paths,
+        user_column="user",
+        item_column="item",
+        timestamp_column="time",
+        action_columns=("action",),
+        event_columns=("price",),
+        context=folder / "users.csv",
+        context_columns=("city",),
+        item_features=folder / "items.csv",
+        item_columns=("brand",),
+    )
+    split = options.pop("split", "none").replace("users.txt", str(folder / "users.txt"))
+    preprocess(PreprocessConfig(dataset="custom", out=out, custom=log, split=split, **{"ids": "dense", **options}))
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", _OPTIONS)
+@pytest.mark.parametrize("user", ["", "u"], ids=["integers", "texts"])
+def test_days_one_after_another_are_all_days_at_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, user: str
+) -> None:
+    @settings(max_examples=5)
+    @given(_DAYS)
+    def check(days: list[list[tuple[int, int, int, int]]]) -> None:
+        folder = tmp_path_factory.mktemp("days")
+        paths = write_days(folder, days, user=user)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(job, "EVENTS_PER_FILE", 12)  # so that later days have more files
+            run(folder / "once", *paths, **_OPTIONS[name])
+            for number, path in enumerate(paths):
+                run(folder / "appended", path, append=number > 0, **_OPTIONS[name])
+        assert bytes_in(folder / "appended") == bytes_in(folder / "once")
+
+    check()
+
+
+def test_files_of_users_without_later_events_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "EVENTS_PER_FILE", 12)
+    first, second = write_days(
+        tmp_path, [[(u, i, 10 * i, 1) for u in range(9) for i in range(10)], [(3, 5, 1, 1)]], user=""
+    )
+    run(tmp_path / "out", first)
+    before = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").iterdir()}
+    run(tmp_path / "out", second, append=True)
+    after = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").iterdir()}
+    assert before.keys() == after.keys()
+    assert sum(before[name] != after[name] for name in before) == 1
+    monkeypatch.setattr(
+        os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError())
+    )  # as file systems without links
+    third = write_days(tmp_path, [[], [], [(4, 5, 1, 1)]], user="")[2]
+    write_days(tmp_path, [[(u, i, 10 * i, 1) for u in range(9) for i in range(10)], [(3, 5, 1, 1)]], user="")
+    run(tmp_path / "out", third, append=True)
+    run(tmp_path / "once", first, second, third)
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+
+
+def test_features_that_changed_are_in_all_files(tmp_path: Path) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]], user="")
+    run(tmp_path / "out", first)
+    (tmp_path / "users.csv").write_text("user,city\n1,Bonn\n2,Aachen\n")
+    run(tmp_path / "out", second, append=True)
+    run(tmp_path / "once", first, second)
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+
+
+def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]], user="")
+    run(s3.url("appended"), first)
+    run(s3.url("appended"), second, append=True)
+    run(tmp_path / "once", first, second)
+    assert s3.read("appended/manifest.json") == (tmp_path / "once" / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "user:0.5"}, r"^split is 'user:0\.5', and was 'none' when .*out was made; append with the same opt"),
+        ({"seed": 7}, r"^seed is 7, and was 0 when"),
+        ({"ids": "keep"}, r"^the rule of user_id is keep, and the ids of .*out are dense; give --ids as for that"),
+        (
+            {"filters": Filters(min_length=2)},
+            r"^events cannot be appended: min_length left out events that may count by",
+        ),
+        ({"filters": Filters(window=2)}, r"^filters is \{'window': 2\}, and was \{\} when"),
+    ],
+)
+def test_other_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1)], [(3, 5, 1, 1)]], user="")
+    run(tmp_path / "out", first)
+    before = bytes_in(tmp_path / "out")
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "out", second, append=True, **options)
+    assert bytes_in(tmp_path / "out") == before
+
+
+def test_events_that_are_not_later_and_what_is_no_dataset_are_refused(tmp_path: Path) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1)], [(3, 5, 1, 1)]], user="")
+    with pytest.raises(DataError, match=r"out is not a dataset: no such folder"):
+        run(tmp_path / "out", second, append=True)
+    run(tmp_path / "out", second)
+    for path in (first, second):
+        with pytest.raises(DataError, match=r"^the new events begin at 2023-.*, and those of .*out end at 2023-11-15"):
+            run(tmp_path / "out", path, append=True)
+    part = next((tmp_path / "out" / "train").iterdir())
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    third = write_days(tmp_path, [[], [], [(4, 5, 1, 1)]], user="")[2]
+    with pytest.raises(DataError, match=r"part-00000\.parquet does not match its manifest"):
+        run(tmp_path / "out", third, append=True)
+
+
+def test_auto_that_would_choose_another_rule_by_now_is_refused(tmp_path: Path) -> None:
+    first, second = write_days(tmp_path, [[(1, 20, 5, 1)], [(1, i, 1, 1) for i in range(1, 19)]], user="u")
+    run(tmp_path / "out", first, ids="")
+    with pytest.raises(DataError, match=r"^item_id of all events would be kept by the rule auto, not numbered; pre"):
+        run(tmp_path / "out", second, append=True, ids="")
+    config = PreprocessConfig(dataset="custom", out=tmp_path / "out", append=True)
+    with pytest.raises(ConfigError, match="append is for dataset 'custom' without vocabulary"):
+        dataclasses.replace(config, vocabulary=tmp_path / "out")
