@@ -1,0 +1,124 @@
+"""The files of examples/cluster, and the page about them, by the parsers of the programs that they start."""
+
+import ast
+import importlib.util
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from ray.scripts.scripts import cli as ray_cli
+from torch.distributed.run import get_args_parser
+
+from evenrank.cli.preprocess import check_options, preprocess_command
+from evenrank.cli.warmup import warmup_command
+from tests.pages import ROOT, blocks
+
+FOLDER = ROOT / "examples" / "cluster"
+PAGE = ROOT / "docs" / "how-to" / "preprocess-cluster.md"
+BATCH = FOLDER / "preprocess_and_train.sbatch"
+DOCUMENTS: list[dict[str, Any]] = [*yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())]
+JOBS = {each["metadata"]["name"]: each["spec"] for each in DOCUMENTS if each["kind"] == "Job"}
+
+
+def _shell_of(job: str) -> str:
+    (container,) = JOBS[job]["template"]["spec"]["containers"]
+    *shell, script = container["command"]
+    assert shell == ["bash", "-euc"]
+    return str(script)
+
+
+SCRIPTS = {"page": "".join(blocks(PAGE, "bash")), "sbatch": BATCH.read_text()} | {job: _shell_of(job) for job in JOBS}
+_PROGRAMS = (("evenrank", "preprocess"), ("ray", "start"), ("torchrun",))
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "page"])
+def test_scripts_are_valid(name: str) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for command in (["bash", "-n"], [str(shellcheck), "--shell", "bash", "-"]):
+        run = subprocess.run(command, input=SCRIPTS[name], capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("release", ["1.33", "1.37"])
+def test_kubernetes_accepts_the_objects(release: str) -> None:
+    for document in DOCUMENTS:
+        assert kubernetes_validate.validate(document, release, strict=True) == release
+
+
+def test_the_objects_fit_together() -> None:
+    claims = [each["metadata"]["name"] for each in DOCUMENTS if each["kind"] == "PersistentVolumeClaim"]
+    services = {each["metadata"]["name"]: each["spec"] for each in DOCUMENTS if each["kind"] == "Service"}
+    assert services.keys() == JOBS.keys()
+    for name, job in JOBS.items():
+        assert services[name]["selector"] == {"batch.kubernetes.io/job-name": name}
+        assert services[name]["clusterIP"] == "None"  # headless: gives pods names
+        pod = job["template"]["spec"]
+        assert pod["subdomain"] == name
+        assert f"{name}-0.{name}" in SCRIPTS[name]
+        (container,) = pod["containers"]
+        assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+        claimed = [
+            each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each
+        ]
+        assert claimed == (claims if name == "preprocess" else [])
+
+
+def _commands(script: str, program: str, *subcommands: str) -> Iterator[list[str]]:
+    """Yield the arguments of each call of a program, with lists and numbers in place of variables."""
+    for name, values in re.findall(r"^(\w+)=\((.*)\)$", script, re.M):
+        script = script.replace(f'"${{{name}[@]}}"', values)
+    for line in re.sub(r"\\\n\s*", "", script).splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        words = [
+            re.sub(r"^\$(port|SLURM_NNODES|SLURM_GPUS_ON_NODE|JOB_COMPLETION_INDEX)$", "1", word) for word in lexer
+        ]
+        for place, pair in enumerate(itertools.pairwise(words), start=1):
+            if pair[0] == program and (pair[1] in subcommands or not subcommands):
+                yield [*itertools.takewhile(lambda word: word not in (";", "&", "||"), words[place:])]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_options_exist(name: str) -> None:
+    app = typer.Typer()
+    app.command("preprocess")(preprocess_command)
+    app.command("warmup")(warmup_command)
+    evenrank: Any = typer.main.get_command(app)
+    for command, *arguments in _commands(SCRIPTS[name], "evenrank", *evenrank.commands):
+        context = evenrank.commands[command].make_context(command, arguments)
+        if command == "preprocess":
+            assert context.params["engine"] == "ray"
+            check_options(context)
+    for command, *arguments in _commands(SCRIPTS[name], "ray", "start", "stop"):
+        ray_cli.commands[command].make_context(command, arguments)
+    for arguments in _commands(SCRIPTS[name], "torchrun"):
+        assert get_args_parser().parse_args(arguments).training_script_args[0] == "--data"
+
+
+def test_each_program_is_found_in_the_scripts() -> None:
+    calls = {(name, program) for name in SCRIPTS for program in _PROGRAMS if [*_commands(SCRIPTS[name], *program)]}
+    expected = {name: {"evenrank", "ray", "torchrun"} for name in ("sbatch", "page")}
+    expected |= {"preprocess": {"evenrank", "ray"}, "train": {"torchrun"}}
+    assert calls == {(name, program) for name in expected for program in _PROGRAMS if program[0] in expected[name]}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_imports_exist(name: str) -> None:
+    codes = blocks(PAGE) if name == "page" else re.findall(r"<<'EOF'\n(.*?)\nEOF", SCRIPTS[name], re.S)
+    assert codes or name == "train"
+    for node in ast.walk(ast.parse("\n".join(codes))):
+        if isinstance(node, ast.Import):
+            assert all(importlib.util.find_spec(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert {alias.name for alias in node.names} <= {*dir(importlib.import_module(str(node.module)))}
