@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import replacing
 
 EngineName = Literal["local", "ray"]
@@ -57,6 +57,10 @@ def _free_memory() -> int:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
     return free
+
+
+class UnfinishedError(DataError):
+    """The work could not be finished here and now; what was done is kept for the next run of the same command."""
 
 
 class Workers(Protocol):

@@ -49,7 +49,7 @@ from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.output.ranges import (
     EVENTS_PER_FILE,
     RangeRules,
-    WrittenRange,
+    RangeSummary,
     schema_of,
     write_range,
 )
@@ -114,8 +114,8 @@ class Job:
         elif rule.file is not None:
             column = str(source.options.get("user_column", USER_ID))
             eval_users, num_listed = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
-        check_space(self.run_folder, bytes_on_disk(num_expected, dtypes), f"{num_expected:,} events")
         work = self.run_folder / WORK_NAME
+        check_space(work, bytes_on_disk(num_expected, dtypes), f"{num_expected:,} events")
         texts = {
             name: TextValues(work / f"texts of {name}", num_bits)
             for name, kind in source.id_kinds.items()
@@ -238,7 +238,7 @@ class Job:
         statistics = EventCounter(
             _shown_split(config.split, rules.rule), rules.rule.by, rules.item_ids.size, config.filters.overlap
         )
-        written: list[WrittenRange] = []
+        written: list[RangeSummary] = []
         with contextlib.ExitStack() as stack:
             if config.requests is not None:
                 path = self.folder / REQUESTS_NAME
@@ -250,7 +250,7 @@ class Job:
                 statistics.add(part.events)
                 rules.context.record(part.users)
                 rules.items.record(part.items)
-                written.append(replace(part, requests=None))
+                written.append(part.summary)
         splits = {name: self._split(name, rules, written) for name in written[0].lengths}
         self.counts |= {
             "duplicate events (kept)": sum(part.num_duplicates for part in written),
@@ -263,7 +263,7 @@ class Job:
         largest = {name: max(part.largest[name] for part in written) for name in names}
         return splits, largest, statistics.report(self.folder)
 
-    def _split(self, name: str, rules: RangeRules, written: Sequence[WrittenRange]) -> Split:
+    def _split(self, name: str, rules: RangeRules, written: Sequence[RangeSummary]) -> Split:
         files = [part.files[name] for part in written if name in part.files]
         files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]
         lengths = np.concatenate([part.lengths[name] for part in written])

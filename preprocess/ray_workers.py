@@ -14,7 +14,7 @@ from typing import Any
 import evenrank
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.optional_imports import naming_extras
-from evenrank.preprocess.engine import BYTES_PER_PROCESS, Result
+from evenrank.preprocess.engine import BYTES_PER_PROCESS, Result, UnfinishedError
 
 with naming_extras():
     import ray
@@ -117,4 +117,5 @@ def _wait(reference: Any) -> Any:
     try:
         return ray.get(reference)
     except ray.exceptions.RayError as error:
-        raise DataError(f"Ray could not finish a task: {first_line(error)}; see its logs, and run it again") from error
+        reason = f"Ray could not finish a task: {first_line(error)}"
+        raise UnfinishedError(f"{reason}; see its logs, and run it again, which goes on with what was done") from error

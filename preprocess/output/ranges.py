@@ -7,6 +7,7 @@ on buckets nor on how many ranges are written at once.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -54,17 +55,22 @@ class RangeRules:
         return by_second_log(rule) if self.has_eval_log else rule
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenRange:
-    """What was written of a range."""
+class RangeSummary(NamedTuple):
+    """What the manifest says of a range."""
 
     files: Mapping[str, DataFile]  # by split; one without rows has none
     lengths: Mapping[str, NDArray[np.int64]]  # by split, the number of events of each row
     largest: Mapping[str, int]  # of user_id, item_id and action
-    events: EventCounts
-    requests: pa.Table | None
     num_duplicates: int  # events
     num_left_out: int  # users
+
+
+class WrittenRange(NamedTuple):
+    """What was written of a range, and what is in it."""
+
+    summary: RangeSummary
+    events: EventCounts
+    requests: pa.Table | None
     users: Seen
     items: Seen
 
@@ -111,14 +117,11 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
         ACTION: sequences.events[ACTION] if len(kept) == len(sequences) else kept.values(ACTION),
     }
     known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
+    largest = {name: int(values.max(initial=-1)) for name, values in columns_of_kept.items()}
     return WrittenRange(
-        files=files,
-        lengths=lengths,
-        largest={name: int(values.max(initial=-1)) for name, values in columns_of_kept.items()},
+        RangeSummary(files, lengths, largest, num_duplicates, num_left_out=len(sequences) - len(kept)),
         events=counts,
         requests=None if rules.requests is None else request_table(kept, rules.requests),
-        num_duplicates=num_duplicates,
-        num_left_out=len(sequences) - len(kept),
         users=Seen(known, unknown),
         items=items,
     )

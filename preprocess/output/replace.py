@@ -15,6 +15,7 @@ from evenrank.core.errors import DataError
 from evenrank.core.files import is_trusted, open_lock_file, open_regular
 from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME
 from evenrank.preprocess.build.vocabulary import vocabulary_name
+from evenrank.preprocess.engine import UnfinishedError
 
 # Files that the folder of a dataset may contain besides its manifest and its splits.
 REQUESTS_NAME = "requests.parquet"
@@ -52,7 +53,7 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
 def run_folder(out: Path) -> Iterator[Path]:
     """Yield the hidden folder beside `out` in which a run works, locked against others.
 
-    It has what the last run for `out` left if that was killed, or if the disk was full. Otherwise it is removed.
+    It is kept if the run is killed or ends with an UnfinishedError, and has what that one left then.
     """
     partial, lock, old = _partial_of(out), out.with_name(f".{out.name}.lock"), out.with_name(f".{out.name}.old")
     missing_parents = [folder for folder in out.parents if not folder.exists()]  # innermost first
@@ -69,8 +70,8 @@ def run_folder(out: Path) -> Iterator[Path]:
                 partial.mkdir(mode=0o700, exist_ok=True)
             try:
                 yield partial
-            except DataError as error:
-                left = _is_full(error.__cause__)
+            except UnfinishedError:
+                left = True
                 raise
         finally:
             with wrap_write_errors(out):
@@ -94,19 +95,16 @@ def wrap_write_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "check permissions and space"
-        if _is_full(error):
-            remedy = f"free some space and run it again: it goes on with what is in {_partial_of(out)}"
-        reason = error.strerror or error
-        raise DataError(f"{out} could not be written: {reason}; it is unchanged, {remedy}") from error
+        reason = f"{out} could not be written: {error.strerror or error}; it is unchanged"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UnfinishedError(
+                f"{reason}, free some space and run it again: it goes on with what is in {_partial_of(out)}"
+            ) from error
+        raise DataError(f"{reason}, check permissions and space") from error
 
 
 def _partial_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
-
-
-def _is_full(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _lock(path: Path, out: Path) -> BufferedReader:

@@ -1,14 +1,19 @@
 """What the benchmarks of preprocessing have in common."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 
 FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
+
+_SECONDS_PER_SAMPLE = 0.5
 
 
 def draw_kuairand(rng: np.random.Generator, count: int, num_users: int, *, first_day: int) -> pl.DataFrame:
@@ -34,11 +39,47 @@ def draw_kuairand(rng: np.random.Generator, count: int, num_users: int, *, first
 
 
 def run(code: str, variables: dict[str, object]) -> tuple[float, float]:
-    """Run code in its own process; return its wall-clock seconds, including the start of Python, and its peak MiB."""
+    """Run code in its own process; return its wall-clock seconds, including the start of Python, and its peak MiB.
+
+    That of several processes together is sampled.
+    """
     assignments = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
-    start = time.perf_counter()
+    start, peak_kib, has_ended = time.perf_counter(), 0, threading.Event()
     process = subprocess.Popen([sys.executable, "-P", "-c", assignments + code])
+
+    def sample() -> None:
+        nonlocal peak_kib
+        while not has_ended.wait(_SECONDS_PER_SAMPLE):
+            if len(tree := _tree(process.pid)) > 1:
+                peak_kib = max(peak_kib, sum(map(_kib, tree)))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
     _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    has_ended.set()
+    sampler.join()
     if status:
         sys.exit(f"a variant exited with code {os.waitstatus_to_exitcode(status)}; see its error message above")
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
+    return seconds, max(peak_kib, usage.ru_maxrss) / 1024
+
+
+def _tree(root: int) -> list[int]:
+    """Return the ids of a process and of all that it and its children have started."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def _kib(pid: int) -> int:
+    """Return the memory of a process, to which a page that others share counts in part."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return 0

@@ -1,6 +1,7 @@
 """Slow proofs: a user larger than a bucket, and runs that are killed at random times."""
 
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,8 +42,18 @@ def test_a_run_that_is_killed_at_random_times_ends_with_the_same_bytes(tmp_path:
     times = 1_600_000_000 + np.sort(rng.integers(0, 10_000_000, num_events))
     frame = pl.DataFrame({**columns, "time": times}).with_columns(pl.format("u{}", "user").alias("user"))
     frame.write_csv(tmp_path / "log.csv")
-    options = "--user-column user --item-column item --timestamp-column time --k-core 3 --split time:last:30d".split()
-    command = [sys.executable, "-m", "evenrank", "preprocess", "--dataset", "custom", "--events", "log.csv", *options]
+    options = "--user-column user --item-column item --timestamp-column time --k-core 3 --split time:last:30d"
+    command = [
+        sys.executable,
+        "-m",
+        "evenrank",
+        "preprocess",
+        "--dataset",
+        "custom",
+        "--events",
+        "log.csv",
+        *shlex.split(options),
+    ]
 
     def bytes_in(folder: Path) -> dict[str, bytes]:
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
