@@ -49,18 +49,20 @@ def preprocess(
 
 
 def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
-    """Return the settings with paths of copies in place of URLs of input."""
+    """Return the settings with paths of copies in place of URLs, and with paths that lead to logs from all nodes."""
     custom, listed = config.custom, parse_split(config.split).file
+    shared = Path.absolute if config.engine == "ray" else Path
     if custom is not None:
         custom = replace(
             custom,
-            events=tuple(map(copies.path_of, custom.events)),
+            events=tuple(shared(copies.path_of(path)) for path in custom.events),
             context=custom.context and copies.path_of(custom.context),
             item_features=custom.item_features and copies.path_of(custom.item_features),
         )
     return replace(
         config,
         custom=custom,
+        raw_dir=shared(config.raw_dir),
         split=f"file:{copies.path_of(listed)}" if listed is not None and is_url(listed) else config.split,
         vocabulary=config.vocabulary and copies.dataset_of(config.vocabulary, needs_rows=False),
     )
@@ -69,7 +71,7 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
 def _write(
     folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, count: int, *, show_progress: bool
 ) -> Manifest:
-    base = read_base(copies.dataset_of(config.out), config) if config.append else None
+    base = read_base(copies.dataset_of(config.out).absolute(), config) if config.append else None
     earlier = {} if base is None else dict(base.ids)
     if config.vocabulary is not None:
         earlier = read_earlier(config.vocabulary, parse_unknown(config.unknown))
@@ -92,8 +94,7 @@ def _write(
             known = kinds  # which a run that was killed found
             continue
         try:
-            place = out if isinstance(out, Path) else folder
-            with wrap_write_errors(place), _workers(config, count, [folder, *files]) as workers:
+            with wrap_write_errors(out, folder), _workers(config, count, [folder, *files]) as workers:
                 return Job(folder, config, source, rules, earlier, on_stage, base).run(workers)
         except TextIdsError as error:  # columns that began with integers
             known |= dict.fromkeys(error.args, "text")

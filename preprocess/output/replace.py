@@ -55,7 +55,7 @@ def run_folder(out: Path) -> Iterator[Path]:
 
     It is kept if the run is killed or ends with an UnfinishedError, and has what that one left then.
     """
-    partial, lock, old = _partial_of(out), out.with_name(f".{out.name}.lock"), out.with_name(f".{out.name}.old")
+    lock, partial, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("lock", "partial", "old"))
     missing_parents = [folder for folder in out.parents if not folder.exists()]  # innermost first
     left = False
     try:
@@ -90,21 +90,19 @@ def run_folder(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def wrap_write_errors(out: Path) -> Iterator[None]:
-    """Replace an error of the operating system, such as a full disk, by a `DataError` that names `out`."""
+def wrap_write_errors(out: object, partial: Path | None = None) -> Iterator[None]:
+    """Replace an error of the operating system by a `DataError` that names `out`.
+
+    If it is a full disk, what is in `partial` is kept.
+    """
     try:
         yield
     except OSError as error:
         reason = f"{out} could not be written: {error.strerror or error}; it is unchanged"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UnfinishedError(
-                f"{reason}, free some space and run it again: it goes on with what is in {_partial_of(out)}"
-            ) from error
+        if partial is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"free some space and run it again: it goes on with what is in {partial}"
+            raise UnfinishedError(f"{reason}, {remedy}") from error
         raise DataError(f"{reason}, check permissions and space") from error
-
-
-def _partial_of(out: Path) -> Path:
-    return out.with_name(f".{out.name}.partial")
 
 
 def _lock(path: Path, out: Path) -> BufferedReader:

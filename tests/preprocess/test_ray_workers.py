@@ -43,7 +43,7 @@ def _configs(folder: Path) -> Iterator[PreprocessConfig]:
     log = PreprocessConfig(
         dataset="custom",
         out=folder / "log",
-        custom=TabularConfig(events=(folder / "log.csv",), **names),
+        custom=TabularConfig(events=(Path("log.csv"),), **names),  # relative to the folder of this process alone
         ids="dense",
         filters=Filters(min_user_events=2, min_item_events=40, window=20, stride=10),
         split="time:last:1h",
@@ -57,7 +57,8 @@ def _configs(folder: Path) -> Iterator[PreprocessConfig]:
     yield PreprocessConfig(dataset="synthetic", out=folder / "drawn", synthetic=SyntheticConfig(num_users=500))
 
 
-def test_the_bytes_are_those_of_the_local_engine(tmp_path: Path, address: str) -> None:
+def test_the_bytes_are_those_of_the_local_engine(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for config in _configs(tmp_path):
         preprocess(config)
         stages: list[str] = []
