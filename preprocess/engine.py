@@ -9,7 +9,7 @@ import math
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -96,30 +96,38 @@ class Threads:
 class Engine:
     """Calls functions on workers, and keeps what they return in a folder, so that a killed run goes on there."""
 
-    def __init__(self, workers: Workers, folder: Path) -> None:
-        self._workers, self._folder = workers, folder
+    def __init__(self, workers: Workers, folder: Path, on_stage: Callable[[str], None] = lambda stage: None) -> None:
+        self._workers, self._folder, self._on_stage = workers, folder, on_stage
 
     def map(
-        self, function: Callable[[Task], Result], tasks: Iterable[Task], *, stage: str = ""
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], *, stage: str, keep: bool = True
     ) -> Iterator[tuple[Task, Result]]:
         """Yield each task with its result, in the order of the tasks; few are ahead of the one yielded last.
 
-        Everything must be picklable. Results are kept if there is a `stage`, a unique name: what a function returns and
-        writes must not depend on when, where and how often it is called then.
+        Everything must be picklable. If results are kept, what a function returns and writes must not depend on when,
+        where and how often it is called.
+
+        Args:
+            function: what to call.
+            tasks: its arguments.
+            stage: description of the progress; unique if results are kept.
+            keep: whether to keep results.
         """
-        folder = self._folder / stage if stage else None
+        folder = self._folder / stage if keep else None
         if folder is not None:
             folder.mkdir(exist_ok=True)
         left = enumerate(tasks)
         call = self._workers.caller(partial(_call, function, folder))
-        pending: deque[tuple[Task, Callable[[], Result]]] = deque()
+        pending: deque[tuple[int, Task, Callable[[], Result]]] = deque()
         while True:
-            for numbered in islice(left, 2 * self._workers.count - len(pending)):
-                pending.append((numbered[1], call(numbered)))
+            for number, task in islice(left, 2 * self._workers.count - len(pending)):
+                pending.append((number, task, call((number, task))))
             if not pending:
                 return
-            task, wait = pending.popleft()
-            yield task, wait()
+            number, task, wait = pending.popleft()
+            result = wait()
+            self._on_stage(f"{stage}, part {number + 1} of {len(tasks)}")
+            yield task, result
 
 
 def _call(function: Callable[[Task], Result], folder: Path | None, numbered: tuple[int, Task]) -> Result:

@@ -123,7 +123,7 @@ class Job:
         }
         for folder in ("buckets", "results", "values", *(f"texts of {name}" for name in texts)):
             (work / folder).mkdir(exist_ok=True)
-        engine = Engine(workers, work / "results")
+        engine = Engine(workers, work / "results", self.on_stage)
         # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
         with ThreadPoolExecutor(1) as background:
             pending_sources = background.submit(source.sources)
@@ -131,7 +131,7 @@ class Job:
             reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
             pieces = [(part, piece) for part in source.parts for piece in part.pieces]
             tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
-            read = engine.map(partial(read_piece, reading), tasks, stage="pieces")
+            read = engine.map(partial(read_piece, reading), tasks, stage="reading")
             log = join_pieces(source.parts, read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
             self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
             if self.base is not None:
@@ -151,7 +151,6 @@ class Job:
             )
             self.counts["events left out by the k-core"] = num_left_out = k_core(buckets, config.filters, engine)
             num_left = num_before + sum(run.num_events for run in log.runs) - num_dropped - num_left_out
-            self.on_stage("numbering users and items")
 
             def number(name: str) -> Ids:
                 column = Column(name, source.id_kinds[name], texts.get(name), buckets, work / "values")
@@ -243,8 +242,7 @@ class Job:
             if config.requests is not None:
                 path = self.folder / REQUESTS_NAME
                 requests = stack.enter_context(pq.ParquetWriter(path, REQUEST_SCHEMA, compression="zstd"))
-            for index, part in engine.map(partial(write_range, rules), range(num_ranges), stage="ranges"):
-                self.on_stage(f"writing sequences, part {index + 1} of {num_ranges}")
+            for _, part in engine.map(partial(write_range, rules), range(num_ranges), stage="writing sequences"):
                 if part.requests is not None:
                     requests.write_table(part.requests)
                 statistics.add(part.events)

@@ -79,7 +79,7 @@ class Distinct(NamedTuple):
         limits = [samples[len(samples) * index // num_ranges] for index in range(1, num_ranges)]
         ranges = [*pairwise([None, *limits, None])]
         merge = partial(_merge, self.column, [part.path for part in self.parts])
-        for _, path in engine.map(merge, [*enumerate(ranges)], stage=f"{self.column.name} in order"):
+        for _, path in engine.map(merge, [*enumerate(ranges)], stage=f"numbering {self.column.name}"):
             yield pl.read_parquet(path, glob=False)
 
 
@@ -87,11 +87,11 @@ def find_distinct(column: Column, engine: Engine) -> Distinct:
     """Count and sort the values of a column."""
     name, buckets = column.name, column.buckets
     if name != USER_ID and len(buckets) > 1:  # else the buckets are parts by key
-        counted = engine.map(partial(_count_bucket, column), range(len(buckets)), stage=f"{name} by key")
+        counted = engine.map(partial(_count_bucket, column), range(len(buckets)), stage=f"counting {name}")
         runs, dtypes = [run for _, run in counted], dict.fromkeys((KEY, FIRST, COUNT), "int64")
         folder = column.work / f"{name} by key"
         column = replace(column, buckets=replace(buckets, folder=folder, runs=runs, dtypes=dtypes, key=KEY))
-    parts = engine.map(partial(_sort_part, column), range(len(buckets)), stage=f"{name} sorted")
+    parts = engine.map(partial(_sort_part, column), range(len(buckets)), stage=f"sorting {name}")
     return Distinct(column, [part for _, part in parts])
 
 

@@ -60,7 +60,7 @@ def drop_unknown(buckets: Buckets, known: Mapping[str, KeyTable], engine: Engine
     """Leave out events whose values of some columns are not in a table, and return their number."""
     if not known:
         return 0
-    dropped = engine.map(partial(_drop_unknown, buckets, known), range(len(buckets)), stage="unknown values")
+    dropped = engine.map(partial(_drop_unknown, buckets, known), range(len(buckets)), stage="finding unknown values")
     return sum(count for _, count in dropped)
 
 
@@ -81,12 +81,15 @@ def k_core(buckets: Buckets, filters: Filters, engine: Engine) -> int:
     num_removed, num_before = 0, -1
     while num_removed != num_before:
         num_before, items = num_removed, ValueCounts()
-        for _, (values, counts) in engine.map(partial(_count_items, buckets), range(len(buckets))):
+        for _, (values, counts) in engine.map(
+            partial(_count_items, buckets), range(len(buckets)), stage="k-core: counting items", keep=False
+        ):
             items.add(values, counts)
         values, counts = items.result()
         frequent = KeyTable(values[counts >= filters.min_item_events])
         remove = partial(_remove_rare, buckets, frequent, filters.min_user_events)
-        num_removed = sum(count for _, count in engine.map(remove, range(len(buckets))))
+        removed = engine.map(remove, range(len(buckets)), stage="k-core: leaving out events", keep=False)
+        num_removed = sum(count for _, count in removed)
     return num_removed
 
 

@@ -12,6 +12,7 @@ from evenrank.preprocess.engine import Engine, Threads, num_workers
 
 def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path) -> None:
     started: list[int] = []
+    stages: list[str] = []
     first_may_end = threading.Event()
 
     def double(task: int) -> int:
@@ -21,13 +22,14 @@ def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path)
         return 2 * task
 
     with Threads(3) as threads:
-        engine = Engine(threads, tmp_path)
-        results = engine.map(double, range(20))
+        engine = Engine(threads, tmp_path, stages.append)
+        results = engine.map(double, range(20), stage="doubling")
         first_may_end.set()
         assert next(results) == (0, 0)
         assert max(started) < 6
         assert [*results] == [(task, 2 * task) for task in range(1, 20)]
     assert sorted(started) == [*range(20)]
+    assert stages == [f"doubling, part {number} of 20" for number in range(1, 21)]
 
 
 def test_an_error_ends_the_tasks_that_have_not_begun(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_an_error_ends_the_tasks_that_have_not_begun(tmp_path: Path) -> None:
         raise ValueError(f"task {task}")
 
     with pytest.raises(ValueError, match="task 0"), Threads(1) as threads:
-        list(Engine(threads, tmp_path).map(fail, range(100)))
+        list(Engine(threads, tmp_path).map(fail, range(100), stage="failing"))
     assert len(called) <= 2
 
 

@@ -198,7 +198,7 @@ def test_results_are_not_those_of_before_the_machine_started(tmp_path: Path, mon
     assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
 
 
-def test_a_result_is_kept_only_of_a_stage(tmp_path: Path) -> None:
+def test_results_are_kept_unless_they_need_not_be(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def double(task: int) -> int:
@@ -207,10 +207,7 @@ def test_a_result_is_kept_only_of_a_stage(tmp_path: Path) -> None:
 
     for _ in range(2):
         with engine.Threads(2) as threads:
-            assert [*engine.Engine(threads, tmp_path).map(double, range(3), stage="doubles")] == [
-                (0, 0),
-                (1, 2),
-                (2, 4),
-            ]
-            assert [*engine.Engine(threads, tmp_path).map(double, range(2))] == [(0, 0), (1, 2)]
+            on_threads = engine.Engine(threads, tmp_path)
+            assert [*on_threads.map(double, range(3), stage="doubles")] == [(0, 0), (1, 2), (2, 4)]
+            assert [*on_threads.map(double, range(2), stage="again", keep=False)] == [(0, 0), (1, 2)]
     assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2]
