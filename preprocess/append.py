@@ -6,15 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import Manifest, SourceFile, read_manifest, sha256_of
+from evenrank.datasets.schema import USER_ID, Manifest, SourceFile, read_manifest, sha256_of
 from evenrank.preprocess.build.buckets import num_range_bits
 from evenrank.preprocess.build.filters import Filters
-from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, choose
+from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP
 from evenrank.preprocess.build.splits import parse_split
 from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
+from evenrank.preprocess.files.table import wrap_read_errors
 from evenrank.preprocess.files.times import utc_text
 from evenrank.preprocess.output.earlier_rows import EarlierRows
 from evenrank.preprocess.sources.interactions import Interactions
@@ -56,10 +61,10 @@ class Base:
     def check_rules(self, rules: Mapping[str, str]) -> None:
         """Raise a ConfigError if the rules of ids may be other ones than those of this dataset."""
         for name, ids in self.ids.items():
-            if rules[name] != ids.summary.rule and (rules[name], ids.summary.rule) != (AUTO, DENSE):
+            if rules[name] not in (AUTO, ids.summary.rule):
                 raise ConfigError(
                     f"the rule of {name} is {rules[name]}, and the ids of {self.folder} are {ids.summary.rule}; "
-                    f"give --ids as for that dataset, dense or keep, or {_AT_ONCE}"
+                    f"give --ids as for that dataset, or {_AT_ONCE}"
                 )
 
     def check_times(self, first_ms: int) -> None:
@@ -69,14 +74,6 @@ class Base:
                 f"the new events begin at {utc_text(first_ms)}, and those of {self.folder} end at "
                 f"{utc_text(self.statistics.last_ms)}; append later events only, or {_AT_ONCE}"
             )
-
-    def check_ids(self, ids: Mapping[str, Ids], rules: Mapping[str, str]) -> None:
-        """Raise a DataError if the rule `auto` would choose another one by now."""
-        for name, of_column in ids.items():
-            if rules[name] == AUTO and of_column.table is not None:
-                keys, kind = of_column.table.keys, of_column.summary.kind
-                if choose(kind, distinct=len(keys), least=int(keys.min()), largest=int(keys.max())) == KEEP:
-                    raise DataError(f"{name} of all events would be kept by the rule auto, not numbered; {_AT_ONCE}")
 
     def rows(self, config: PreprocessConfig, dtypes: Mapping[str, str], events_per_file: int) -> EarlierRows:
         """Return the rows, whose events have the columns `dtypes`."""
@@ -97,7 +94,10 @@ class Base:
 def read_base(folder: Path, config: PreprocessConfig) -> Base:
     """Open a dataset to append events to it; raises a ConfigError or DataError if that is not possible."""
     manifest, listed = read_manifest(folder), parse_split(config.split).file
-    ids = {name: replace(of, unknown="append") for name, of in read_earlier(folder, {}, is_continued=True).items()}
+    ids = read_earlier(folder, {}, is_continued=True)
+    for name, of_column in ids.items():
+        if of_column.summary.rule == KEEP and of_column.summary.distinct is not None:  # by the rule auto
+            ids[name] = replace(of_column, keys=_values_in(folder, manifest, name))
     others = [] if config.custom is None else [file.path for file in config.custom.feature_files.values()]
     lossy = [
         name
@@ -125,6 +125,18 @@ def read_base(folder: Path, config: PreprocessConfig) -> Base:
         ids=ids,
         others=(*others, *([] if listed is None else [listed])),
     )
+
+
+def _values_in(folder: Path, manifest: Manifest, column: str) -> NDArray[np.int64]:
+    """Return the distinct values of a column of rows or events: int64 [n]."""
+    parts = []
+    for split in manifest.splits.values():
+        paths = [folder / file.path for file in split.files]
+        with wrap_read_errors(folder):
+            values = pl.scan_parquet(paths, glob=False).select(column)
+            values = values.explode(column) if column != USER_ID else values
+            parts.append(values.unique().collect(engine="streaming").get_column(column).to_numpy())
+    return np.unique(np.concatenate(parts))
 
 
 def check_source(source: Interactions) -> None:

@@ -154,14 +154,10 @@ class Job:
 
             def number(name: str) -> Ids:
                 column = Column(name, source.id_kinds[name], texts.get(name), buckets, work / "values")
-                earlier = self.earlier.get(name)
-                rule = self.rules[name] if earlier is None else earlier.summary.rule
-                return number_ids(rule, column, earlier, engine=engine, folder=self.folder)
+                return number_ids(self.rules[name], column, self.earlier.get(name), engine=engine, folder=self.folder)
 
             with ThreadPoolExecutor(2) as both:
                 ids = dict(zip(source.id_kinds, both.map(number, source.id_kinds), strict=True))
-            if self.base is not None:
-                self.base.check_ids(ids, self.rules)
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
             facts = SplitFacts(seed=config.seed, last_ms=max(ends.values()), eval_users=eval_users)
             rules = RangeRules(

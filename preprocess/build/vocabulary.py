@@ -38,7 +38,7 @@ class EarlierIds:
     """The ids of a column in an earlier dataset."""
 
     summary: IdSummary
-    keys: NDArray[np.int64]  # of its vocabulary, in the order of the ids; empty without one
+    keys: NDArray[np.int64]  # of its vocabulary, in the order of the ids; without one, empty, or those that it has
     values: pl.Series
     unknown: str  # what to do about values that the vocabulary lacks
     counts: NDArray[np.int64] | None = None  # of events of each value, if the dataset is continued by this log
@@ -75,7 +75,7 @@ def read_values(path: Path, dtype: pl.DataType | None = None, *, column: str = V
 def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine: Engine, folder: Path) -> Ids:
     """Find the ids of a column from its events, and write its vocabulary to `folder` if it has one.
 
-    `rule` is `auto`, `dense`, `keep` or `hash:N`; with `earlier` ids, theirs.
+    `rule` is `auto`, `dense`, `keep` or `hash:N`; with the ids of an `earlier` vocabulary, theirs.
     """
     if rule == KEEP:
         return kept_ids(column.kind)
@@ -83,9 +83,19 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
     if rule.startswith(HASH):
         return hashed_ids(rule, column.kind, np.concatenate([keys_in(rows) for rows in found.read()]))
     if rule == AUTO:
-        least, largest = found.limits or (0, 0)
-        if choose(column.kind, distinct=found.size, least=least, largest=largest) == KEEP:
-            return kept_ids(column.kind, distinct=found.size, largest=largest)
+        distinct, (least, largest) = found.size, found.limits or (0, 0)
+        if earlier is not None:  # which this log continues
+            known = KeyTable(earlier.keys)
+            distinct = len(known) + sum(int(np.count_nonzero(known.find(keys_in(rows)) < 0)) for rows in found.read())
+            least, largest = min(least, int(known.keys.min())), max(largest, int(known.keys.max()))
+        chosen = choose(column.kind, distinct=distinct, least=least, largest=largest)
+        if earlier is not None and chosen != earlier.summary.rule:
+            raise DataError(
+                f"the rule auto would have {column.name} {chosen} by now, not {earlier.summary.rule}; preprocess all "
+                "of the log at once"
+            )
+        if chosen == KEEP:
+            return kept_ids(column.kind, distinct=distinct, largest=largest)
     return _write(folder / vocabulary_name(column.name), found, earlier, engine)
 
 

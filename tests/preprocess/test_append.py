@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
+from evenrank.preprocess.build.ids import DENSE, KEEP
 from tests.s3_server import S3
 
 BEGIN, DAY = 1_700_000_000, 86_400
@@ -156,11 +158,32 @@ def test_events_that_are_not_later_and_what_is_no_dataset_are_refused(tmp_path: 
         run(tmp_path / "out", third, append=True)
 
 
-def test_auto_that_would_choose_another_rule_by_now_is_refused(tmp_path: Path) -> None:
-    first, second = write_days(tmp_path, [[(1, 20, 5, 1)], [(1, i, 1, 1) for i in range(1, 19)]], user="u")
-    run(tmp_path / "out", first, ids="")
-    with pytest.raises(DataError, match=r"^item_id of all events would be kept by the rule auto, not numbered; pre"):
-        run(tmp_path / "out", second, append=True, ids="")
+def test_ids_that_auto_keeps_are_still_counted_and_another_choice_is_refused(tmp_path: Path) -> None:
+    few, many, far = ([(1, i, 1, 1) for i in items] for items in ([20], range(20), [999]))
+    for name, days, chosen in (
+        ("same", [many, few, many], KEEP),
+        ("later", [few, many], KEEP),
+        ("far", [many, far], DENSE),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        first, *others = write_days(folder, days, user="u")
+        run(folder / "out", first, ids="")
+        if name == "same":
+            for path in others:
+                run(folder / "out", path, append=True, ids="")
+            run(folder / "once", first, *others, ids="")
+            assert bytes_in(folder / "out") == bytes_in(folder / "once")
+            assert read_manifest(folder / "out").ids["item_id"].distinct == 21
+            continue
+        was = {KEEP: DENSE, DENSE: KEEP}[chosen]
+        with pytest.raises(
+            DataError, match=f"^the rule auto would have item_id {chosen} by now, not {was}; preprocess"
+        ):
+            run(folder / "out", *others, append=True, ids="")
+
+
+def test_only_logs_of_users_without_a_vocabulary_are_appended(tmp_path: Path) -> None:
     config = PreprocessConfig(dataset="custom", out=tmp_path / "out", append=True)
     with pytest.raises(ConfigError, match="append is for dataset 'custom' without vocabulary"):
         dataclasses.replace(config, vocabulary=tmp_path / "out")
