@@ -13,6 +13,7 @@ from pathlib import Path
 
 from evenrank.core.errors import DataError
 
+_NO_SPACE, _FULL_BYTES = os.strerror(errno.ENOSPC), 1 << 16
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 _KINDS = {
@@ -78,10 +79,18 @@ def write_text(path: Path, text: str) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a new file that replaces another at the end, so that this one is complete whenever it exists.
 
-    Several processes may write the same file at a time. A killed one leaves its own, `.NAME.RANDOM.partial`.
+    Several processes may write the same file at a time. A killed one leaves its own, `.NAME.RANDOM.partial`. If the
+    disk is full, an OSError says so, whatever the library that writes makes of it.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    yield partial
+    try:
+        yield partial
+    except Exception as error:
+        is_full = _NO_SPACE in str(error) or shutil.disk_usage(path.parent).free < _FULL_BYTES
+        partial.unlink(missing_ok=True)
+        if is_full and not getattr(error, "errno", None):
+            raise OSError(errno.ENOSPC, _NO_SPACE, str(path)) from error
+        raise
     partial.replace(path)
 
 

@@ -12,6 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
+from evenrank.core.files import replacing
 from evenrank.core.hashing import hash_texts, mix_word
 from evenrank.core.numba_cache import compiled
 
@@ -71,8 +72,10 @@ class TextValues:
             frame = pl.concat(self._frames).unique()
             order, ends = by_bucket(frame.get_column(_KEY).to_numpy(), self._num_bits)
             path = self._folder / f"{self._piece:05d}-{self._num_files:05d}.arrow"
-            frame[order].write_ipc(path)
-            np.save(path.with_suffix(".npy"), np.concatenate(([0], ends)))
+            with replacing(path) as new:
+                frame[order].write_ipc(new)
+            with replacing(path.with_suffix(".npy")) as new, new.open("wb") as file:
+                np.save(file, np.concatenate(([0], ends)))
             self._frames, self._num_files = [], self._num_files + 1
 
     def part(self, index: int) -> pl.DataFrame:

@@ -98,7 +98,8 @@ def wrap_write_errors(out: object, partial: Path | None = None) -> Iterator[None
     try:
         yield
     except OSError as error:
-        reason = f"{out} could not be written: {error.strerror or error}; it is unchanged"
+        cause = os.strerror(error.errno) if error.errno else error  # PyArrow's text is another one
+        reason = f"{out} could not be written: {cause}; it is unchanged"
         if partial is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"free some space and run it again: it goes on with what is in {partial}"
             raise UnfinishedError(f"{reason}, {remedy}") from error

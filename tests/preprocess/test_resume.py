@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -154,6 +155,36 @@ def test_a_run_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
     whole = _num_calls(_config(tmp_path, "whole"), monkeypatch)
     assert (_num_calls(config, monkeypatch) < whole) == (code != errno.EIO)
     assert _bytes_in(tmp_path / "out") == _bytes_in(tmp_path / "whole")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("this user cannot mount a file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_run_goes_on_when_there_is_space(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_log(tmp_path)
+    config = dataclasses.replace(_config(tmp_path, "disk"), out=small_disk / "out")
+    num_calls = _num_calls(_config(tmp_path, "whole"), monkeypatch)
+    monkeypatch.setattr(job, "check_space", lambda *arguments: None)
+    left, messages = num_calls, list[str]()
+    for size in range(32, 4096, 32):
+        try:
+            left = _num_calls(config, monkeypatch)
+            break
+        except DataError as error:
+            messages.append(str(error))
+        subprocess.run(["mount", "-o", f"remount,size={size}k", str(small_disk)], check=True)
+    assert len(messages) > 3
+    remedy = f"free some space and run it again: it goes on with what is in {small_disk / '.out.partial'}"
+    assert {*messages} == {f"{config.out} could not be written: No space left on device; it is unchanged, {remedy}"}
+    assert left < num_calls
+    assert _bytes_in(small_disk / "out") == _bytes_in(tmp_path / "whole")
 
 
 @pytest.mark.processes
