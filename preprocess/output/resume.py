@@ -23,8 +23,20 @@ _LOGGER = logging.getLogger("evenrank.preprocess")
 
 def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:
     """Return everything that a dataset depends on; files count by their sizes and times of change."""
-    same = replace(config, out="", overwrite=False, memory_limit=None, engine="local", ray_address=None)
-    stats = {str(file): file.stat() for file in files if file.is_file()}
+    # Whichever engine it is, which needs absolute paths or not.
+    same = replace(
+        config,
+        out="",
+        overwrite=False,
+        raw_dir=config.raw_dir.absolute(),
+        engine="local",
+        ray_address=None,
+        memory_limit=None,
+    )
+    if config.custom is not None:
+        events = tuple(path.absolute() for path in config.custom.events)
+        same = replace(same, custom=replace(config.custom, events=events))
+    stats = {str(file.absolute()): file.stat() for file in files if file.is_file()}
     return {
         "evenrank": evenrank.__version__,
         "options": repr(same),

@@ -225,7 +225,9 @@ def test_results_are_not_those_of_before_the_machine_started(tmp_path: Path, mon
     monkeypatch.setattr(resume, "_BOOT_ID", tmp_path / "boot_id")
     before = resume.plan_of(_config(tmp_path, "out"), [])
     (tmp_path / "boot_id").write_text("second\n")
-    after = resume.plan_of(dataclasses.replace(_config(tmp_path, "out 2"), engine="ray", memory_limit=2.0), [])
+    monkeypatch.chdir(tmp_path)
+    relative = _config(Path(), "out 2")
+    after = resume.plan_of(dataclasses.replace(relative, engine="ray", ray_address="auto"), [])
     assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
 
 
