@@ -223,9 +223,9 @@ def test_a_folder_that_others_can_write_to_is_not_continued(tmp_path: Path, capl
 def test_results_are_not_those_of_before_the_machine_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "boot_id").write_text("first\n")
     monkeypatch.setattr(resume, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.chdir(tmp_path)
     before = resume.plan_of(_config(tmp_path, "out"), [])
     (tmp_path / "boot_id").write_text("second\n")
-    monkeypatch.chdir(tmp_path)
     relative = _config(Path(), "out 2")
     after = resume.plan_of(dataclasses.replace(relative, engine="ray", ray_address="auto"), [])
     assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
