@@ -6,8 +6,10 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -158,13 +160,20 @@ def test_a_run_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("this user cannot mount a file system")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+def small_disk() -> Iterator[Path]:
+    disk = tempfile.mkdtemp(
+        prefix="evenrank-disk-"
+    )  # not below pytest's folders, which could not be removed if mounted
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk]
+    is_mounted = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        if not is_mounted:
+            pytest.skip("this user cannot mount a file system")
+        yield Path(disk)
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", disk], check=True)
+        os.rmdir(disk)
 
 
 def test_a_run_goes_on_when_there_is_space(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
