@@ -68,7 +68,7 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
 def test_days_one_after_another_are_all_days_at_once(
     tmp_path_factory: pytest.TempPathFactory, name: str, user: str
 ) -> None:
-    @settings(max_examples=5)
+    @settings(max_examples=3)
     @given(_DAYS)
     def check(days: list[list[tuple[int, int, int, int]]]) -> None:
         folder = tmp_path_factory.mktemp("days")

@@ -120,7 +120,7 @@ def test_a_run_that_was_killed_is_continued_with_the_same_bytes(
     assert num_calls > 8
     assert _bytes_in(tmp_path / "counted") == expected
     previous, last = num_calls, len(steps) - 1  # when the dataset is in place, but nothing was removed
-    for number, step in enumerate([*range(0, last, last // 8), last - 1, last]):
+    for number, step in enumerate([*range(0, last, last // 5), last - 1, last]):
         config = _config(tmp_path, f"killed {number}")
         _run_until_killed(_run_and_die, config, step)
         left = _num_calls(config, monkeypatch)
