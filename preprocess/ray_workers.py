@@ -18,6 +18,7 @@ from evenrank.preprocess.engine import BYTES_PER_PROCESS, Result, UnfinishedErro
 
 with naming_extras():
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _SECONDS_TO_CONNECT = 10
@@ -116,6 +117,6 @@ def _result(reference: Any) -> Any:
 def _wait(reference: Any) -> Any:
     try:
         return ray.get(reference)
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         reason = f"Ray could not finish a task: {first_line(error)}"
         raise UnfinishedError(f"{reason}; see its logs, and run it again, which goes on with what was done") from error
