@@ -223,7 +223,7 @@ def test_names_in_a_list_may_have_commas_and_one_name_or_path_needs_no_list(here
     [
         ("events = ", DataError, "log.toml is not valid TOML"),
         ("a = " + "[" * 9999, DataError, "log.toml is not valid TOML"),
-        ("user = 1", ConfigError, "log.toml has an unknown key 'user'; known: dataset, out, overwrite, append, raw_dir"),
+        ("user = 1", ConfigError, "log.toml has an unknown key 'user'; known: dataset, out, overwrite, append, raw"),
         ('config = "x.toml"', ConfigError, "log.toml has an unknown key 'config'"),
         ("events = 3", ConfigError, "log.toml: events must be a string or a list of strings, got 3"),
         ('columns = ["a", 3]', ConfigError, "log.toml: columns must be a string or a list of strings, got ['a', 3]"),
