@@ -61,7 +61,10 @@ class Base:
     def check_rules(self, rules: Mapping[str, str]) -> None:
         """Raise a ConfigError if the rules of ids may be other ones than those of this dataset."""
         for name, ids in self.ids.items():
-            if rules[name] not in (AUTO, ids.summary.rule):
+            was_given = (
+                ids.summary.rule == KEEP and ids.summary.distinct is None
+            )  # `auto` counts the values that it keeps
+            if rules[name] not in (ids.summary.rule, "" if was_given else AUTO):
                 raise ConfigError(
                     f"the rule of {name} is {rules[name]}, and the ids of {self.folder} are {ids.summary.rule}; "
                     f"give --ids as for that dataset, or {_AT_ONCE}"

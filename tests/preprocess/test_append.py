@@ -183,6 +183,18 @@ def test_ids_that_auto_keeps_are_still_counted_and_another_choice_is_refused(tmp
             run(folder / "out", *others, append=True, ids="")
 
 
+def test_auto_cannot_choose_after_ids_that_were_not_counted(tmp_path: Path) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1)], [(3, 5, 1, 1)]], user="")
+    run(tmp_path / "out", first, ids="keep")
+    with pytest.raises(
+        ConfigError, match=r"^the rule of user_id is auto, and the ids of .*out are keep; give --ids as"
+    ):
+        run(tmp_path / "out", second, append=True, ids="")
+    run(tmp_path / "out", second, append=True, ids="keep")
+    run(tmp_path / "once", first, second, ids="keep")
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+
+
 def test_only_logs_of_users_without_a_vocabulary_are_appended(tmp_path: Path) -> None:
     config = PreprocessConfig(dataset="custom", out=tmp_path / "out", append=True)
     with pytest.raises(ConfigError, match="append is for dataset 'custom' without vocabulary"):
