@@ -73,7 +73,7 @@ class Buckets:
         columns = {name: np.concatenate(values, dtype=self.dtypes[name]) for name, values in parts.items()}
         if not (reasons := self._reasons(index)).exists():
             return columns
-        is_left = np.load(reasons) == 0
+        is_left = np.fromfile(reasons, dtype=np.uint8) == 0
         return {name: values[is_left] for name, values in columns.items()}
 
     def read_range(self, index: int, num_bits: int) -> Columns:
@@ -92,15 +92,16 @@ class Buckets:
         Return how many were left out so far for this reason, 1 to 255, so that a call can be repeated.
         """
         path = self._reasons(index)
-        reasons = np.load(path) if path.exists() else np.zeros(len(mask), dtype=np.uint8)
+        reasons = np.fromfile(path, dtype=np.uint8) if path.exists() else np.zeros(len(mask), dtype=np.uint8)
         reasons[reasons == 0] = np.where(mask, 0, reason)
-        with replacing(path) as new, new.open("wb") as file:
-            np.save(file, reasons)
+        with replacing(path) as new:
+            reasons.tofile(new)
         return int(np.count_nonzero(reasons == reason))
 
     def _reasons(self, index: int) -> Path:
-        """Return the path of an array with 0 for each event that is left, and for the others, why they are not."""
-        return self.folder / f"left-out-{index:05d}.npy"
+        """Return the path of a uint8 for each event: 0 if it is left, otherwise why it is not."""
+        # Not in NumPy's format, whose headers threads cannot read at once before Python 3.11.8 (CPython issue 106905).
+        return self.folder / f"left-out-{index:05d}.uint8"
 
 
 def _read_slice(

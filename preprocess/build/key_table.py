@@ -74,15 +74,15 @@ class TextValues:
             path = self._folder / f"{self._piece:05d}-{self._num_files:05d}.arrow"
             with replacing(path) as new:
                 frame[order].write_ipc(new)
-            with replacing(path.with_suffix(".npy")) as new, new.open("wb") as file:
-                np.save(file, np.concatenate(([0], ends)))
+            with replacing(path.with_suffix(".ends")) as new:
+                np.concatenate(([0], ends)).tofile(new)
             self._frames, self._num_files = [], self._num_files + 1
 
     def part(self, index: int) -> pl.DataFrame:
         """Return `key` (int64) and `value` of all texts of a part; raises a DataError if two texts have one key."""
         rows = pl.DataFrame(schema={_KEY: pl.Int64, _VALUE: pl.String})
-        for path in sorted(self._folder.glob("*.npy")):
-            begin, end = np.load(path, mmap_mode="r")[index : index + 2].tolist()
+        for path in sorted(self._folder.glob("*.ends")):
+            begin, end = np.fromfile(path, dtype=np.int64, count=2, offset=8 * index).tolist()
             rows.extend(pl.scan_ipc(path.with_suffix(".arrow")).slice(begin, end - begin).collect())
         rows = rows.unique()
         if rows.get_column(_KEY).is_duplicated().any():
