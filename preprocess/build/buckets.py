@@ -41,9 +41,10 @@ def write_run(path: Path, events: Columns, num_bits: int, *, key: str = USER_ID)
     assert len(header) <= _HEADER_BYTES
     with replacing(path) as new, new.open("wb") as file:
         file.write(header.ljust(_HEADER_BYTES))
-        np.concatenate(([0], ends)).tofile(file)
+        # Not by `tofile`, which reports no error if the disk is full when it closes its own buffer.
+        file.write(np.concatenate(([0], ends)).data)
         for values in narrow.values():
-            values[order].tofile(file)
+            file.write(values[order].data)
     return Run(path, len(order))
 
 
@@ -95,7 +96,7 @@ class Buckets:
         reasons = np.fromfile(path, dtype=np.uint8) if path.exists() else np.zeros(len(mask), dtype=np.uint8)
         reasons[reasons == 0] = np.where(mask, 0, reason)
         with replacing(path) as new:
-            reasons.tofile(new)
+            new.write_bytes(reasons.data)
         return int(np.count_nonzero(reasons == reason))
 
     def _reasons(self, index: int) -> Path:

@@ -75,7 +75,7 @@ class TextValues:
             with replacing(path) as new:
                 frame[order].write_ipc(new)
             with replacing(path.with_suffix(".ends")) as new:
-                np.concatenate(([0], ends)).tofile(new)
+                new.write_bytes(np.concatenate(([0], ends)).data)
             self._frames, self._num_files = [], self._num_files + 1
 
     def part(self, index: int) -> pl.DataFrame:

@@ -6,10 +6,8 @@ import logging
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -157,23 +155,6 @@ def test_a_run_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
     whole = _num_calls(_config(tmp_path, "whole"), monkeypatch)
     assert (_num_calls(config, monkeypatch) < whole) == (code != errno.EIO)
     assert _bytes_in(tmp_path / "out") == _bytes_in(tmp_path / "whole")
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    disk = tempfile.mkdtemp(
-        prefix="evenrank-disk-"
-    )  # not below pytest's folders, which could not be removed if mounted
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk]
-    is_mounted = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
-    try:
-        if not is_mounted:
-            pytest.skip("this user cannot mount a file system")
-        yield Path(disk)
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "--lazy", disk], check=True)
-        os.rmdir(disk)
 
 
 def test_a_run_goes_on_when_there_is_space(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,19 @@ def test_a_range_has_the_events_of_its_users_of_each_in_the_order_of_the_runs(
         expected = [event for event in log if range_bits == 0 or _hash(event[0]) >> (64 - range_bits) == index]
         found = [*zip(*(values.tolist() for values in columns.values()), strict=True)]
         assert sorted(found, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+
+
+@pytest.mark.processes
+def test_a_run_that_does_not_fit_on_the_disk_is_an_error_and_no_file(small_disk: Path) -> None:
+    columns = {"user_id": np.arange(9), "timestamp_ms": np.arange(9)}
+    (small_disk / "other").write_bytes(bytes(3 << 12))  # there is room for the header alone
+    with pytest.raises(OSError, match="No space left on device"):
+        write_run(small_disk / "run", columns, 3)
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
+    (small_disk / "more").write_bytes(bytes(1 << 12))
+    buckets = Buckets(folder=small_disk, runs=[], dtypes=DTYPES, num_bits=3)
+    with pytest.raises(OSError, match="No space left on device"):
+        buckets.keep(0, np.ones(9, dtype=np.bool_), reason=1)
 
 
 def _hash(user: int) -> int:
