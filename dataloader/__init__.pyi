@@ -11,9 +11,11 @@ from .collate.jagged import jagged as jagged
 from .collate.semantic_ids import CodeTable as CodeTable
 from .config import LoaderConfig as LoaderConfig
 from .config import SemanticIdConfig as SemanticIdConfig
+from .config import TimeWindows as TimeWindows
 from .elastic_sampler import ElasticLoader as ElasticLoader
 from .elastic_sampler import ElasticSampler as ElasticSampler
 from .loader import Loader as Loader
+from .loader import TimeWindowLoader as TimeWindowLoader
 from .loader import build_loader as build_loader
 from .random_batches import RandomBatches as RandomBatches
 from .random_batches import RandomData as RandomData
@@ -44,6 +46,8 @@ __all__ = [
     "SequenceBatch",
     "StreamConfig",
     "StreamLoader",
+    "TimeWindowLoader",
+    "TimeWindows",
     "build_loader",
     "build_stream_loader",
     "dense",

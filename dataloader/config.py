@@ -13,8 +13,9 @@ from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.checks import SEED, show
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
+from evenrank.datasets.time_windows import TimeWindows as TimeWindows
 
-Order = Literal["shuffle", "rows", "time"]
+Order = Literal["shuffle", "rows"]
 _MAX_TASKS = 31  # bits of an action, an int32 that is not negative
 
 
@@ -32,9 +33,10 @@ class ReadConfig(ABC, Generic[Batch]):
     """Add a feature `user_id`, one id per sample, below `manifest.vocabulary_sizes["user_id"]`."""
     context: tuple[str, ...] | None = None
     """The contextual features of batches, in this order; None: all of the dataset."""
-    order: Order = "shuffle"
-    """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows. `time`: by
-    the time of each row's last event. Streams and mixtures are always shuffled."""
+    order: Order | TimeWindows = "shuffle"
+    """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows.
+    `TimeWindows(every="1d")`: each epoch has the samples of another day; see `TimeWindowLoader`. Streams and mixtures
+    are always shuffled."""
     seed: int = 0
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
@@ -64,8 +66,9 @@ class ReadConfig(ABC, Generic[Batch]):
                 raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
         if (expected := SEED(self.seed)) is not None:
             raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
-        if self.order not in get_args(Order):
-            raise ConfigError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
+        if not isinstance(self.order, TimeWindows) and self.order not in get_args(Order):
+            known = ", ".join(get_args(Order))
+            raise ConfigError(f"order must be one of {known}, or TimeWindows(every=...), got {self.order!r}")
         if not isinstance(self.key_maps, Mapping):
             raise ConfigError(f"key_maps must be a dict of KeyMaps by feature, got {show(self.key_maps)}")
         object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy that no caller changes later
@@ -113,6 +116,8 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
 
     def __post_init__(self) -> None:
         ReadConfig.__post_init__(self)
+        if isinstance(self.order, TimeWindows) and not self.max_num_candidates:
+            raise ConfigError("windows of time have candidates as targets; pass max_num_candidates of at least 1")
         if self.num_tasks > 1 and self.label not in (None, ACTION):
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
         if self.num_tasks > _MAX_TASKS:

@@ -34,7 +34,7 @@ from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.collate.jagged import jagged
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
-from evenrank.dataloader.sampling.epoch_positions import EpochPositions
+from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import StepShape
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.workers import Workers
@@ -107,6 +107,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         self._order = (ShuffledOrder if shuffle else RowOrder)(
             samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
         )
+        self._fingerprint = hashlib.sha256(repr(self._order.fingerprint()).encode()).hexdigest()
         self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
         self._seed = seed
         self._loss_key = loss_key
@@ -171,9 +172,8 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             **self._sampler.rank_invariants(self._order, seed=self._seed),
         }
 
-    @property
-    def _fingerprint(self) -> str:
-        return hashlib.sha256(repr(self._order.fingerprint()).encode()).hexdigest()
+    def _samples_of(self, epoch: int) -> EpochSamples:
+        return EpochSamples(self._order, self._sampler, self._fingerprint)
 
 
 class _Step(NamedTuple):

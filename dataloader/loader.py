@@ -1,12 +1,16 @@
-"""`build_loader`: datasets -> this rank's batches, in an order that can be resumed at any position."""
+"""`build_loader`: datasets -> this rank's batches, in an order that can be resumed at any position.
+
+The epochs of a `Loader` have the same samples, those of a `TimeWindowLoader` other ones each.
+"""
 
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +24,11 @@ from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
+from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
-from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
-from evenrank.dataloader.sampling.epoch_positions import EpochPositions
+from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
+from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import (
     Mixture,
     StepShape,
@@ -35,9 +40,12 @@ from evenrank.dataloader.sampling.steps import (
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.state.vocabulary import shared_ids
 from evenrank.dataloader.workers import Workers
+from evenrank.datasets.order import SampleOrder, Samples
 from evenrank.datasets.store import SequenceStore, open_store
+from evenrank.datasets.time_windows import TimeWindows
 
 _log = logging.getLogger("evenrank")
+_KEPT_WINDOWS = 4  # the one that is trained, the one before, of which a state can be asked for, and the next
 
 
 def build_loader(
@@ -76,7 +84,8 @@ def build_loader(
 
     def make(members: Members | None = None) -> Loader[Batch]:
         opened, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
-        return Loader(
+        kind = TimeWindowLoader if isinstance(config.order, TimeWindows) else Loader
+        return kind(
             [store if isinstance(store, SequenceStore) else open_store(store, config.split) for store in opened],
             config,
             rank=rank,
@@ -92,6 +101,19 @@ def build_loader(
     return create_on_all_ranks(make, group=group, world_size=world_size, timeout=balance.timeout)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OpenedSamples(Generic[Batch]):
+    """The samples of an epoch, and how a rank reads them."""
+
+    stores: Sequence[SequenceStore]
+    samples: Sequence[Samples]
+    """Of each store."""
+    left_out: dict[str, NDArray[np.int64]]
+    """Per reason, the rows of all stores that are not samples, ascending."""
+    stored: StoredSamples[Batch]
+    of_epoch: EpochSamples
+
+
 class Loader(EpochPositions, RankLoader[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
@@ -100,9 +122,6 @@ class Loader(EpochPositions, RankLoader[Batch]):
     see `num_real`; with `balance` any rank may. A loader can be pickled, except for `on_step` and the comparison of
     plans between ranks; unpickling maps the same files.
 
-    Attributes:
-        num_samples: samples of an epoch, over all ranks.
-        left_out: per reason, the rows that are not samples: int64, ascending.
     """
 
     def __init__(
@@ -125,47 +144,76 @@ class Loader(EpochPositions, RankLoader[Batch]):
                 "change the batches that the loader yields, or pass them to a Balancer instead of balance"
             )
         self._mixture = mixture
+        self._balance = None if balance is None else replace(balance, on_step=None)  # which cannot be pickled
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
+        self._stores = stores
         self._ids = shared_ids({str(store.folder): store.manifest for store in stores})
-        self._samples, self.left_out = find_samples(stores, self._collate)
-        self._stores = remapped_stores(stores, self._collate, config.key_maps)
-        self._order = make_order(config.order, self._stores, self._samples, mixture)
         self._key_maps = config.key_maps
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
             {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
         )
-        in_flight = (config.num_workers + 1) * config.prefetch
-        shape = StepShape(rank, world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight)
-        self._stored = StoredSamples(self._stores, self._collate, config.batch_size)
-        self._sampler = make_step_sampler(self._stored, shape, balance)
+        self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
         self._on_step = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
-        if rank == 0:
-            for reason, rows in self.left_out.items():
+
+    def _open(self, stores: Sequence[SequenceStore]) -> "OpenedSamples[Batch]":
+        config = self._config
+        samples, left_out = find_samples(stores, self._collate)
+        if self._rank == 0:
+            for reason, rows in left_out.items():
                 if len(rows):
-                    _log.warning("%s of %s rows are left out: %s", len(rows), sum(map(len, self._stores)), reason)
+                    _log.warning("%s of %s rows are left out: %s", len(rows), sum(map(len, stores)), reason)
+        stores = remapped_stores(stores, self._collate, config.key_maps)
+        order = make_order(config.order, samples, self._mixture)
+        in_flight = (config.num_workers + 1) * config.prefetch
+        shape = StepShape(
+            self._rank, self._world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight
+        )
+        stored = StoredSamples(stores, self._collate, config.batch_size)
+        fingerprint = _fingerprint(stores, samples, self._collate, order)
+        return OpenedSamples(
+            stores=stores,
+            samples=samples,
+            left_out=left_out,
+            stored=stored,
+            of_epoch=EpochSamples(order, make_step_sampler(stored, shape, self._balance), fingerprint),
+        )
+
+    def _open_epoch(self, epoch: int) -> "OpenedSamples[Batch]":
+        """Return the samples of an epoch."""
+        assert self._whole is not None
+        return self._whole
+
+    def _samples_of(self, epoch: int) -> EpochSamples:
+        return self._open_epoch(epoch).of_epoch
+
+    @property
+    def left_out(self) -> dict[str, NDArray[np.int64]]:
+        """Per reason, the rows that are not samples: int64, ascending."""
+        return self._open_epoch(self.epoch).left_out
 
     @property
     def num_dropped(self) -> int:
         """Number of rows that are not samples."""
-        return sum(len(samples.left_out) for samples in self._samples)
+        return sum(len(samples.left_out) for samples in self._open_epoch(self.epoch).samples)
 
     def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
         """Return a batch, without padding, of the samples with these `sample_ids`, int64 [n]."""
-        groups = group_by_store(self._stores, sample_ids)
+        groups = group_by_store(self._open_epoch(self._after_last.epoch).stores, sample_ids)
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
         seed, iteration, is_measured = self._seed, self._begin_epoch(), self._on_step is not None
         epoch, schedule = iteration.point.epoch, iteration.schedule
+        opened = self._open_epoch(epoch)
 
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
-            sampled = self._sampler.sample(iteration, steps, is_measured=is_measured)
+            sampled = opened.of_epoch.sampler.sample(iteration, steps, is_measured=is_measured)
             made = []
-            for step, samples, batch in zip(steps, sampled, self._stored.batches(sampled), strict=True):
+            for step, samples, batch in zip(steps, sampled, opened.stored.batches(sampled), strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
                 made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples.metrics))
             return made
@@ -188,14 +236,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
         self._workers.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in super().__getstate__().items() if name != "_order"}
-        return state | {"_on_step": None, "_plan_check": None}  # often an open file; a connection
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        # Rebuilt rather than pickled, because an order may refer to a mapped column of the store.
-        self._order = make_order(self._config.order, self._stores, self._samples, self._mixture)
+        return super().__getstate__() | {"_on_step": None, "_plan_check": None}  # often an open file; a connection
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch yielded last, or after another one.
@@ -218,22 +259,64 @@ class Loader(EpochPositions, RankLoader[Batch]):
         return self._state(None)
 
     def _own_invariants(self) -> dict[str, Any]:
+        order, sampler, fingerprint = self._samples_of(0)
         return {
             **self._balance_invariants,
-            **self._sampler.rank_invariants(self._order, seed=self._config.seed),
+            **sampler.rank_invariants(order, seed=self._config.seed),
             "datasets": [
                 f"{store.manifest.dataset} {store.split} {store.manifest.content_hash[:12]}" for store in self._stores
             ],
-            "num_samples": self.num_samples,
-            "fingerprint": self._fingerprint,
+            "num_samples": order.num_samples,
+            "fingerprint": fingerprint,
         }
 
-    @cached_property
-    def _fingerprint(self) -> str:
-        """A hash of everything that decides on the samples and their order."""
-        digest = hashlib.sha256()
-        for store, samples in zip(self._stores, self._samples, strict=True):
-            digest.update(f"{store.manifest.content_hash} {store.split} {len(samples.left_out)} ".encode())
-            digest.update(samples.left_out.astype("<i8").tobytes())
-        digest.update(repr((self._collate.filters(), self._order.fingerprint())).encode())
-        return digest.hexdigest()
+
+class TimeWindowLoader(Loader[Batch]):
+    """The batches of one rank; each iteration is one window of time, from the first event's on.
+
+    Samples end within the window: each of its events is once among the `max_num_candidates` last events of a sample,
+    its candidates, and everything before them, in earlier windows too, is history. `epoch` is the index of the next
+    iteration's window, and `sample_ids` number the samples of a window by the time of their first candidate. Windows
+    after the last one have no batches.
+    """
+
+    def __init__(self, stores: Sequence[SequenceStore], config: ReadConfig[Batch], **arguments: Any) -> None:
+        assert isinstance(config.order, TimeWindows)
+        if arguments.get("mixture") is not None:
+            raise ConfigError("a mixture of datasets has no windows of time; pass one dataset, or another order")
+        self._windows = config.order.of(stores[0])
+        self._opened_windows: Memo[OpenedSamples[Batch]] = Memo(_KEPT_WINDOWS)
+        super().__init__(stores, config, **arguments)
+
+    def _open_epoch(self, epoch: int) -> OpenedSamples[Batch]:
+        max_targets = self._collate.max_num_candidates
+        return self._opened_windows.get(epoch, lambda: self._open([self._windows.cut(epoch, max_targets)]))
+
+    @property
+    def num_windows(self) -> int:
+        """Windows from the first event, or the start, to the last event."""
+        return self._windows.count
+
+    def window(self, index: int) -> tuple[datetime, datetime]:
+        """Return the begin of a window and its end, which is the next one's begin, in UTC."""
+        return self._windows.times(index)
+
+    def begin_at(self, index: int) -> None:
+        """Make the next iteration that of another window, such as the one after the window that was trained."""
+        self._start_epoch(index)
+
+    def _own_invariants(self) -> dict[str, Any]:
+        return {**super()._own_invariants(), "windows": (self._windows.start_ms, self._windows.count)}
+
+
+def _fingerprint(
+    stores: Sequence[SequenceStore], all_samples: Sequence[Samples], collate: Collate[Any], order: SampleOrder
+) -> str:
+    digest = hashlib.sha256()
+    for store, samples in zip(stores, all_samples, strict=True):
+        digest.update(f"{store.manifest.content_hash} {store.split} {len(samples.left_out)} ".encode())
+        digest.update(samples.left_out.astype("<i8").tobytes())
+        for values in () if store.slices is None else store.slices:
+            digest.update(values.astype("<i8").tobytes())
+    digest.update(repr((collate.filters(), order.fingerprint())).encode())
+    return digest.hexdigest()

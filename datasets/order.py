@@ -127,21 +127,6 @@ class ShuffledOrder(RowOrder):
         return self._samples.rows(permute(positions, self.num_samples, seed=seed, epoch=epoch))
 
 
-class TimeOrder(RowOrder):
-    """Samples by the time of their last event, in every epoch; `time_order` has all rows in this order, int64."""
-
-    _kind = "time"
-
-    def __init__(self, samples: Samples, time_order: NDArray[np.int64]) -> None:
-        left_out = np.flatnonzero(np.isin(time_order, samples.left_out))
-        super().__init__(samples=Samples(num_rows=samples.num_rows, left_out=left_out))  # indices into `time_order`
-        self._time_order = time_order
-
-    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at positions."""
-        return self._time_order[self._samples.rows(positions)]
-
-
 class StepSchedule(ABC):
     """The positions of an epoch that each step takes, and each rank's share of them before balancing."""
 

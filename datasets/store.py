@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from evenrank.datasets.unpack import (
     OFFSETS,
     ROW_OFFSETS,
     ROWS,
-    TIME_ORDER,
     ColumnWriter,
     find_or_build,
     map_column,
@@ -67,6 +66,17 @@ class MultiValued:
     max_length: int | None = None  # limit to the values of a row, if it is known
 
 
+class Slices(NamedTuple):
+    """Parts of rows, such as histories as they were at a time: int64 [n] each."""
+
+    rows: NDArray[np.int64]
+    """The row of the split that each is of."""
+    begins: NDArray[np.int64]
+    """Its first event, among all of the split."""
+    ends: NDArray[np.int64]
+    """The event after its last."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SequenceStore:
     """The rows of a split, open for reading. The arrays of `open_store` are read-only views of memory-mapped files.
@@ -86,9 +96,9 @@ class SequenceStore:
     multi_valued: Mapping[str, MultiValued] = field(default_factory=dict)
     """The contextual features with any number of values per row."""
     num_targets: NDArray[np.int32] | None = None
-    """[rows]: number of last events that are prediction targets; None if the split has no such column."""
-    time_order: NDArray[np.int64] | None = None
-    """[rows]: all rows, sorted by the time of their last event; None for a store that was not opened from a folder."""
+    """[rows or slices]: number of last events that are prediction targets; None if the split has no such column."""
+    slices: Slices | None = None
+    """What `len`, `lengths` and `num_targets` count in place of whole rows; None: those of `sliced` alone have any."""
     folder: Path | None = None
     """Of the dataset; None if the arrays exist only in memory."""
     column_maps: Mapping[str, ColumnMap] = field(default_factory=dict)
@@ -104,12 +114,40 @@ class SequenceStore:
         )
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.begins)
+
+    @property
+    def begins(self) -> NDArray[np.int64]:
+        """The first event of each row or slice: int64 [len]."""
+        return self.offsets[:-1] if self.slices is None else self.slices.begins
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """The event after the last of each row or slice: int64 [len]."""
+        return self.offsets[1:] if self.slices is None else self.slices.ends
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Events per row: int64 [rows]."""
-        return np.diff(self.offsets)
+        """Events per row or slice: int64 [len]."""
+        return self.ends - self.begins
+
+    def rows_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of the split that rows or slices [n] are of: int64 [n]."""
+        return indices if self.slices is None else self.slices.rows[indices]
+
+    def sliced(self, slices: Slices, num_targets: NDArray[np.int32]) -> "SequenceStore":
+        """Return this store with slices [n] in place of rows, and the number of last events of each that are targets.
+
+        Raises:
+            IndexError: a slice is not within its row, or has fewer events than targets.
+        """
+        rows, begins, ends = slices
+        is_row = len(rows) == 0 or 0 <= int(rows.min()) <= int(rows.max()) < len(self.offsets) - 1
+        if not is_row or ((begins < self.offsets[rows]) | (ends > self.offsets[rows + 1]) | (ends < begins)).any():
+            raise IndexError("slices must be within their rows")
+        if ((num_targets < 0) | (num_targets > ends - begins)).any():
+            raise IndexError("slices must have at least as many events as targets")
+        return replace(self, slices=slices, num_targets=num_targets)
 
     def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
         """Return this store with other values in some columns of `events` and `rows`, cached next to the dataset's.
@@ -158,7 +196,8 @@ class SequenceStore:
         if self.folder is None:
             fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
             return partial(SequenceStore, **fields), ()
-        return _reopen, (self.folder, self.split, self.manifest.content_hash, self.column_maps, self.columns)
+        opened = self.folder, self.split, self.manifest.content_hash, self.column_maps, self.columns
+        return _reopen, (*opened, None if self.slices is None else (self.slices, self.num_targets))
 
 
 def _reopen(
@@ -167,11 +206,13 @@ def _reopen(
     content_hash: str,
     column_maps: Mapping[str, ColumnMap],
     columns: Mapping[str, str] | None,
+    sliced: tuple[Slices, NDArray[np.int32]] | None,
 ) -> SequenceStore:
     store = open_store(folder, split, columns=columns)
     if store.manifest.content_hash != content_hash:
         raise DataError(f"{folder} was replaced by other data after it was opened; open it again")
-    return store.remapped(column_maps)
+    store = store.remapped(column_maps)
+    return store if sliced is None else store.sliced(*sliced)
 
 
 def open_store(path: Path | str, split: str = "train", *, columns: Mapping[str, str] | None = None) -> SequenceStore:
@@ -245,7 +286,6 @@ def _open(
         },
         multi_valued={name: MultiValued(offsets=offsets) for name, offsets in row_offsets.items()},
         num_targets=_map(cache, NUM_TARGETS, "int32", info.rows) if has_targets else None,
-        time_order=_map(cache, TIME_ORDER, "int64", info.rows),
         folder=folder,
         columns=columns,
     )
@@ -255,7 +295,7 @@ def _open(
 
 def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
     """Check the values that compiled loops use as indices, without bounds checks: files can change on disk."""
-    num_targets, order = store.num_targets, store.time_order
+    num_targets = store.num_targets
     of_values = {
         f"{ROW_OFFSETS}/{name}": (layout.offsets, len(store.rows[name])) for name, layout in store.multi_valued.items()
     }
@@ -265,12 +305,6 @@ def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
             raise _damaged(cache, name)
     if num_targets is not None and ((num_targets < 0) | (num_targets > store.lengths)).any():
         raise _damaged(cache, NUM_TARGETS)
-    if order is not None and len(order):
-        is_listed = np.zeros(len(order), dtype=np.bool_)
-        if order.min() >= 0 and order.max() < len(order):
-            is_listed[order] = True
-        if not is_listed.all():
-            raise _damaged(cache, TIME_ORDER)
 
 
 def _map(cache: Path, name: str, dtype: str, length: int) -> NDArray[Any]:

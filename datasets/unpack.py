@@ -1,6 +1,6 @@
 """Unpacks the Parquet files of a split into flat `.npy` files that can be memory-mapped, once per machine.
 
-    CACHE/CONTENT-HASH-train-v4/offsets.npy, time_order.npy, num_targets.npy
+    CACHE/CONTENT-HASH-train-v5/offsets.npy, num_targets.npy
                                 rows/user_id.npy, ...
                                 row_offsets/                of the features with any number of values per row
                                 events/item_id.npy, ...
@@ -41,7 +41,6 @@ from evenrank.datasets.schema import (
     LENGTH,
     NUM_TARGETS,
     REMEDY,
-    TIMESTAMP_MS,
     USER_ID,
     Manifest,
     Split,
@@ -159,8 +158,8 @@ def _header(dtype: np.dtype[Any], length: int) -> bytes:
     return header.getvalue()
 
 
-OFFSETS, TIME_ORDER, ROWS, ROW_OFFSETS, EVENTS = "offsets", "time_order", "rows", "row_offsets", "events"
-_LAYOUT = "v4"  # version of the cache's contents, part of the entry's name
+OFFSETS, ROWS, ROW_OFFSETS, EVENTS = "offsets", "rows", "row_offsets", "events"
+_LAYOUT = "v5"  # version of the cache's contents, part of the entry's name
 
 
 class RowBlock(NamedTuple):
@@ -206,7 +205,6 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
     for kind in (ROWS, ROW_OFFSETS, EVENTS):
         (entry / kind).mkdir()
     num_rows = num_events = 0
-    last_times = [np.empty(0, dtype=np.int64)]
     with contextlib.ExitStack() as stack:
 
         def create(name: str, dtype: str) -> ColumnWriter:
@@ -229,7 +227,6 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
             num_events += int(block.lengths.sum())
             if num_rows > split.rows or num_events > split.interactions:
                 raise DataError(f"{path} contains more rows or events than its manifest says; {REMEDY}")
-            last_times.append(_last_times(block))
             for name, values in block.row_columns.items():
                 rows[name].append(values)
             for name, counts in block.counts.items():
@@ -242,16 +239,6 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
                 f"{folder} contains {num_rows:,} rows and {num_events:,} events, its manifest says {split.rows:,} and "
                 f"{split.interactions:,}; {REMEDY}"
             )
-        time_order = np.argsort(np.concatenate(last_times), kind="stable")
-        create(TIME_ORDER, "int64").append(time_order)
-
-
-def _last_times(block: RowBlock) -> NDArray[np.int64]:
-    """Return the time of each row's last event: int64 [n]; rows without events come before all others."""
-    times = np.full(len(block.lengths), np.iinfo(np.int64).min)
-    has_events = block.lengths > 0
-    times[has_events] = block.event_columns[TIMESTAMP_MS][np.cumsum(block.lengths)[has_events] - 1]
-    return times
 
 
 def read_blocks(

@@ -24,7 +24,7 @@ class StoreRows(NamedTuple):
 
     store: SequenceStore
     rows: Ints
-    """[m]: rows of the store."""
+    """[m]: rows, or slices, of the store."""
     sample_indices: Ints
     """[m]: index of each row among the n samples that are collated together."""
 
@@ -72,7 +72,7 @@ def find_spans(
     for store, rows, sample_indices in groups:
         targets = _NO_TARGETS if store.num_targets is None else store.num_targets
         if not _find_spans(
-            store.offsets, targets, rows, sample_indices, max_history_length, max_num_candidates, *spans
+            store.begins, store.ends, targets, rows, sample_indices, max_history_length, max_num_candidates, *spans
         ):
             raise IndexError(f"a row has fewer events than {max_num_candidates} candidates; it is not a sample")
     return spans
@@ -118,7 +118,8 @@ class KeyValues(NamedTuple):
 def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> KeyValues:
     """Find each sample's values of a contextual feature or `user_id`: one, or any number if it is multi-valued."""
     begins, sizes = np.empty((2, num_samples), dtype=np.int64)
-    for store, rows, sample_indices in groups:
+    for store, indices, sample_indices in groups:
+        rows = store.rows_of(indices)
         if name in store.multi_valued:
             offsets = store.multi_valued[name].offsets
             begins[sample_indices], sizes[sample_indices] = offsets[rows], offsets[rows + 1] - offsets[rows]
@@ -182,7 +183,8 @@ def pad_rows(column: Ints, batch_size: int, num_batches: int, *, fill: int = 0) 
 
 @compiled
 def _find_spans(
-    offsets: Ints,
+    begins_of_rows: Ints,
+    ends_of_rows: Ints,
     num_targets: NDArray[np.int32],
     rows: Ints,
     sample_indices: Ints,
@@ -197,11 +199,11 @@ def _find_spans(
         num_candidates = max_num_candidates
         if len(num_targets):
             num_candidates = min(num_candidates, num_targets[row])
-        end = offsets[row + 1]
+        end = ends_of_rows[row]
         history_end = end - num_candidates
-        if history_end < offsets[row]:
+        if history_end < begins_of_rows[row]:
             return False
-        begins[sample] = max(offsets[row], history_end - max_history_length)
+        begins[sample] = max(begins_of_rows[row], history_end - max_history_length)
         history_ends[sample] = history_end
         ends[sample] = end
     return True

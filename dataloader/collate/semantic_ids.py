@@ -161,14 +161,13 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
         return ("codes", self.max_history_length, self.table.describe())
 
     def _rows_without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
-        first_shown = np.maximum(store.offsets[:-1], store.offsets[1:] - 1 - self.max_history_length)
+        first_shown = np.maximum(store.begins, store.ends - 1 - self.max_history_length)
         items = store.events[ITEM_ID]
-        rows_of_chunks = [np.empty(0, dtype=np.int64)]
+        without_code = [np.empty(0, dtype=np.int64)]
         for first in range(0, len(items), _EVENTS_PER_CHUNK):
-            events = first + np.flatnonzero(~self.table.has_code(items[first : first + _EVENTS_PER_CHUNK]))
-            rows = np.searchsorted(store.offsets, events, side="right") - 1
-            rows_of_chunks.append(np.unique(rows[events >= first_shown[rows]]))
-        return np.unique(np.concatenate(rows_of_chunks))
+            without_code.append(first + np.flatnonzero(~self.table.has_code(items[first : first + _EVENTS_PER_CHUNK])))
+        events = np.concatenate(without_code)
+        return np.flatnonzero(np.searchsorted(events, first_shown) < np.searchsorted(events, store.ends))
 
     def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
         begins, history_ends, ends = spans

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
@@ -13,11 +13,18 @@ from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
 
 
+class EpochSamples(NamedTuple):
+    """The samples of an epoch."""
+
+    order: SampleOrder
+    sampler: StepSampler
+    fingerprint: str
+    """A hash of everything that decides on the samples and their order."""
+
+
 class EpochPositions(ABC):
     """Mixin of what hands out the steps of an order, one epoch per iteration."""
 
-    _order: SampleOrder
-    _sampler: StepSampler
     _ids: Mapping[str, IdSummary]
     _key_maps: Mapping[str, KeyMap]
     _seed: int
@@ -27,15 +34,14 @@ class EpochPositions(ABC):
         self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
         self._after_last = Position(0, 0)  # after the step handed out last
 
-    @property
     @abstractmethod
-    def _fingerprint(self) -> str:
-        """A hash of everything that decides on the samples and their order."""
+    def _samples_of(self, epoch: int) -> EpochSamples:
+        """Return the samples of an epoch."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        return self._order.num_samples
+        """Samples of the next iteration's epoch, over all ranks."""
+        return self._samples_of(self.epoch).order.num_samples
 
     @property
     def epoch(self) -> int:
@@ -60,10 +66,11 @@ class EpochPositions(ABC):
                 to train on other data after it, call `begin_after`.
             ConfigError: the rest of the epoch cannot be packed.
         """
-        saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint, self._ids)
+        saved = SavedPosition.from_state(state, self._identify, self._ids)
         check_dist_type(saved.dist_type, self._key_maps, source="the loader's state")
-        point = self._sampler.resume(self._order, saved)
-        is_over = point.position > 0 and not self._sampler.begin(self._order, point, seed=saved.seed).schedule.num_steps
+        order, sampler, _ = self._samples_of(saved.epoch)
+        point = sampler.resume(order, saved)
+        is_over = point.position > 0 and not sampler.begin(order, point, seed=saved.seed).schedule.num_steps
         self._seed, self._after_last = saved.seed, Position(point.epoch, point.position)
         self._resumed[point.epoch] = point
         self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
@@ -86,7 +93,12 @@ class EpochPositions(ABC):
         return iteration
 
     def _begin(self, point: ResumePoint) -> Iteration:
-        return self._sampler.begin(self._order, point, seed=self._seed)
+        order, sampler, _ = self._samples_of(point.epoch)
+        return sampler.begin(order, point, seed=self._seed)
+
+    def _identify(self, epoch: int) -> tuple[int, str]:
+        order, _, fingerprint = self._samples_of(epoch)
+        return order.num_samples, fingerprint
 
     def _state(self, after: JaggedBatch | Position | None) -> dict[str, Any]:
         """Return the state after a batch, or a position, that was handed out; None: the last one."""
@@ -94,6 +106,7 @@ class EpochPositions(ABC):
         point = self._resumed.get(epoch)
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)
-        skipped = self._sampler.skipped(self._order, point, position, seed=self._seed)
+        order, sampler, fingerprint = self._samples_of(epoch)
+        skipped = sampler.skipped(order, point, position, seed=self._seed)
         saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._key_maps))
-        return saved.to_state(self.num_samples, self._fingerprint, self._ids)
+        return saved.to_state(order.num_samples, fingerprint, self._ids)

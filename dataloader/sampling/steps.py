@@ -25,9 +25,9 @@ from evenrank.datasets.order import (
     Samples,
     ShuffledOrder,
     StepSchedule,
-    TimeOrder,
 )
 from evenrank.datasets.store import SequenceStore
+from evenrank.datasets.time_windows import TimeWindows
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -76,19 +76,14 @@ def _schema_of(store: SequenceStore, collate: Collate[Any]) -> BatchSchema:
     return schema_of(empty)
 
 
-def make_order(
-    order: Order, stores: Sequence[SequenceStore], samples: Sequence[Samples], mixture: Mixture | None
-) -> SampleOrder:
+def make_order(order: Order | TimeWindows, samples: Sequence[Samples], mixture: Mixture | None) -> SampleOrder:
     """Return the order of a mixture's samples or, without a mixture, of the samples of the only store."""
     if mixture is not None:
         if order != "shuffle":
             raise ConfigError(f"mixtures are always shuffled; order must be 'shuffle', got {order!r}")
         return MixtureOrder(samples, list(mixture.weights.values()), mixture.num_samples)
-    if order == "time":
-        time_order = stores[0].time_order
-        assert time_order is not None  # stores opened from a folder have one
-        return TimeOrder(samples[0], time_order)
-    return ShuffledOrder(samples=samples[0]) if order == "shuffle" else RowOrder(samples=samples[0])
+    is_shuffled = order.shuffle if isinstance(order, TimeWindows) else order == "shuffle"
+    return (ShuffledOrder if is_shuffled else RowOrder)(samples=samples[0])
 
 
 def remapped_stores(
@@ -175,7 +170,7 @@ class StoredSamples(Generic[Batch]):
     def name(self, sample_id: int) -> str:
         """Return the row of a sample and the folder of its dataset."""
         ((store, rows, _),) = group_by_store(self._stores, np.array([sample_id]))
-        return f"row {int(rows[0])} of {store.folder or 'the dataset'}"
+        return f"row {int(store.rows_of(rows)[0])} of {store.folder or 'the dataset'}"
 
     def batches(self, steps: Sequence[StepSamples]) -> list[Batch]:
         """Make the batch of each step, in one pass if all but the last are full."""

@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -167,11 +167,12 @@ class SavedPosition(NamedTuple):
 
     @classmethod
     def from_state(
-        cls, state: object, num_samples: int, fingerprint: str, ids: Mapping[str, IdSummary]
+        cls, state: object, identify: Callable[[int], tuple[int, str]], ids: Mapping[str, IdSummary]
     ) -> "SavedPosition":
-        """Return the position of a state that `to_state` made."""
+        """Return the position of a state that `to_state` made; `identify` returns its first arguments for an epoch."""
         entries = _FORMAT.check(state)
         check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
+        num_samples, fingerprint = identify(entries["epoch"])
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
                 f"the loader's state is of other data, codes or filters: it has {entries['num_samples']:,} samples and "

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
@@ -35,7 +36,6 @@ TRAIN, EVAL = "train", "eval"
 IN_EVAL = "evenrank in_eval"  # column of events, if eval has its own log: 1 in that log, else 0
 _MAX_TARGETS = int(np.iinfo(np.int32).max)
 _LAST = re.compile("last:([1-9][0-9]{0,8})([hdw])")
-_DURATIONS_MS = {"h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _NUMBER = re.compile("(?![0-9]{4}$|(?:19|20)[0-9]{6}$)[0-9]+")  # neither 2015 nor 20150106
 
 
@@ -73,7 +73,7 @@ def parse_split(text: str) -> SplitRule:
             return SplitRule(divide=lambda sequences, facts: _leave_last(sequences, count), by="last")
         if kind == "time":
             last = _LAST.fullmatch(value)
-            offset_ms = -int(last[1]) * _DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
+            offset_ms = -int(last[1]) * DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
             if last or 0 <= offset_ms <= MAX_TIMESTAMP_MS:
                 return SplitRule(
                     divide=lambda sequences, facts: _by_time(sequences, offset_ms + facts.last_ms * (last is not None)),

@@ -22,7 +22,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader import LoaderConfig, SemanticIdConfig, StreamConfig, build_loader, build_stream_loader
+from evenrank.dataloader import (
+    LoaderConfig,
+    SemanticIdConfig,
+    StreamConfig,
+    TimeWindows,
+    build_loader,
+    build_stream_loader,
+)
 from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.datasets import schema
@@ -132,7 +139,10 @@ def let_checksums_agree(dataset: Path) -> None:
 def read(dataset: Path, *, has_valid_ids: bool) -> Counter[str]:
     """Read a dataset with every kind of loader, and count what came of it."""
     sequences = LoaderConfig(batch_size=8, split=SPLIT, max_num_candidates=1, max_history_length=5, user_id=True)
-    by_time = LoaderConfig(batch_size=8, split=SPLIT, order="time", num_tasks=2, extra_events=("timestamp_ms",))
+    windows = TimeWindows(every="1w")
+    by_time = LoaderConfig(
+        batch_size=8, split=SPLIT, order=windows, max_num_candidates=2, extra_events=("timestamp_ms",)
+    )
     codes = SemanticIdConfig(batch_size=8, split=SPLIT, codes=TABLE, history_labels=True)
     stream = StreamConfig(num_shards=2, buffer_rows=5)
     counts: Counter[str] = Counter()

@@ -62,8 +62,8 @@ def test_every_sample_comes_once_per_epoch(parts: Path, world_size: int, num_wor
     assert [_epoch(loader) for loader in _loaders(parts, world_size, seed=1)] != epochs[0]
     if world_size == 1:  # a batch takes samples from both open shards
         assert all(len({sample * 6 // rows for sample in batch}) >= 2 for batch in epochs[0][0][:3])
-    with pytest.raises(ConfigError, match="streams are always shuffled; order must be 'shuffle', got 'time'"):
-        _loaders(parts, 1, order="time")
+    with pytest.raises(ConfigError, match="streams are always shuffled; order must be 'shuffle', got 'rows'"):
+        _loaders(parts, 1, order="rows")
 
 
 def test_batches_contain_the_events_of_their_users(parts: Path) -> None:

@@ -61,8 +61,6 @@ def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(folder: Path)
         "timestamp_ms": ("int64", [10, 20, 30, 5]),
         "shop": ("int64", [-1, 8, 9, 2**40]),
     }
-    assert store.time_order is not None
-    assert store.time_order.tolist() == [1, 2, 0]
     assert store.manifest.vocabulary_sizes == {"user_id": 10, "item_id": 6, "action": 4, "age": 42}
     assert store.manifest.splits["train"].lengths["max"] == 3
     assert isinstance(store.events["item_id"].base, np.memmap)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.order import EpochSchedule, MixtureOrder, Samples, TimeOrder, permute
+from evenrank.datasets.order import EpochSchedule, MixtureOrder, Samples, permute
 
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000))
@@ -66,9 +66,6 @@ def test_rows_left_out_are_skipped() -> None:
     samples = _samples(9, [2, 3, 7])
     assert len(samples) == 6
     assert samples.rows(np.arange(6)).tolist() == [0, 1, 4, 5, 6, 8]
-    order = TimeOrder(_samples(5, [1, 4]), time_order=np.array([4, 2, 1, 0, 3]))
-    assert order.num_samples == 3
-    assert order.rows(np.arange(3), seed=0, epoch=1).tolist() == [2, 0, 3]
 
 
 def _samples(num_rows: int, left_out: list[int] | None = None) -> Samples:

@@ -70,7 +70,7 @@ def test_offsets_of_a_feature_out_of_range_are_refused(
     changed = np.load(cached)
     changed[list(values)] = list(values.values())
     np.save(cached, changed)
-    with pytest.raises(DataError, match=r"tags.npy is damaged; delete .*-train-v4 to have it rebuilt"):
+    with pytest.raises(DataError, match=r"tags.npy is damaged; delete .*-train-v5 to have it rebuilt"):
         open_store(dataset)
 
 
@@ -92,7 +92,7 @@ def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path
     items = open_store(small_dataset).events["item_id"]
     assert sums == {(int(items.sum()), int((599 - items).sum()))}
     built = sorted(path.name for path in (dataset / ".cache").iterdir() if path.is_dir())
-    assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v4", *_entries(dataset)])
+    assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v5", *_entries(dataset)])
     assert len(built) == 2
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_cache_says_what_to_delete(dataset: Path, damage: Callable[[Pa
     open_store(dataset)
     (cached,) = (dataset / ".cache").glob("*/events/item_id.npy")
     damage(cached)
-    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v4 to have it rebuilt"):
+    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v5 to have it rebuilt"):
         open_store(dataset)
 
 
@@ -114,7 +114,6 @@ def test_a_damaged_cache_says_what_to_delete(dataset: Path, damage: Callable[[Pa
         # Each of these is 2^62 or 1 above its predecessor, modulo 2^64.
         ("offsets", {1: 1 << 62, 2: (1 << 63) - 1, 3: -(1 << 63), 4: -(1 << 62)}),
         *(("num_targets", {0: value}) for value in (-1, 1000)),
-        *(("time_order", values) for values in ({0: -1}, {0: 1 << 40}, {0: 3, 1: 3})),
     ],
 )
 def test_a_cache_with_indices_out_of_range_is_refused(dataset: Path, name: str, values: dict[int, int]) -> None:
@@ -124,7 +123,7 @@ def test_a_cache_with_indices_out_of_range_is_refused(dataset: Path, name: str, 
     changed = np.load(cached)
     changed[list(values)] = list(values.values())
     np.save(cached, changed)
-    with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v4 to have it rebuilt"):
+    with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v5 to have it rebuilt"):
         open_store(dataset)
 
 
@@ -132,15 +131,14 @@ def test_features_can_have_the_names_of_the_caches_own_files_and_splits_no_rows(
     pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
-    names = ("offsets", "time_order", "events", "rows", "timestamp", "Offsets_npy")
+    names = ("offsets", "num_targets_2", "events", "rows", "timestamp", "Offsets_npy")
     synthetic = SyntheticConfig(num_users=30, contextual=dict.fromkeys(names, Uniform(low=1, high=9)))
     preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "data", split="user:0", synthetic=synthetic))
     store = open_store(tmp_path / "data")
     table = pq.read_table(tmp_path / "data" / "train")
     for name in names:
         assert store.rows[name].tolist() == table[name].to_pylist()
-    assert store.time_order is not None
-    assert sorted(store.time_order.tolist()) == list(range(30))
+    assert len(store) == 30
     empty = open_store(tmp_path / "data", "eval")
     assert len(empty) == len(empty.events["item_id"]) == 0
 

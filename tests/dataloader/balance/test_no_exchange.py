@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import Loader, LoaderConfig, Mixture, SemanticIdConfig, build_loader, random_codes
+from evenrank.dataloader import (
+    Loader,
+    LoaderConfig,
+    Mixture,
+    SemanticIdConfig,
+    TimeWindows,
+    build_loader,
+    random_codes,
+)
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, no_exchange
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.sampling import balanced_steps
@@ -66,7 +74,7 @@ def test_batches_are_a_balancers(ranks: RankPool, small_dataset: Path, world_siz
 @pytest.mark.parametrize(
     "options",
     [
-        {"order": "time"},
+        {"order": TimeWindows(every="1w"), "max_num_candidates": 2},
         {"order": "rows", "drop_last": True},
         {"split": "eval", "max_num_candidates": 2},
         {"max_num_candidates": 3, "candidate_actions": True, "num_tasks": 2},
@@ -125,7 +133,7 @@ def _all_ids(path: Path) -> list[int]:
     world_size=st.integers(1, 8),
     other_size=st.integers(1, 8),
     stop=st.integers(0, 12),
-    options=st.builds(dict, batch_size=st.integers(1, 9), order=st.sampled_from(["shuffle", "rows", "time"])),
+    options=st.builds(dict, batch_size=st.integers(1, 9), order=st.sampled_from(["shuffle", "rows"])),
 )
 def test_samples_come_once_on_any_ranks(
     small_dataset: Path, world_size: int, other_size: int, stop: int, options: Any

@@ -51,7 +51,7 @@ DATA = RandomData(items=Uniform(high=502))
 CODES = random_codes(503, levels=2, codebook_size=8)
 KINDS: dict[str, Callable[[Path, Maps], Any]] = {
     "plain": lambda path, maps: build_loader(path, _config(maps), **RANKS),
-    "workers": lambda path, maps: build_loader(path, _config(maps, num_workers=2, order="time"), **RANKS),
+    "workers": lambda path, maps: build_loader(path, _config(maps, num_workers=2, order="rows"), **RANKS),
     "pickled": lambda path, maps: pickle.loads(pickle.dumps(build_loader(path, _config(maps), **RANKS))),
     "balanced": lambda path, maps: build_loader(path, _config(maps), balance=WINDOWS, **RANKS),
     "mixture": lambda path, maps: build_loader(_mixture(path), _config(maps), **RANKS),

@@ -1,0 +1,192 @@
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenrank.core.errors import ConfigError, StateError
+from evenrank.dataloader import (
+    Loader,
+    LoaderConfig,
+    Mixture,
+    SemanticIdConfig,
+    SequenceBatch,
+    TimeWindowLoader,
+    TimeWindows,
+    build_loader,
+    random_codes,
+)
+from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
+from evenrank.datasets import open_store, read_manifest
+from evenrank.datasets.store import Slices
+from evenrank.datasets.time_windows import WindowsOfStore
+from tests.dataloader.batch_helpers import ids_of, rows_of
+from tests.ranks import RankPool
+
+WINDOWS = TimeWindows(every="1w")
+
+
+def _loader(path: Path, rank: int = 0, world_size: int = 1, **options: Any) -> TimeWindowLoader[SequenceBatch]:
+    balance = options.pop("balance", None)
+    defaults: dict[str, Any] = {"order": WINDOWS, "max_num_candidates": 2, "extra_events": ("timestamp_ms",)}
+    config = LoaderConfig(**{"batch_size": 8, "max_history_length": 9, **defaults, **options})
+    loader: Loader[SequenceBatch] = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+    assert isinstance(loader, TimeWindowLoader)
+    return loader
+
+
+def find_leak(loader: TimeWindowLoader[SequenceBatch], window: int) -> str | None:
+    """Return what of a window's batches is from its future or is a target from outside it; None if nothing is."""
+    begin, end = (int(time.timestamp() * 1000) for time in loader.window(window))
+    loader.begin_at(window)
+    for batch in loader:
+        times_of_rows, counts = rows_of(batch.features, "timestamp_ms"), batch.num_candidates.tolist()
+        for times, items, count in zip(times_of_rows, rows_of(batch.features, "item_id"), counts, strict=True):
+            assert len(times) == len(items)
+            history, targets = times[: len(times) - count], times[len(times) - count :]
+            if any(not begin <= time < end for time in targets):
+                return f"a target outside {begin}..{end}"
+            if history and targets and max(history) > min(targets):
+                return "a history from after its target"
+    return None
+
+
+def test_nothing_of_the_future_is_in_a_window(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = _loader(small_dataset)
+    assert [find_leak(loader, window) for window in range(loader.num_windows)] == [None] * loader.num_windows
+    cut = WindowsOfStore.cut
+
+    def cut_with_leak(self: WindowsOfStore, index: int, max_targets: int) -> Any:
+        store = cut(self, index, max_targets)
+        assert store.slices is not None
+        assert store.num_targets is not None
+        later = np.minimum(store.slices.ends + 1, self.store.ends[store.slices.rows])
+        return self.store.sliced(Slices(store.slices.rows, store.slices.begins, later), store.num_targets)
+
+    monkeypatch.setattr(WindowsOfStore, "cut", cut_with_leak)
+    planted = _loader(small_dataset)
+    assert any(find_leak(planted, window) for window in range(planted.num_windows))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_event_is_a_candidate_once_on_any_number_of_ranks(small_dataset: Path, world_size: int) -> None:
+    loaders = [_loader(small_dataset, rank, world_size, num_workers=rank % 2) for rank in range(world_size)]
+    store = open_store(small_dataset)
+    seen = []
+    for window in range(loaders[0].num_windows):
+        assert {loader.epoch for loader in loaders} == {window}
+        batches = [list(loader) for loader in loaders]
+        assert len({len(of_rank) for of_rank in batches}) == 1
+        for batch in itertools.chain.from_iterable(batches):
+            assert batch.epoch == window
+            counts = batch.num_candidates.tolist()
+            for items, times, count in zip(
+                rows_of(batch.features, "item_id"), rows_of(batch.features, "timestamp_ms"), counts, strict=True
+            ):
+                seen += list(zip(items, times, strict=True))[len(items) - count :]
+    assert sorted(seen) == sorted(
+        zip(*(store.events[name].tolist() for name in ("item_id", "timestamp_ms")), strict=True)
+    )
+    assert [list(loader) for loader in loaders] == [[]] * world_size  # after the last window
+
+
+def test_a_state_within_a_window_resumes_on_other_ranks_and_after_a_boundary_the_next_one_begins(
+    small_dataset: Path,
+) -> None:
+    loader = _loader(small_dataset)
+    for window in range(3):
+        whole = sorted(sample for batch in loader for sample in ids_of(batch))
+        done = [ids_of(batch) for batch in itertools.islice(_at(_loader(small_dataset), window), 2)]
+        stopped = _at(_loader(small_dataset), window)
+        *_, last = itertools.islice(stopped, 2)
+        state = stopped.state_dict(after=last)
+        assert (state["epoch"], state["position"]) == (window, 16)
+        resumed = [_loader(small_dataset, rank, 3, batch_size=5) for rank in range(3)]
+        for of_rank in resumed:
+            of_rank.load_state_dict(state)
+        left = [sample for of_rank in resumed for batch in of_rank for sample in ids_of(batch)]
+        assert sorted(itertools.chain(*done, left)) == whole
+        assert resumed[0].epoch == window + 1
+    after_last = _loader(small_dataset)
+    after_last.load_state_dict(loader.state_dict())
+    assert (after_last.epoch, len(after_last)) == (3, len(list(_at(_loader(small_dataset), 3))))
+    other = _loader(small_dataset, order=TimeWindows(every="1d"))
+    with pytest.raises(StateError, match="the loader's state is of other data, codes or filters"):
+        other.load_state_dict(state)
+
+
+def _at(loader: TimeWindowLoader[SequenceBatch], window: int) -> TimeWindowLoader[SequenceBatch]:
+    loader.begin_at(window)
+    return loader
+
+
+def test_states_of_the_window_before_are_known_while_the_next_one_is_pulled(small_dataset: Path) -> None:
+    loader = _loader(small_dataset)
+    *_, last = loader
+    next(iter(loader))
+    assert loader.state_dict(after=last)["epoch"] == 0
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_samples_come_by_time_without_shuffling(small_dataset: Path) -> None:
+    loader = _loader(small_dataset, order=TimeWindows(every="1w", shuffle=False), max_num_candidates=1)
+    for _ in range(2):
+        times = [row[-1] for batch in loader for row in rows_of(batch.features, "timestamp_ms")[: batch.num_real]]
+        assert times == sorted(times)
+        assert len(times) > 100
+
+
+def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset: Path) -> None:
+    num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
+    codes = random_codes(num_items, levels=2, codebook_size=32)
+    codes.codes[: num_items // 3] = -1
+    config = SemanticIdConfig(batch_size=8, max_history_length=3, order=WINDOWS, codes=codes)
+    loader = build_loader(small_dataset, config, rank=0, world_size=1)
+    assert isinstance(loader, TimeWindowLoader)
+    store = open_store(small_dataset)
+    expected = 0
+    for row in range(len(store)):
+        items = store.events["item_id"][store.offsets[row] : store.offsets[row + 1]]
+        for event in range(len(items)):
+            expected += bool(codes.has_code(items[max(0, event - 3) : event + 1]).all())
+    assert sum(batch.num_real for _ in range(loader.num_windows) for batch in loader) == expected
+
+
+def _balance_windows(rank: int, world_size: int, path: Path) -> list[list[tuple[int, int]]]:
+    balance = BalanceConfig(cost=LinearCost(interleave_actions=False))
+    seen = []
+    for batches in (
+        _loader(path, rank, world_size, balance=balance),
+        Balancer(_loader(path, rank, world_size), balance, device="cpu"),
+    ):
+        seen.append([(batch.epoch, sample) for _ in range(4) for batch in batches for sample in ids_of(batch)])
+    return seen
+
+
+def test_windows_are_balanced_without_an_exchange_and_by_a_balancer(ranks: RankPool, small_dataset: Path) -> None:
+    seen = ranks.run(2, _balance_windows, small_dataset)
+    single = _loader(small_dataset)
+    expected = [(window, sample) for window in range(4) for batch in single for sample in sorted(ids_of(batch))]
+    for way in range(2):
+        assert sorted(sample for of_rank in seen for sample in of_rank[way]) == sorted(expected)
+
+
+def test_a_pickled_loader_goes_on_with_its_window(small_dataset: Path) -> None:
+    loader = _loader(small_dataset)
+    list(loader)
+    again = pickle.loads(pickle.dumps(loader))
+    assert [ids_of(batch) for batch in again] == [ids_of(batch) for batch in loader]
+
+
+def test_windows_need_candidates_and_one_dataset(small_dataset: Path) -> None:
+    with pytest.raises(ConfigError, match="windows of time have candidates as targets; pass max_num_candidates of at"):
+        _loader(small_dataset, max_num_candidates=0)
+    with pytest.raises(ConfigError, match="a mixture of datasets has no windows of time; pass one dataset, or another"):
+        build_loader(
+            Mixture(weights={small_dataset: 1}),
+            LoaderConfig(batch_size=2, order=WINDOWS, max_num_candidates=1),
+            rank=0,
+            world_size=1,
+        )

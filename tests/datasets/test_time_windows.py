@@ -1,0 +1,109 @@
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets import SequenceStore, open_store
+from evenrank.datasets.event_statistics import DAY_MS
+from evenrank.datasets.store import Slices
+from evenrank.datasets.time_windows import TimeWindows
+from tests.dataloader.collate.stores import STORE
+
+
+def _store(times_of_rows: list[list[int]], num_targets: list[int] | None = None) -> SequenceStore:
+    times = np.array([time for times in times_of_rows for time in times], dtype=np.int64)
+    events = {name: np.arange(len(times)) for name in STORE.events} | {"timestamp_ms": times}
+    return SequenceStore(
+        manifest=STORE.manifest,
+        split="train",
+        offsets=np.cumsum([0, *map(len, times_of_rows)]),
+        events=events,
+        rows={"user_id": np.arange(len(times_of_rows))},
+        num_targets=None if num_targets is None else np.array(num_targets, dtype=np.int32),
+    )
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 9).map(lambda hours: hours * DAY_MS // 2).map(int), max_size=7), max_size=6),
+    max_targets=st.integers(1, 4),
+    late=st.booleans(),
+    data=st.data(),
+)
+def test_each_event_is_a_target_once_in_its_window_after_all_before_it(
+    rows: list[list[int]], max_targets: int, late: bool, data: Any
+) -> None:
+    rows = [sorted(row) for row in rows] + [[5 * DAY_MS]]
+    targets = [data.draw(st.integers(0, len(row))) for row in rows] if data.draw(st.booleans()) else None
+    store = _store(rows, targets)
+    windows = TimeWindows(every="1d", start="1970-01-03" if late else None).of(store)
+    start = 2 * DAY_MS if late else windows.start_ms
+    seen: list[int] = []
+    for index in range(windows.count + 1):
+        cut = windows.cut(index, max_targets)
+        assert cut.num_targets is not None
+        assert cut.slices is not None
+        firsts = []
+        for row, begin, end, count in zip(*cut.slices, cut.num_targets, strict=True):
+            assert 1 <= count <= max_targets
+            assert begin == store.offsets[row]
+            times = store.events["timestamp_ms"][end - count : end].tolist()
+            assert all(start + index * DAY_MS <= time < start + (index + 1) * DAY_MS for time in times)
+            seen += range(end - count, end)
+            firsts.append(times[0])
+        assert firsts == sorted(firsts)
+    expected = [
+        event
+        for row, times in enumerate(rows)
+        for event, time in enumerate(times, int(store.offsets[row]))
+        if time >= start and (targets is None or event >= store.offsets[row + 1] - targets[row])
+    ]
+    assert sorted(seen) == expected
+
+
+def test_windows_begin_at_multiples_of_their_length_or_at_the_start() -> None:
+    store = _store([[DAY_MS + 5], [], [3 * DAY_MS, 15 * DAY_MS]])
+    days = TimeWindows(every="1d").of(store)
+    assert (days.count, days.times(1)) == (15, (datetime(1970, 1, 3, tzinfo=UTC), datetime(1970, 1, 4, tzinfo=UTC)))
+    weeks = TimeWindows(every="1w").of(store)
+    assert (weeks.start_ms, weeks.count) == (0, 3)
+    late = TimeWindows(every="12h", start="1970-01-15T06:00+06:00").of(store)
+    assert (late.start_ms, late.count) == (14 * DAY_MS, 3)
+
+
+def test_windows_that_cannot_be_are_refused() -> None:
+    for every in ("0d", "1y", "d", "1 d", 5):
+        with pytest.raises(
+            ConfigError, match="every must be a number of hours, days or weeks, such as 6h, 1d or 1w, got"
+        ):
+            TimeWindows(every=every)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="start must be a time in ISO 8601, such as 2015-01-06, got 'today'"):
+        TimeWindows(every="1d", start="today")
+    with pytest.raises(ConfigError, match="start 2000-01-01 is after the last event, at 1970-01-02T00:00:00"):
+        TimeWindows(every="1d", start="2000-01-01").of(_store([[DAY_MS]]))
+    with pytest.raises(DataError, match="the dataset has no times of events; windows of time need them"):
+        TimeWindows(every="1d").of(_store([[0, 0], [0]]))
+    with pytest.raises(DataError, match="the dataset has no events in its split 'train'"):
+        TimeWindows(every="1d").of(_store([[]]))
+
+
+def test_slices_survive_pickling_and_stay_within_their_rows(small_dataset: Path) -> None:
+    import pickle
+
+    store = open_store(small_dataset)
+    row = int(np.argmax(store.lengths))
+    begin, end = int(store.begins[row]), int(store.ends[row])
+    slices = Slices(*(np.array([value]) for value in (row, begin + 1, end - 2)))
+    cut = store.sliced(slices, np.array([3], dtype=np.int32))
+    again = pickle.loads(pickle.dumps(cut))
+    assert (len(again), again.lengths.tolist(), again.num_targets.tolist()) == (1, [end - begin - 3], [3])
+    assert again.rows_of(np.array([0])).tolist() == [row]
+    for wrong in ((row, begin - 1, end), (row, begin, end + 1), (row, end, begin), (len(store), begin, end)):
+        with pytest.raises(IndexError, match="slices must be within their rows"):
+            store.sliced(Slices(*(np.array([value]) for value in wrong)), np.array([0], dtype=np.int32))
+    with pytest.raises(IndexError, match="as many events as targets"):
+        store.sliced(slices, np.array([end - begin], dtype=np.int32))
