@@ -1,6 +1,9 @@
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,9 @@ from tests.s3_server import S3, run_s3
 # wait for each other there take up to 60 times as long for small tensors. PyTorch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_MEMORY = "/dev/shm"
+_MEMORY_BYTES = 2 << 30  # ten times what all tests write
+
 # No deadline: examples that start collectives or compile can take long, and nothing here is timed.
 settings.register_profile("evenrank", deadline=None, print_blob=True)
 settings.load_profile("evenrank")
@@ -27,8 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seed", type=int, default=0, help="which rounds it draws")
 
 
+# Before pytest's own, which reads the option.
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessGuard())
+    # Many tests are many small files, of which a disk takes 25 times as long as memory to create and remove one.
+    if config.option.basetemp is None and os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > _MEMORY_BYTES:
+        config.option.basetemp = tempfile.mkdtemp(prefix="evenrank-tests-", dir=_MEMORY)
+        config.add_cleanup(partial(shutil.rmtree, config.option.basetemp, ignore_errors=True))
 
 
 # Of `--numprocesses auto`; hosts with GPUs may have no xdist. More processes than cores, because tests wait for ranks

@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("first", "end"), [(0, 200), pytest.param(200, 5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("first", "end"), [(0, 100), pytest.param(100, 5000, marks=pytest.mark.long)])
 def test_crafted_datasets_give_errors_or_valid_batches(base: Path, tmp_path: Path, first: int, end: int) -> None:
     command = [sys.executable, "-m", "tests.dataloader.read_crafted", str(base), str(tmp_path), str(first), str(end)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,11 +1,12 @@
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from evenrank.cli.options import STRATEGIES
 from evenrank.cli.reports import dataset_data, dataset_page
@@ -85,6 +86,22 @@ STORES = {
     "eval": _store([1], [7], [100], [2]),
 }
 EMPTY = _store([], [], [], [])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gains_once() -> Iterator[None]:
+    """Plan the steps of equal lengths once, because each page takes seconds."""
+    known: dict[bytes, Any] = {}
+    plan = dataset_data.balancing_gains
+
+    def planned(lengths: NDArray[np.int64], **options: Any) -> Any:
+        if options:
+            return plan(lengths, **options)
+        return known.get(lengths.tobytes()) or known.setdefault(lengths.tobytes(), plan(lengths))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset_data, "balancing_gains", planned)
+        yield
 
 
 def test_lengths_are_counted_per_doubling() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
@@ -18,6 +18,7 @@ from tests.preprocess.build.id_logs import Event, expected_vocabulary, number, v
 from tests.preprocess.decoded import decode, read_rows
 
 DAY = 86_400
+FEW = settings(max_examples=25)  # because each is several runs of preprocessing
 integers = st.one_of(st.integers(0, 9), st.integers(-(2**63) + 1, 2**63 - 1))
 texts = st.one_of(st.sampled_from(["a", "A", "a ", "ä", "007", "7", "一"]), st.text("abc0", min_size=1, max_size=9))
 
@@ -39,6 +40,7 @@ def events_of(out: Path) -> Counter[tuple[Any, Any, int]]:
 def test_ids_are_dense_by_first_appearance_whatever_the_parts(
     tmp_path_factory: pytest.TempPathFactory, values: st.SearchStrategy[Any], dtype: Any
 ) -> None:
+    @FEW
     @given(logs(values))
     def check(log: list[Event]) -> None:
         folder = tmp_path_factory.mktemp("log")
@@ -63,6 +65,7 @@ def test_ids_are_dense_by_first_appearance_whatever_the_parts(
     check()
 
 
+@FEW
 @given(logs(texts), logs(texts))
 def test_later_days_renumber_nothing(
     tmp_path_factory: pytest.TempPathFactory, first: list[Event], second: list[Event]
@@ -133,6 +136,7 @@ def test_unknown_values_can_be_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@FEW
 @given(
     first=logs(texts),
     second=logs(texts),

@@ -81,7 +81,7 @@ FEATURES = st.tuples(st.one_of(st.none(), TEXTS), TAGS, FLOATS, st.one_of(st.non
 TYPES = {"item": pl.String, "brand": pl.String, "tags": pl.List(pl.String), "price": pl.Float64, "year": pl.Int64}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     items=st.dictionaries(st.sampled_from("xyzq"), FEATURES, min_size=1),
     suffix=st.sampled_from([".jsonl", ".parquet", ".csv"]),
@@ -296,7 +296,7 @@ def test_a_feature_that_json_lines_never_have_is_an_error(tmp_path: Path) -> Non
         run(tmp_path, log_options=of_items(tmp_path / "items.jsonl", "brnd"))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     days=st.lists(
         st.dictionaries(
