@@ -38,7 +38,7 @@ _CONDITIONS = (
         lambda v: v["dataset"] not in (SYNTHETIC, CUSTOM) or v["expand"] is not None,
     ),
     Condition(
-        ("users", "items", "lengths"),
+        ("users", "items", "item_exponent", "lengths", "actions", "contextual", "drift"),
         f"--dataset {SYNTHETIC} without --expand",
         ("dataset", "expand"),
         lambda v: v["dataset"] == SYNTHETIC and v["expand"] is None,
@@ -93,7 +93,12 @@ def preprocess_command(
         _dataset(help=f"What to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public dataset).", metavar="NAME"),
     ],
     config_file: Annotated[
-        Path | None, config_option(panel="Dataset", split="(?<=^file:).+", lengths=r"(?<=\bpath=)[^,]+")
+        Path | None,
+        config_option(
+            panel="Dataset",
+            split="(?<=^file:).+",
+            **dict.fromkeys(("lengths", "actions", "contextual"), r"(?<=\bpath=)[^,]+"),
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -259,12 +264,35 @@ def preprocess_command(
     ] = "events",
     users: Annotated[int, _synthetic(help="Number of users.", metavar="COUNT")] = 20_000,
     items: Annotated[int, _synthetic(help="Number of items; their popularity is Zipf.", metavar="COUNT")] = 50_000,
+    item_exponent: Annotated[
+        float, _synthetic(help="Of their popularity; 0: all are as popular.", metavar="EXPONENT")
+    ] = 1.05,
     lengths: Annotated[
         str,
         _synthetic(
             help="Events per user: uniform, normal, zipf or lognormal, with parameters.", metavar="DISTRIBUTION"
         ),
     ] = "lognormal:mean=128,std=256,high=4096",
+    actions: Annotated[
+        str, _synthetic(help="Actions of events; the largest one follows from them.", metavar="DISTRIBUTION")
+    ] = "uniform:low=0,high=4",
+    contextual: Annotated[
+        list[str] | None,
+        _synthetic(
+            help="A feature of users and its ids, 0: missing; can be repeated. Default: segment=uniform:low=1,high=8.",
+            metavar="NAME=DISTRIBUTION",
+        ),
+    ] = None,
+    drift: Annotated[
+        str | None,
+        _synthetic(
+            help="Users change what interests them and items appear over time, such as "
+            "categories=20,days=7,share=0.8,new_items=0.3 (the defaults): `share` of a user's events are of one of "
+            "`categories`, for `days` on average; `new_items` is the share of items that appear after the start. Adds "
+            "`category`, a column of events.",
+            metavar="KEY=VALUE,...",
+        ),
+    ] = None,
     expand: Annotated[
         str | None,
         _synthetic(help="MovieLens with U times the users and I times the items.", metavar="NAME:UxI[:RATE]"),
@@ -278,15 +306,15 @@ def preprocess_command(
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
         evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
         evenrank preprocess --dataset custom --events log.csv --user-column uid
-        evenrank preprocess --dataset synthetic --lengths zipf:exponent=1.2
+        evenrank preprocess --dataset synthetic --lengths zipf:exponent=1.2 --drift days=3
         evenrank preprocess --dataset synthetic --expand ml-20m:16x32
         evenrank preprocess --config examples/recipes/steam.toml
     """
     check_options(ctx)
 
-    from evenrank.datasets.distributions import Zipf, parse_distribution
+    from evenrank.datasets.distributions import Zipf, parse_distribution, parse_parameters
     from evenrank.datasets.event_statistics import read_statistics
-    from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
+    from evenrank.preprocess import Drift, Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
     from evenrank.preprocess.files.times import UNITS
 
     custom = None
@@ -303,7 +331,12 @@ def preprocess_command(
         "filters": Filters(**filters),
         "requests": None if requests is None else RequestRule(seconds=requests, by_date=by_date),
         "synthetic": SyntheticConfig(
-            num_users=users, lengths=parse_distribution(lengths), items=Zipf(exponent=1.05, high=items)
+            num_users=users,
+            lengths=parse_distribution(lengths),
+            items=Zipf(exponent=item_exponent, high=items),
+            actions=parse_distribution(actions),
+            contextual={name: parse_distribution(text) for name, text in _named_texts(contextual)},
+            drift=None if drift is None else parse_parameters("drift", Drift, drift, drift),
         ),
         "custom": custom,
     }
@@ -325,6 +358,14 @@ def preprocess_command(
             console.print_result(f"{description}: {count:,}")
         console.print_aligned(read_statistics(manifest).describe())
         console.print_result(f"next: evenrank inspect {shlex.quote(str(place))}")
+
+
+def _named_texts(pairs: list[str] | None) -> list[tuple[str, str]]:
+    named = [pair.partition("=")[::2] for pair in pairs or ["segment=uniform:low=1,high=8"]]
+    for name, text in named:
+        if not text or len([other for other, _ in named if other == name]) > 1:
+            raise ConfigError(f"--contextual needs NAME=DISTRIBUTION, once for each name, got {name}={text}; change it")
+    return named
 
 
 def _same_options(record: Any, context: typer.Context) -> dict[str, Any]:

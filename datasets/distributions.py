@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
 from evenrank.datasets.store import open_store
+
+Made = TypeVar("Made")
 
 _MAX_VALUE = 2**63 - 1024  # the largest int64 that float64 represents
 _MAX_EXPONENT = 100  # areas of larger exponents underflow
@@ -282,10 +284,14 @@ def parse_distribution(text: str) -> Distribution:
     name, _, rest = text.partition(":")
     if name not in DISTRIBUTIONS:
         raise ConfigError(f"unknown distribution {name!r} (in {text!r}); known: {', '.join(DISTRIBUTIONS)}")
-    make = DISTRIBUTIONS[name]
+    return parse_parameters(name, DISTRIBUTIONS[name], rest, text)
+
+
+def parse_parameters(name: str, make: Callable[..., Made], pairs: str, text: str) -> Made:
+    """Call `make` with parameters written as `key=value,...`; a ConfigError names what is wrong in the text."""
     parameters = inspect.signature(make).parameters
     values: dict[str, Any] = {}
-    for pair in filter(None, rest.split(",")):
+    for pair in filter(None, pairs.split(",")):
         key, _, value = pair.partition("=")
         if key not in parameters:
             raise ConfigError(f"{name} has no parameter {key!r} (in {text!r}); known: {', '.join(parameters)}")

@@ -4,6 +4,16 @@ from .config import PreprocessConfig as PreprocessConfig
 from .log_config import TabularConfig as TabularConfig
 from .pipeline import preprocess as preprocess
 from .sources.catalog import DATASETS as DATASETS
+from .sources.synthetic import Drift as Drift
 from .sources.synthetic import SyntheticConfig as SyntheticConfig
 
-__all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "TabularConfig", "preprocess"]
+__all__ = [
+    "DATASETS",
+    "Drift",
+    "Filters",
+    "PreprocessConfig",
+    "RequestRule",
+    "SyntheticConfig",
+    "TabularConfig",
+    "preprocess",
+]

@@ -6,20 +6,48 @@ from functools import partial
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names, user_hash
 from evenrank.preprocess.files.table import EventPart, Events, Piece
-from evenrank.preprocess.sources.features import Features
+from evenrank.preprocess.sources.features import NO_FEATURES, Features
 from evenrank.preprocess.sources.interactions import Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000
 _USERS_PER_BLOCK = 16_384
+_START_MS = 30 * _DAY_MS  # from the first start of a history to the last
 _MAX_USERS = 1_000_000_000  # their features are drawn at once
+_MAX_ITEMS = 100_000_000  # whose categories are in memory
 _MAX_EVENTS_PER_BLOCK = 1 << 30
+CATEGORY = "category"
 _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drift:
+    """How users and items evolve, so that what was learned from older days fits the next day less.
+
+    A user has events of one category mostly, and of another one after some time. Which category many users change to is
+    a fashion, which changes too. New items appear during the first 30 days.
+    """
+
+    categories: int = 20
+    """Of items, in turn: item i has the category 1 + (i - low) mod `categories`, `low` being the lowest item."""
+    days: float = 7.0
+    """Mean time until a user's interest changes, which is distributed exponentially; also how long a fashion lasts."""
+    share: float = 0.8
+    """Of events with an item of the category that interests the user; others have any."""
+    new_items: float = 0.3
+    """Share of items that appear after the start; the first one of each category is always there."""
+
+    def __post_init__(self) -> None:
+        limits = {"categories": (1, _MAX_ITEMS), "days": (0.01, 1e6), "share": (0, 1), "new_items": (0, 0.9)}
+        for name, (low, high) in limits.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                raise ConfigError(f"{name} of drift must be between {low:,} and {high:,}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +63,25 @@ class SyntheticConfig:
     """Actions of events, 0..2^31-1."""
     contextual: Mapping[str, Distribution] = field(default_factory=lambda: {"segment": Uniform(low=1, high=8)})
     """Ids of each contextual feature, by name, at least 0; one value per user, 0 for missing."""
+    drift: Drift | None = None
+    """None: nothing evolves. Otherwise events have a column `category` too, and `items` are Zipf."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_users <= _MAX_USERS:
             raise ConfigError(f"num_users must be between 1 and {_MAX_USERS:,}, got {self.num_users}")
-        check_new_names(self.contextual)
+        check_new_names([*self.contextual, *[CATEGORY] * (self.drift is not None)])
+        if self.drift is not None and not self.drift.categories <= len(self.catalogue) <= _MAX_ITEMS:
+            raise ConfigError(
+                f"drift needs Zipf-distributed items, {self.drift.categories} (one per category) to {_MAX_ITEMS:,} of "
+                f"them, got {self.items}; change one of them"
+            )
+
+    @property
+    def catalogue(self) -> range:
+        """The items of a Zipf distribution with a largest one, otherwise none."""
+        if isinstance(self.items, Zipf) and self.items.high is not None:
+            return range(self.items.low, self.items.high + 1)
+        return range(0)
 
 
 def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
@@ -57,13 +99,21 @@ def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
                 for name, ids in contextual.items()
             },
         ),
+        item_features=NO_FEATURES if config.drift is None else _categories(config.catalogue, config.drift),
         num_actions=None,
         options={
             "num_users": config.num_users,
             **{name: repr(getattr(config, name)) for name in ("lengths", "items", "actions")},
             "contextual": {name: repr(values) for name, values in config.contextual.items()},
+            **({} if config.drift is None else {"drift": repr(config.drift)}),
         },
     )
+
+
+def _categories(catalogue: range, drift: Drift) -> Features:
+    names = pl.Series([f"category {i}" for i in range(1, drift.categories + 1)], dtype=pl.String)
+    rows = pl.DataFrame({CATEGORY: np.arange(len(catalogue)) % drift.categories + 1})
+    return Features(keys=np.array(catalogue), rows=rows, values={CATEGORY: names})
 
 
 def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
@@ -91,15 +141,62 @@ def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl
     elapsed = np.cumsum(rng.exponential(_DAY_MS / 24, num_events).astype(np.int64))
     elapsed_before_user = np.concatenate(([0], elapsed))[np.cumsum(lengths) - lengths]
     starts = _FIRST_MS + rng.integers(0, 30 * _DAY_MS, last - first)
+    items = config.items.sample(rng, num_events)
+    actions = draw_actions(config.actions, rng, num_events)
+    times = elapsed + np.repeat(starts - elapsed_before_user, lengths)
+    if config.drift is not None:  # a generator of its own leaves everything else about events as it is
+        is_first = np.zeros(num_events, dtype=bool)
+        is_first[(np.cumsum(lengths) - lengths)[lengths > 0]] = True
+        items = _drift(
+            config, config.drift, items, times, is_first, seed=seed, rng=np.random.default_rng((seed, 2, first))
+        )
     return pl.DataFrame(
         {
             USER_ID: np.repeat(np.arange(first + 1, last + 1), lengths),
-            ITEM_ID: config.items.sample(rng, num_events),
-            ACTION: draw_actions(config.actions, rng, num_events),
-            TIMESTAMP_MS: elapsed + np.repeat(starts - elapsed_before_user, lengths),
+            ITEM_ID: items,
+            ACTION: actions,
+            TIMESTAMP_MS: times,
         },
         schema=_SCHEMA,
     )
+
+
+def _drift(
+    config: SyntheticConfig,
+    drift: Drift,
+    items: NDArray[np.int64],
+    times: NDArray[np.int64],
+    is_first: NDArray[np.bool_],
+    *,
+    seed: int,
+    rng: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Replace items [events], drawn by popularity, by items that interest their users and exist at these times.
+
+    categories = 3, low = 1         item        1 2 3 | 4 5 6 | 7 8 9
+                                    category    1 2 3   1 2 3   1 2 3
+
+    An item of another category becomes the one of its group, so that groups stay as popular as they were drawn. An item
+    that has not appeared becomes the next more popular one of its category that has.
+    """
+    num_events, places, period_ms = len(items), items - config.catalogue.start, drift.days * _DAY_MS
+    elapsed = times - _FIRST_MS
+    # Exponential distributions have no memory: whether an interest ends depends on the time since the last event.
+    is_new = is_first | (rng.random(num_events) < -np.expm1(-np.diff(times, prepend=times[:1]) / period_ms))
+    fashion = user_hash((elapsed[is_new] // period_ms).astype(np.int64), salt=2 * seed + 1)
+    liked = config.items.sample(rng, len(fashion)) + (fashion % np.uint64(drift.categories)).astype(np.int64)
+    interests = (liked - config.catalogue.start)[np.cumsum(is_new) - 1] % drift.categories
+    is_liked = rng.random(num_events) < drift.share
+    places = np.where(is_liked, places - places % drift.categories + interests, places)
+    missing = np.arange(num_events)
+    while len(missing):
+        wanted = places[missing]
+        share_to_come = drift.new_items * (1 - elapsed[missing] / _START_MS)
+        has_appeared = user_hash(wanted, salt=2 * seed + 2) * 2.0**-64 >= share_to_come
+        is_there = (wanted < drift.categories) | (has_appeared & (wanted < len(config.catalogue)))
+        missing = missing[~is_there]
+        places[missing] -= drift.categories
+    return places + config.catalogue.start
 
 
 def _check_events(first: int, last: int, num_events: int) -> None:

@@ -67,6 +67,10 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "users": (20_000, DRAWN, {}),
     "items": (50_000, DRAWN, {}),
     "lengths": ("histogram:path=data,column=length", DRAWN, {}),
+    "item_exponent": (0.5, DRAWN, {}),
+    "actions": ("histogram:path=data,column=action", DRAWN, {}),
+    "contextual": (["a=uniform:high=2", "b=histogram:path=data"], DRAWN, {}),
+    "drift": ("days=3,new_items=0.1", DRAWN, {}),
     "expand": ("ml-20m:2x2", {"synthetic", "expanded"}, {}),
 }
 NEEDED: dict[str, dict[str, Any]] = {
@@ -89,7 +93,9 @@ def on_command_line(options: Mapping[str, Any]) -> Iterator[str]:
         if value is True:
             yield flag(name)
         else:
-            repeated = value if name == "events" else [",".join(value) if isinstance(value, list) else value]
+            repeated = (
+                value if name in ("events", "contextual") else [",".join(value) if isinstance(value, list) else value]
+            )
             yield from (text for one in repeated for text in (flag(name), str(one)))
 
 
@@ -284,6 +290,37 @@ def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Pat
     assert evenrank("preprocess", "--config", config, "--dataset", "custom").stderr == (
         "error: --dataset custom needs --events, the files of the log; add it, or `events` to --config\n"
     )
+
+
+def test_distributions_and_drift_of_synthetic_data_are_options(tmp_path: Path, evenrank: Evenrank) -> None:
+    command = ["preprocess", "--dataset", "synthetic", "--out", tmp_path / "out", "--users", 50, "--split", "none"]
+    options = "--item-exponent 0.5 --actions uniform:low=3,high=3 --contextual a=uniform:high=2 --contextual b=zipf"
+    run = evenrank(*command, *options.split(), "--drift", "categories=4,days=3")
+    assert run.returncode == 0, run.stderr
+    manifest = open_store(tmp_path / "out").manifest
+    assert list(manifest.contextual) == ["a", "b"]
+    assert manifest.vocabulary_sizes["action"] == 4
+    assert manifest.extra_events == {"category": "int64"}
+    assert {name: manifest.options[name] for name in ("items", "actions", "contextual", "drift")} == {
+        "items": "Zipf(exponent=0.5, low=1, high=50000, shift=0)",
+        "actions": "Uniform(low=3, high=3)",
+        "contextual": {"a": "Uniform(low=1, high=2)", "b": "Zipf(exponent=1.2, low=1, high=4096, shift=0)"},
+        "drift": "Drift(categories=4, days=3.0, share=0.8, new_items=0.3)",
+    }
+    for given, message in (
+        (
+            "--drift new-items=0.3",
+            "drift has no parameter 'new-items' (in 'new-items=0.3'); known: categories, days, sh",
+        ),
+        ("--drift days=soon", "days must be float, got 'soon' (in 'days=soon')"),
+        ("--drift share=2", "share of drift must be between 0 and 1, got 2.0"),
+        ("--contextual segment", "--contextual needs NAME=DISTRIBUTION, once for each name, got segment=; change it"),
+        ("--contextual a=zipf --contextual a=zipf", "--contextual needs NAME=DISTRIBUTION, once for each name, got a="),
+        ("--actions stars", "unknown distribution 'stars' (in 'stars'); known: uniform, "),
+    ):
+        run = evenrank(*command, *given.split())
+        assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+        assert run.stderr.startswith(f"error: {message}")
 
 
 def test_the_help_has_every_option_in_a_section_that_fits(monkeypatch: pytest.MonkeyPatch, evenrank: Evenrank) -> None:

@@ -32,7 +32,7 @@ def draw_data(workload: Workload, lengths: Distribution, num_tasks: int) -> Rand
         lengths=lengths,
         items=Zipf(exponent=workload.item_exponent, low=0, high=workload.item_rows - 1, shift=1),
         actions=Uniform(low=0, high=2**num_tasks - 1),
-        users=Uniform(low=0, high=workload.user_rows - 1),
+        users=Zipf(exponent=workload.user_exponent, low=0, high=workload.user_rows - 1, shift=1),
     )
 
 

@@ -67,6 +67,8 @@ class Workload:
     """Rows of the table of users."""
     item_exponent: float = 1.05
     """Item ids are drawn from a Zipf distribution with this exponent."""
+    user_exponent: float = 1.05
+    """The same of user ids."""
     num_batches: int = 100
     """Batches of a rank, drawn before the clock starts; steps cycle through them. The median of a batch's steps in a
     round ignores a late one only if there are at least three."""
@@ -89,8 +91,10 @@ class Workload:
             _check_lengths(name, text)
         for name, at_least in _LIMITS.items():
             _check_number(name, getattr(self, name), at_least)
-        if type(self.item_exponent) not in (int, float) or not self.item_exponent >= 0:  # which NaN is not, either
-            raise ConfigError(f"item_exponent must be a number of at least 0, got {self.item_exponent!r}")
+        for name in ("item_exponent", "user_exponent"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not value >= 0:  # which NaN is not, either
+                raise ConfigError(f"{name} must be a number of at least 0, got {value!r}")
         if self.steps < self.rounds:
             raise ConfigError(f"steps must be at least rounds, got steps={self.steps} and rounds={self.rounds}")
 

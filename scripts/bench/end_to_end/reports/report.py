@@ -133,7 +133,11 @@ def _plots(out: Path, lengths: str, rows: Sequence[Row], results: Sequence[RunRe
 def _conditions(results: Sequence[RunResult]) -> str:
     """Return hardware, versions, workload, and the command that wrote the report; different values side by side."""
     lines = _side_by_side([{"GPUs of a run": result.gpus, **result.environment} for result in results])
-    workloads = [{key: value for key, value in result.workload.items() if key != "lengths"} for result in results]
+    drawn = [{"user_exponent": 0, **result.workload} for result in results]  # earlier results drew users uniformly
+    workloads = [
+        {key.replace("_exponent", "s drawn from Zipf with exponent"): of[key] for key in of if key != "lengths"}
+        for of in drawn
+    ]
     return "\n".join([*lines, *_side_by_side(workloads), f"- written by: `{shlex.join(sys.argv)}`"])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from end_to_end.batches import Source, even_lengths
+from end_to_end.batches import Source, draw_data, even_lengths
 from end_to_end.experiments import Workload
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
@@ -48,6 +48,16 @@ def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -
     assert even.max() <= MAX_LENGTH
     # Rounding changes each sample by at most half an event.
     assert abs(cost(even).sum() - cost(whole).sum() / num_ranks) <= (cost(even + 1) - cost(even)).sum()
+
+
+def test_users_and_items_are_drawn_from_zipf_distributions_over_the_rows_of_their_tables() -> None:
+    workload = Workload(lengths={"a": "uniform"}, item_rows=1000, user_rows=300, item_exponent=0.5)
+    data = draw_data(workload, Lognormal(), num_tasks=1)
+    for ids, rows, exponent in ((data.items, 1000, 0.5), (data.users, 300, 1.05)):
+        drawn = np.bincount(ids.sample(np.random.default_rng(0), 100_000))
+        masses = np.arange(1, rows + 1.0) ** -exponent
+        assert len(drawn) == rows
+        assert drawn[:20] / 100_000 == pytest.approx(masses[:20] / masses.sum(), rel=0.15)
 
 
 NUM_BATCHES = 3

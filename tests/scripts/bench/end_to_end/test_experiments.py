@@ -53,6 +53,7 @@ def test_a_run_has_the_settings_and_keys_of_the_run_that_it_adds_to(file: Path) 
         (WORKLOAD + "seed = 1.5\n" + BASELINE, "[workload]: seed must be a whole number of at least 0, got 1.5"),
         (WORKLOAD + "rounds = 11\n" + BASELINE, "steps must be at least rounds, got steps=10 and rounds=11"),
         (WORKLOAD + "item_exponent = nan\n" + BASELINE, "item_exponent must be a number of at least 0, got nan"),
+        (WORKLOAD + "user_exponent = -1\n" + BASELINE, "user_exponent must be a number of at least 0, got -1"),
         ('[workload.lengths]\n"A 1" = "zipf"\n' + BASELINE, "'A 1': the name is that of a folder; write it as 'a-1'"),
         ('[workload.lengths]\na = "zpf"\n' + BASELINE, "lengths 'a': unknown distribution 'zpf'"),
         ("[workload.lengths]\na = 1\n" + BASELINE, "lengths 'a' must be a distribution such as"),

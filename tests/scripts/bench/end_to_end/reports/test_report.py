@@ -58,6 +58,8 @@ def test_report_has_all_parts(tmp_path: Path, given: dict[str, list[str]], capsy
     of_another_table = made_up.result("4 GPUs", measured("lognormal")[0].segments)
     first, second = measured("lognormal")
     first.environment["torch"] = "2.13"
+    for result in (first, second):
+        result.workload.update(item_exponent=1.05, user_exponent=1.2)
     save(tmp_path, first, second, failed, of_another_table, *measured("clipped-zipf"))
     for other in ("lpt-swap.task.json", "measured_cost-baseline.json"):
         (tmp_path / "lognormal" / other).write_text("{}")
@@ -73,6 +75,8 @@ def test_report_has_all_parts(tmp_path: Path, given: dict[str, list[str]], capsy
         "## lognormal: `lognormal:mean=512,std=512`",
         "- gpu: H200",
         "- torch: 2.13, 2.11",
+        "- items drawn from Zipf with exponent: 1.05",
+        "- users drawn from Zipf with exponent: 1.2, 0",  # as in results of before users had one
         f"- Tensor parallel 2 failed: {reason}",
         "| Tensor parallel 2 (failed) | 2 | - | - | - | - | - | - | - | - | - | - |",
         "| lpt-swap: step at most 1.01 of a perfectly even one | 1.0000 | met, 1.00 percentage points to spare |",
