@@ -48,8 +48,8 @@ def test_a_mistake_names_the_value(tmp_path: Path) -> None:
 
 
 def _written(out: Path, *, seed: int = 0, memory_limit: float | None = None, **options: Any) -> SequenceStore:
-    options = {"num_users": 2000, "lengths": Uniform(low=0, high=300)} | options
-    synthetic = SyntheticConfig(**options)
+    sizes: dict[str, Any] = {"num_users": 2000, "lengths": Uniform(low=0, high=300)}
+    synthetic = SyntheticConfig(**sizes | options)
     preprocess(
         PreprocessConfig(
             dataset="synthetic", out=out, split="none", synthetic=synthetic, seed=seed, memory_limit=memory_limit
