@@ -198,10 +198,10 @@ class Loader(EpochPositions, RankLoader[Batch]):
         """Number of rows that are not samples."""
         return sum(len(samples.left_out) for samples in self._open_epoch(self.epoch).samples)
 
-    def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
-        """Return a batch, without padding, of the samples with these `sample_ids`, int64 [n]."""
-        groups = group_by_store(self._open_epoch(self._after_last.epoch).stores, sample_ids)
-        (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
+    def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
+        """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
+        groups = group_by_store(self._open_epoch(epoch).stores, sample_ids)
+        (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._seed, epoch=epoch)
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -213,7 +213,8 @@ class Loader(EpochPositions, RankLoader[Batch]):
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
             sampled = opened.of_epoch.sampler.sample(iteration, steps, is_measured=is_measured)
             made = []
-            for step, samples, batch in zip(steps, sampled, opened.stored.batches(sampled), strict=True):
+            batches = opened.stored.batches(sampled, seed=seed, epoch=epoch)
+            for step, samples, batch in zip(steps, sampled, batches, strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
                 made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples.metrics))
             return made

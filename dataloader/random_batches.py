@@ -247,7 +247,8 @@ class RandomBatches(RankLoader[Batch]):
         rows = np.arange(num_samples)
         sample_ids = (step * self._world_size + self._rank) * batch_size + rows
         store = self._draw(rng, num_samples).remapped(self._config.key_maps)
-        (batch,) = self._collate([StoreRows(store, rows, rows)], sample_ids, batch_size=batch_size)
+        groups = [StoreRows(store, rows, rows)]
+        (batch,) = self._collate(groups, sample_ids, batch_size=batch_size, seed=self._config.seed)
         return batch.pin_memory() if self._config.pin_memory else batch
 
     def _draw(self, rng: np.random.Generator, num_samples: int) -> SequenceStore:

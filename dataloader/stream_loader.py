@@ -143,7 +143,7 @@ class StreamLoader(RankLoader[Batch]):
                     return
                 after = Position(epoch, position + step + 1)
                 with outside_inference_mode():
-                    (batch,) = self._collate(groups, sample_ids, batch_size=batch_size)
+                    (batch,) = self._collate(groups, sample_ids, batch_size=batch_size, seed=seed, epoch=epoch)
                     batch.epoch, batch.step, batch.position = epoch, step, after.position
                     batch = self._finish(batch, seed, after.position, self._rank)
                 self._snapshots.add(after, dict(shard_positions))

@@ -61,11 +61,19 @@ class Collate(ABC, Generic[Batch]):
         return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
 
     def __call__(
-        self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
+        self,
+        groups: Sequence[StoreRows],
+        sample_ids: NDArray[np.int64],
+        *,
+        batch_size: int,
+        num_batches: int = 1,
+        seed: int = 0,
+        epoch: int = 0,
     ) -> list[Batch]:
         """Make batches of samples [n], in order; rows after the last sample are padding.
 
-        At least one group is needed, because the stores name the contextual features.
+        At least one group is needed, because the stores name the contextual features. What is drawn for a sample
+        depends on its id, `seed` and `epoch`.
         """
         num_samples = len(sample_ids)
         spans, jagged = self._find(groups, num_samples)

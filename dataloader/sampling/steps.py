@@ -172,14 +172,15 @@ class StoredSamples(Generic[Batch]):
         ((store, rows, _),) = group_by_store(self._stores, np.array([sample_id]))
         return f"row {int(store.rows_of(rows)[0])} of {store.folder or 'the dataset'}"
 
-    def batches(self, steps: Sequence[StepSamples]) -> list[Batch]:
+    def batches(self, steps: Sequence[StepSamples], *, seed: int = 0, epoch: int = 0) -> list[Batch]:
         """Make the batch of each step, in one pass if all but the last are full."""
         is_full = all(len(step.sample_ids) == self._batch_size for step in steps[:-1])
         batches: list[Batch] = []
         for run in [steps] if is_full else [[step] for step in steps]:
             sample_ids = np.concatenate([step.sample_ids for step in run])
             groups = group_by_store(self._stores, sample_ids)
-            batches += self._collate(groups, sample_ids, batch_size=self._batch_size, num_batches=len(run))
+            shape = {"batch_size": self._batch_size, "num_batches": len(run)}
+            batches += self._collate(groups, sample_ids, **shape, seed=seed, epoch=epoch)
         for batch, step in zip(batches, steps, strict=True):
             for name, value in step.fields.items():
                 setattr(batch, name, value)
