@@ -133,7 +133,8 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     """Settings for batches of semantic ids: SemanticIdBatch. The last event of each user is the target."""
 
     codes: Path | str | CodeTable
-    """The codes of the items: a `.pt` or `.npy` file of integers [levels, items], -1 for no code; or a table."""
+    """The codes of the items: a `.pt` or `.npy` file of integers [levels, items], -1 for no code, or [levels, items,
+    codes of an item], -1 where an item has fewer; or a table."""
     codebook_sizes: tuple[int, ...] | None = None
     """Per level of a file; None: the level's largest code + 1."""
     label_offsets: bool = False
@@ -142,6 +143,9 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     """Also add the labels of the history: for each of its events, the codes of the next one."""
     candidate_feature: bool = False
     """Add a feature `candidate_id`, the tokens of the target, for teacher forcing."""
+    draw_alternatives: bool = False
+    """Draw one of an item's codes for each event, of histories and targets, anew in each epoch. False: the first one,
+    as for evaluation."""
 
     def __post_init__(self) -> None:
         ReadConfig.__post_init__(self)

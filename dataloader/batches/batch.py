@@ -59,9 +59,12 @@ def check_loss_key(loss_key: LossKey | None, jagged_keys: Collection[tuple[str, 
         raise ConfigError(f"the batch has no {loss_key}; its jagged keys are {known}")
 
 
-def host(default: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that stays on the host: metadata of the batch, not one of its tensors."""
-    return field(default=default, metadata={"host": True})
+def host(default: Any = dataclasses.MISSING, *, in_schema: bool = False) -> Any:
+    """Declare a field that stays on the host: metadata of the batch, not one of its tensors.
+
+    One that is `in_schema` is hashable and the same in all batches of all ranks, which compare it.
+    """
+    return field(default=default, metadata={"host": True, "in_schema": in_schema})
 
 
 def dense(
@@ -305,10 +308,48 @@ class SemanticIdBatch(JaggedBatch):
     """
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
+    candidate_levels: int = host(0, in_schema=True)
+    """Codes of a target: `levels`, or as many as `retain_candidate_hierarchies` has left."""
 
     def loss_key(self) -> LossKey | None:
         """Return the labels' key: each code of a labeled event is a loss token."""
         return LossKey("labels", "label")
+
+    def retain_candidate_hierarchies(self, num_levels: int) -> Self:
+        """Return the batch with the first `num_levels` codes of each target alone, in labels and `candidate_id`.
+
+        levels = 3, num_levels = 1      candidate_id  d1 d2 d3               becomes  d1
+                                        label         c1 c2 c3 d1 d2 d3               c1 c2 c3 d1
+
+        Labels of the history stay. This works on any device, without synchronization. To train on such batches, call it
+        in the loader's transform: after a Balancer, `world_loss_tokens` is unknown, None.
+
+        Raises:
+            ConfigError: `num_levels` is not in 1..candidate_levels.
+        """
+        if not 1 <= num_levels <= self.candidate_levels:
+            raise ConfigError(
+                f"num_levels must be between 1 and candidate_levels = {self.candidate_levels}, got {num_levels}"
+            )
+        cut = self.candidate_levels - num_levels
+        if not cut:
+            return self
+        keys = ("candidate_id", "label")
+
+        def shorten(longest: Mapping[str, int] | None) -> Mapping[str, int] | None:
+            return longest and {name: size - cut * (name in keys and size > 0) for name, size in longest.items()}
+
+        has_candidates = keys[0] in self.features.keys()  # noqa: SIM118  # a KeyedJaggedTensor
+        return self.replace(
+            features=drop_last(self.features, keys[0], cut, self.num_real) if has_candidates else self.features,
+            labels=drop_last(self.labels, keys[1], cut, self.num_real),
+            candidate_levels=num_levels,
+            loss_tokens=self.loss_tokens - cut * self.num_real,
+            world_loss_tokens=None,
+            world_task_tokens=None,
+            max_lengths=shorten(self.max_lengths),
+            length_limits=shorten(self.length_limits),
+        )
 
 
 def keyed_jagged_tensor(
@@ -352,6 +393,23 @@ def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[Keye
     indices = torch.from_numpy(shifts + np.arange(len(shifts))).to(device)
     selected_weights = None if weights is None else weights[indices]
     return keyed_jagged_tensor(value.keys(), value.values()[indices], selected, weights=selected_weights), selected
+
+
+def drop_last(value: KeyedJaggedTensor, key: str, num_values: int, num_real: int) -> KeyedJaggedTensor:
+    """Return all keys without the last values of the first `num_real` rows of one, none of which is shorter.
+
+    The values have no weights. Nothing synchronizes with the device if `length_per_key` is known on the host.
+    """
+    index = value.keys().index(key)
+    lengths = value.lengths().view(len(value.keys()), -1)
+    dropped = torch.zeros_like(lengths)
+    dropped[index, :num_real] = num_values
+    kept, length_per_key = lengths - dropped, list(value.length_per_key())
+    length_per_key[index] -= num_values * num_real
+    num_kept = sum(length_per_key)
+    before = (dropped.view(-1).cumsum(0) - dropped.view(-1)).repeat_interleave(kept.view(-1), output_size=num_kept)
+    values = value.values()[torch.arange(num_kept, device=before.device) + before]
+    return keyed_jagged_tensor(value.keys(), values, kept, length_per_key)
 
 
 def longest_rows(lengths: Mapping[tuple[str, str], NDArray[np.integer]]) -> dict[str, int]:

@@ -50,7 +50,7 @@ def empty_batch(schema: BatchSchema) -> JaggedBatch:
         {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields},
         {spec.name: spec.fill for spec in schema.fields},
         schema.loss_key,
-    ).replace(max_lengths=max_lengths, length_limits=dict(schema.length_limits) or None)
+    ).replace(max_lengths=max_lengths, length_limits=dict(schema.length_limits) or None, **dict(schema.shared))
 
 
 def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tensor | None":

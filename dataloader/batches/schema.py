@@ -1,5 +1,6 @@
 """The schema that the batches of all ranks share, and the checks of a batch before its samples move."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class BatchSchema:
     loss_key: LossKey | None
     length_limits: tuple[tuple[str, int], ...] = ()
     """By name, sorted."""
+    shared: tuple[tuple[str, Any], ...] = ()
+    """The values of fields that are declared with `host(in_schema=True)`, by name."""
 
     jagged_keys: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
     """Field and key of each of the K jagged features, in the order of the rows of lengths [K, ...]."""
@@ -68,6 +71,9 @@ class BatchSchema:
         for key, limit, other_limit in _pair(dict(self.length_limits), dict(other.length_limits)):
             if limit != other_limit:
                 differences.append(f"length limit of {key}: {limit} and {other_limit}")
+        for name, value, other_value in _pair(dict(self.shared), dict(other.shared)):
+            if value != other_value:
+                differences.append(f"{name}: {value} and {other_value}")
         specs, other_specs = ({spec.name: spec for spec in schema.fields} for schema in (self, other))
         for name, spec, other_spec in _pair(specs, other_specs):
             # A NaN fill value from another rank is never equal to this rank's, but their representations are.
@@ -98,7 +104,13 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
         tuple(_spec_of(name, value, batch.batch_size, fills.get(name, 0)) for name, value in batch.tensors()),
         batch.loss_key(),
         tuple(sorted(limits.items())) if limits else (),
+        tuple((name, getattr(batch, name)) for name in _names_of_shared(batch_type)),
     )
+
+
+@functools.cache
+def _names_of_shared(batch_type: Any) -> tuple[str, ...]:
+    return tuple(entry.name for entry in dataclasses.fields(batch_type) if entry.metadata.get("in_schema"))
 
 
 @functools.lru_cache  # the batches of a loader have one schema, and each is compared with it
@@ -108,9 +120,15 @@ def _schema(
     fields: tuple[FieldSpec, ...],
     loss_key: LossKey | None,
     limits: tuple[tuple[str, int], ...],
+    shared: tuple[tuple[str, Any], ...],
 ) -> BatchSchema:
     schema = BatchSchema(
-        batch_type=batch_type, batch_size=batch_size, fields=fields, loss_key=loss_key, length_limits=limits
+        batch_type=batch_type,
+        batch_size=batch_size,
+        fields=fields,
+        loss_key=loss_key,
+        length_limits=limits,
+        shared=shared,
     )
     check_loss_key(schema.loss_key, schema.jagged_keys)
     return schema

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.core.hashing import mix_word
 from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.datasets.store import SequenceStore
@@ -79,10 +80,19 @@ def find_spans(
 
 
 class ItemTokens(NamedTuple):
-    """The tokens of items: the codes of each [items, levels], -1 without a code, plus an offset for each level."""
+    """The tokens of items: the codes of each [items, levels], -1 without a code, plus an offset for each level.
+
+    With `alternatives`, an event has one of its item's codes, drawn by its sample and its distance to the end.
+    """
 
     codes: NDArray[np.int32]
     level_offsets: Ints
+    alternatives: NDArray[np.int32] = np.empty((0, 0, 0), dtype=np.int32)
+    """[items, A, levels]: further codes of each item, then -1."""
+    words: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+    """[n]: random words of the samples."""
+    ends: Ints = np.empty(0, dtype=np.int64)
+    """[n]: where their events end, as in HistorySpans."""
 
 
 class KeyValues(NamedTuple):
@@ -245,18 +255,28 @@ def _copy_tokens(
     out_begins: Ints,
     codes: NDArray[np.int32],
     level_offsets: Ints,
+    alternatives: NDArray[np.int32],
+    words: NDArray[np.uint64],
+    ends: Ints,
     out: Ints,
 ) -> bool:
     """Return whether all items have codes."""
-    levels = codes.shape[1]
+    levels, num_alternatives = codes.shape[1], alternatives.shape[1]
     for sample in sample_indices:
         out_index = out_begins[sample]
         for index in range(begins[sample], begins[sample] + sizes[sample]):
             item = column[index]
             if item < 0 or item >= len(codes) or codes[item, 0] < 0:
                 return False
+            choice = np.int64(0)  # the item's first code, or an alternative from 1
+            if num_alternatives:
+                count = 1
+                while count <= num_alternatives and alternatives[item, count - 1, 0] >= 0:
+                    count += 1
+                choice = np.int64(mix_word(words[sample] ^ np.uint64(ends[sample] - index)) % np.uint64(count))
             for level in range(levels):
-                out[out_index + level] = codes[item, level] + level_offsets[level]
+                code = codes[item, level] if choice == 0 else alternatives[item, choice - 1, level]
+                out[out_index + level] = code + level_offsets[level]
             out_index += levels
     return True
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
+from evenrank.core.hashing import mix64
 from evenrank.dataloader.batches.batch import SemanticIdBatch
 from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues, StoreRows
 from evenrank.dataloader.collate.sequences import LABEL, Collate, Fields, check_user_ids
@@ -37,6 +39,8 @@ class CodeTable:
     """[items, levels]; -1 in every level of an item without a code."""
     codebook_sizes: tuple[int, ...]
     """[levels]: the codes of a level are in 0..size-1."""
+    alternatives: NDArray[np.int32] | None = None
+    """[items, A, levels]: further codes of each item, as of other tokenizers; then -1. None: each item has one code."""
 
     def __post_init__(self) -> None:
         codes, sizes = self.codes, self.codebook_sizes
@@ -45,17 +49,45 @@ class CodeTable:
                 f"codes must be integers [items, levels] with one of codebook_sizes, {list(sizes)}, per level, got "
                 f"{codes.dtype} {list(codes.shape)}; transpose a table [levels, items], or pass other sizes"
             )
+        if self.alternatives is not None:
+            codes = self._check_alternatives(self.alternatives)
         if ((codes < _NO_CODE) | (codes >= np.array(sizes))).any():
             raise ConfigError(
                 f"codes must be -1 (no code) or below codebook_sizes, {list(sizes)}, got {codes.min()} to "
-                f"{codes.max(axis=0).tolist()} in the levels; give each level a size above its largest code"
+                f"{codes.reshape(-1, len(sizes)).max(axis=0).tolist()} in the levels; give each level a size above its "
+                "largest code"
             )
-        partly_missing = (codes == _NO_CODE).any(axis=1) & (codes != _NO_CODE).any(axis=1)
+        partly_missing = (codes == _NO_CODE).any(axis=-1) & (codes != _NO_CODE).any(axis=-1)
         if partly_missing.any():
             raise ConfigError(
-                f"item {int(np.argmax(partly_missing))} has codes in some levels only; set all of its levels to -1, or "
-                "none"
+                f"item {np.argwhere(partly_missing)[0, 0]} has codes in some levels only; set all of its levels to -1, "
+                "or none"
             )
+
+    def _check_alternatives(self, alternatives: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return all codes, [items, 1 + A, levels]."""
+        items, levels = self.codes.shape
+        if alternatives.ndim != 3 or alternatives.shape[::2] != (items, levels) or alternatives.dtype.kind not in "iu":
+            raise ConfigError(
+                f"alternatives must be integers [items, A, levels] of {items} items with {levels} levels, got "
+                f"{alternatives.dtype} {list(alternatives.shape)}"
+            )
+        codes = np.concatenate([self.codes[:, None], alternatives], axis=1)
+        is_missing = codes[..., 0] == _NO_CODE
+        if (after := is_missing[:, :-1] & ~is_missing[:, 1:]).any():
+            raise ConfigError(f"item {np.argwhere(after)[0, 0]} has a code after a missing one; put -1 last")
+        for first in range(codes.shape[1]):
+            same = (codes[:, first, None] == codes[:, first + 1 :]).all(axis=-1) & ~is_missing[:, first, None]
+            if same.any():
+                raise ConfigError(f"item {np.argwhere(same)[0, 0]} has the same code twice; set the second to -1")
+        return codes
+
+    def all_codes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the items and codes of all pairs, those of alternatives too: int64 [n], ascending, and [n, levels]."""
+        more = [] if self.alternatives is None else [self.alternatives]
+        codes = np.concatenate([self.codes[:, None], *more], axis=1)
+        items, numbers = np.nonzero(codes[..., 0] != _NO_CODE)
+        return items, codes[items, numbers]
 
     @property
     def level_offsets(self) -> NDArray[np.int64]:
@@ -71,15 +103,19 @@ class CodeTable:
     def describe(self) -> str:
         """Return the sizes of the table and a hash of its contents; equal for equal tables."""
         items, levels = self.codes.shape
-        digest = hashlib.sha256(np.ascontiguousarray(self.codes, dtype="<i4").tobytes()).hexdigest()
-        return f"{levels} levels of {items} items, codebook_sizes {list(self.codebook_sizes)}, {digest[:16]}"
+        digest, more = hashlib.sha256(np.ascontiguousarray(self.codes, dtype="<i4").tobytes()), ""
+        if self.alternatives is not None:
+            digest.update(np.ascontiguousarray(self.alternatives, dtype="<i4").tobytes())
+            more = f" with {self.alternatives.shape[1]} alternatives"
+        sizes = list(self.codebook_sizes)
+        return f"{levels} levels of {items} items{more}, codebook_sizes {sizes}, {digest.hexdigest()[:16]}"
 
 
 def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) -> CodeTable:
-    """Read an integer table [levels, items] from a `.pt` or `.npy` file, without running code from it; -1: no code.
+    """Read a table of codes from a `.pt` or `.npy` file, without running code from it.
 
     Args:
-        path: of the file.
+        path: of a file of integers [levels, items] or [levels, items, codes of an item]; -1: no code.
         codebook_sizes: per level; None: the largest code of the level + 1.
 
     Raises:
@@ -87,8 +123,9 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
     """
     path = Path(path)
     table = _read_tensor(path)
-    if table.ndim != 2 or table.dtype.kind not in "iu" or not table.size:
-        raise DataError(f"{path} must contain an integer tensor [levels, items], got {table.dtype} {table.shape}")
+    if table.ndim not in (2, 3) or table.dtype.kind not in "iu" or not table.size:
+        shapes = "[levels, items] or [levels, items, codes of an item]"
+        raise DataError(f"{path} must contain an integer tensor {shapes}, got {table.dtype} {table.shape}")
     if len(table) > _MAX_LEVELS:
         raise DataError(
             f"{path} has {len(table):,} levels of {table.shape[1]:,} items, more than {_MAX_LEVELS} levels; transpose "
@@ -97,9 +134,12 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
     low, high = int(table.min()), int(table.max())
     if low < _NO_CODE or high > np.iinfo(np.int32).max:
         raise DataError(f"{path} has codes from {low} to {high}; they must be -1 (no code) or 0 to 2^31-1")
-    sizes = table.max(axis=1).astype(np.int64) + 1 if codebook_sizes is None else codebook_sizes
+    codes = np.atleast_3d(table).transpose(1, 2, 0).astype(np.int32, order="C")  # [items, codes of an item, levels]
+    sizes = codes.max(axis=(0, 1)).astype(np.int64) + 1 if codebook_sizes is None else codebook_sizes
+    more = np.ascontiguousarray(codes[:, 1:]) if codes.shape[1] > 1 else None
     try:
-        return CodeTable(codes=np.ascontiguousarray(table.T, dtype=np.int32), codebook_sizes=tuple(map(int, sizes)))
+        own = np.ascontiguousarray(codes[:, 0])
+        return CodeTable(codes=own, codebook_sizes=tuple(map(int, sizes)), alternatives=more)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from error
 
@@ -145,6 +185,7 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
     label_offsets: bool
     history_labels: bool
     candidate_feature: bool
+    draw_alternatives: bool = False
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows without a target, and those whose history or target contains an item without a code."""
@@ -176,6 +217,31 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
         if self.candidate_feature:
             values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, 1, tokens)
         return values
+
+    def _draw(
+        self, fields: Fields, spans: HistorySpans, sample_ids: NDArray[np.int64], *, seed: int, epoch: int
+    ) -> Fields:
+        """Draw a code for each event: the same for its features and labels, on any number of ranks."""
+        if not self.draw_alternatives or self.table.alternatives is None:
+            return fields
+        word = mix64(mix64(np.array([seed]).view(np.uint64)) ^ np.uint64(epoch))
+        own = ItemTokens(
+            self.table.codes,
+            self.table.level_offsets,
+            self.table.alternatives,
+            mix64(sample_ids.view(np.uint64) ^ word),
+            spans.ends,
+        )
+
+        def draw(values: KeyValues) -> KeyValues:
+            if values.tokens is None:
+                return values
+            return values._replace(tokens=own._replace(level_offsets=values.tokens.level_offsets))
+
+        return {field: {key: draw(values) for key, values in keys.items()} for field, keys in fields.items()}
+
+    def _shared(self) -> dict[str, Any]:
+        return {"candidate_levels": len(self.table.codebook_sizes)}
 
     def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
         begins, history_ends, ends = spans

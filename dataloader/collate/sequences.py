@@ -77,6 +77,7 @@ class Collate(ABC, Generic[Batch]):
         """
         num_samples = len(sample_ids)
         spans, jagged = self._find(groups, num_samples)
+        jagged = self._draw(jagged, spans, sample_ids, seed=seed, epoch=epoch)
         fields: dict[str, Sequence[Any]] = {}
         longest = []
         for field, keys in jagged.items():
@@ -106,6 +107,7 @@ class Collate(ABC, Generic[Batch]):
                 loss_tokens=loss_tokens[batch],
                 max_lengths=max_lengths[batch],
                 length_limits=dict(limits),
+                **self._shared(),
                 **dict(zip(fields, tensors, strict=True)),
             )
             for batch, tensors in enumerate(zip(*fields.values(), strict=True))
@@ -121,6 +123,16 @@ class Collate(ABC, Generic[Batch]):
 
     def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
+        return {}
+
+    def _draw(
+        self, fields: Fields, spans: HistorySpans, sample_ids: NDArray[np.int64], *, seed: int, epoch: int
+    ) -> Fields:
+        """Return the values of all jagged keys, with what is drawn for samples [n] in an epoch."""
+        return fields
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the fields that are the same in all batches, by name."""
         return {}
 
     def _finish_labels(self, values: NDArray[np.int64]) -> None:

@@ -30,7 +30,7 @@ class Catalogue:
     """
 
     def __init__(self, table: CodeTable, device: torch.device | str = "cpu") -> None:
-        items = np.flatnonzero(table.has_code(np.arange(len(table.codes))))
+        items, codes = table.all_codes()
         if not len(items):
             raise ConfigError(f"none of the {len(table.codes)} items of the table has a code; pass the data's table")
         prefixes = np.zeros(len(items), dtype=np.int64)  # of each item; before the first level all are the empty one
@@ -38,10 +38,12 @@ class Catalogue:
         self._keys = []
         firsts = np.zeros(0, dtype=np.int64)
         for level, size in enumerate(table.codebook_sizes):
-            keys = prefixes * size + table.codes[items, level]
+            keys = prefixes * size + codes[:, level]
             unique, firsts, prefixes = np.unique(keys, return_index=True, return_inverse=True)
             self._keys.append(torch.from_numpy(unique).to(device))
         self._items: Tensor = torch.from_numpy(items[firsts]).to(device)
+        # Of items with several codes, by which each counts once: [items, levels].
+        self._first_codes = None if table.alternatives is None else torch.from_numpy(table.codes).long().to(device)
 
     def continuations(self, prefixes: Tensor, level: int) -> Tensor:
         """Return the prefixes of a level that continue others by each code: int64 [..., codebook size].
@@ -62,15 +64,28 @@ class Catalogue:
         """Return the items with these codes of all levels, the lowest if several have the same; -1 for -1."""
         return torch.where(prefixes >= 0, self._items[prefixes.clamp(min=0)], -1)
 
+    def merge(self, beams: "Beams") -> "Beams":
+        """Return beams with each item once: with its first code, and the probability of all that were found."""
+        if self._first_codes is None:
+            return beams
+        same = beams.items[:, :, None] == beams.items[:, None, :]
+        totals = torch.where(same, beams.log_probabilities[:, None, :], -torch.inf).logsumexp(dim=-1)
+        is_again = same.tril(-1).any(dim=-1)
+        totals, order = totals.masked_fill(is_again, -torch.inf).sort(dim=-1, descending=True, stable=True)
+        items = beams.items.gather(1, order).masked_fill(totals.isneginf(), -1)
+        return Beams(items=items, codes=self._first_codes[items.clamp(min=0)], log_probabilities=totals)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beams:
-    """The most probable items after each history, best first. Items with the same codes count as one."""
+    """The most probable items after each history, best first. Items with the same codes count as one, and so do several
+    codes of an item.
+    """
 
     items: Tensor
     """int64 [B, K]; -1 where the search found fewer."""
     codes: Tensor
-    """int64 [B, K, levels]; meaningless where `items` is -1."""
+    """int64 [B, K, levels]: the first of each item; meaningless where `items` is -1."""
     log_probabilities: Tensor
     """[B, K]; -inf where `items` is -1. Those of all tuples of codes add up to 1, also of tuples that no item has."""
 
@@ -124,7 +139,7 @@ def beam_search(model: SemanticIdModel, batch: SemanticIdBatch, catalogue: Catal
         prefixes = continued.flatten(1).gather(1, best)
         kept = codes.gather(1, (best // size)[..., None].expand(-1, -1, level))
         codes = torch.cat([kept, (best % size)[..., None]], dim=-1)
-    return Beams(items=catalogue.items(prefixes), codes=codes, log_probabilities=totals)
+    return catalogue.merge(Beams(items=catalogue.items(prefixes), codes=codes, log_probabilities=totals))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

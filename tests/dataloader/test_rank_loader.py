@@ -50,7 +50,7 @@ CHANGES: dict[type, dict[str, Any]] = {
     SemanticIdConfig: {
         "key_maps": {"segment": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},
         "codes": OTHER_CODES,
-        **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature"), True),
+        **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature", "draw_alternatives"), True),
     },
     StreamConfig: {"num_shards": 9, "buffer_rows": 9, "open_shards": 9},
     RandomBatches: {"num_workers": 2, "num_tasks": 2},

@@ -153,7 +153,11 @@ TENSORS: list[Any] = [
 @pytest.mark.parametrize(
     ("table", "sizes", "message"),
     [
-        (np.zeros(5, dtype=int), None, r"must contain an integer tensor \[levels, items\], got int64 \(5,\)"),
+        (
+            np.zeros(5, dtype=int),
+            None,
+            r"must contain an integer tensor \[levels, items\] or .* of an item\], got int64 \(5,\)",
+        ),
         (np.zeros((2, 5)), None, "must contain an integer tensor"),
         (np.zeros((500, 3), dtype=int), None, "has 500 levels of 3 items, more than 64 levels; transpose the table"),
         (np.full((2, 5), -2), None, "has codes from -2 to -2"),

@@ -74,6 +74,32 @@ def test_fewer_beams_find_items_that_exist_with_their_own_scores() -> None:
     torch.testing.assert_close(found.log_probabilities[0], scores[items])
 
 
+@settings(max_examples=10)
+@given(seed=st.integers(0, 99))
+def test_an_item_with_several_codes_is_found_once_with_the_probability_of_all_of_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    codes = rng.permutation(ALL_CODES)[:21].reshape(7, 3, len(SIZES))  # of 7 items
+    codes[rng.random(7) < 0.5, 2] = -1
+    table = CodeTable(codes=codes[:, 0], codebook_sizes=SIZES, alternatives=codes[:, 1:])
+    model, samples = _model(num_users=5), random_samples(4, SIZES, max_history=4, seed=seed)
+    batch = batch_of(samples, SIZES, users=range(4), batch_size=5)
+    found = beam_search(model, batch, Catalogue(table), beams=24)
+    for row, sample in enumerate(samples):
+        scores = torch.stack(
+            [
+                _score_all(model, sample, CodeTable(codes=np.maximum(of_item, 0), codebook_sizes=SIZES), user=row)
+                .masked_fill(torch.from_numpy(of_item[:, 0] < 0), -torch.inf)
+                .logsumexp(dim=0)
+                for of_item in codes
+            ]
+        )
+        expected, order = scores.sort(descending=True)
+        assert found.items[row].tolist() == order.tolist() + [-1] * (found.items.shape[1] - 7)
+        torch.testing.assert_close(found.log_probabilities[row, :7], expected)
+        assert found.codes[row, :7].tolist() == table.codes[order.numpy()].tolist()
+        assert torch.isneginf(found.log_probabilities[row, 7:]).all()
+
+
 def test_places_of_targets_are_those_of_their_codes() -> None:
     samples = [((0, 0, 0), (2, 3, 1)), ((1, 1, 1),), ((0, 1, 0), (0, 0, 1)), ((2, 2, 0),)]
     batch = batch_of(samples, SIZES, batch_size=5, history_labels=True)
