@@ -17,6 +17,7 @@ from .elastic_sampler import ElasticSampler as ElasticSampler
 from .loader import Loader as Loader
 from .loader import TimeWindowLoader as TimeWindowLoader
 from .loader import build_loader as build_loader
+from .log_loader import LogLoader as LogLoader
 from .random_batches import RandomBatches as RandomBatches
 from .random_batches import RandomData as RandomData
 from .random_batches import RandomFeature as RandomFeature
@@ -35,6 +36,7 @@ __all__ = [
     "JaggedCollate",
     "Loader",
     "LoaderConfig",
+    "LogLoader",
     "LossKey",
     "Mixture",
     "PaddedBatches",

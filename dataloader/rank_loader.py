@@ -14,7 +14,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
 
-PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory"})
+PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory", "poll_seconds"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
 # Compared by their contents: the file may be at another path on another host.
 _CODES = frozenset({"codes", "codebook_sizes"})

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.log_loader import LogLoader
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import remapped_stores
@@ -28,6 +29,7 @@ from evenrank.dataloader.state.checks import COUNT, check_intact, check_value, c
 from evenrank.dataloader.state.resume_point import Position, Snapshots
 from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.dataloader.stream_shuffle import ShardPosition, ShardReader, Window, read_ahead, take_batches
+from evenrank.datasets.continuous_log import LogSource, open_log
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
 
@@ -56,6 +58,7 @@ FORMAT = checks.StateFormat(
 )
 
 
+@overload
 def build_stream_loader(
     url: Path | str,
     config: ReadConfig[Batch],
@@ -64,26 +67,59 @@ def build_stream_loader(
     rank: int,
     world_size: int,
     transform: Transform[Batch] | None = None,
-) -> "StreamLoader[Batch]":
+    follow: Literal[False] = False,
+) -> "StreamLoader[Batch]": ...
+
+
+@overload
+def build_stream_loader(
+    url: Path | str | LogSource,
+    config: ReadConfig[Batch],
+    stream: StreamConfig | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    transform: Transform[Batch] | None = None,
+    follow: Literal[True],
+) -> LogLoader[Batch]: ...
+
+
+def build_stream_loader(
+    url: Path | str | LogSource,
+    config: ReadConfig[Batch],
+    stream: StreamConfig | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    transform: Transform[Batch] | None = None,
+    follow: bool = False,
+) -> "StreamLoader[Batch] | LogLoader[Batch]":
     """Open a dataset for sequential reading and return the loader of one rank.
 
     Args:
-        url: of the dataset: a folder, or a URL that `open_stream` supports.
-        config: the same on all ranks. Its order must be `shuffle`; `drop_last` leaves out a rank's last batch if it is
-            not full; `num_workers` threads read windows ahead.
+        url: of the dataset: a folder, or a URL that `open_stream` supports. With `follow` also a `LogSource`.
+        config: the same on all ranks. Its order must be `shuffle`, or `rows` with `follow`; `drop_last` leaves out a
+            rank's last batch if it is not full; `num_workers` threads read windows ahead.
         stream: shards and buffers; the same on all ranks.
         rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
         transform: as in `build_loader`, but called by the consumer's thread; its generator also depends on the rank.
+        follow: go on with the files that are added to the folder of the split, in the order of their names, and wait
+            for more: see `LogLoader`.
 
     Raises:
         ConfigError: the rank or the order is not supported, or the settings do not fit the dataset.
         DataError: the dataset, or the file of codes, is missing or malformed.
     """
+    stream = StreamConfig() if stream is None else stream
+    if follow:
+        log = url if isinstance(url, LogSource) else open_log(url, config.split)
+        return LogLoader(log, config, stream, rank=rank, world_size=world_size, transform=transform)
+    if isinstance(url, LogSource):
+        raise ConfigError("a log is read as it grows; pass follow=True")
     if config.order != "shuffle":
         raise ConfigError(f"streams are always shuffled; order must be 'shuffle', got {config.order!r}")
     source = open_stream(url, config.split)
-    stream = StreamConfig() if stream is None else stream
     return StreamLoader(source, config, stream, rank=rank, world_size=world_size, transform=transform)
 
 

@@ -44,7 +44,12 @@ class ListReader:
 
     def __call__(self, file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
         """Return the rows of a group; a null list has no events."""
+        first_row = sum(file.metadata.row_group(before).num_rows for before in range(group))
         table = file.read_row_group(group, columns=[*self.columns.values()])
+        return self.rows(table, manifest, path, first_row)
+
+    def rows(self, table: pa.Table, manifest: Manifest, path: str, first_row: int) -> RowBlock:
+        """Return the rows of a table that begins with a row of the file or other place `path`."""
         arrays = {name: table.column(column).combine_chunks() for name, column in self.columns.items()}
         lists = {name: arrays.pop(name) for name in manifest.event_dtypes if name in arrays}
         if wrong := [name for name, array in lists.items() if not _is_list(array.type)]:
@@ -57,7 +62,7 @@ class ListReader:
         for name, others in counts.items():
             for row in np.flatnonzero(others != lengths)[:1]:
                 raise DataError(
-                    f"{path}, row {row + sum(file.metadata.row_group(before).num_rows for before in range(group))}: "
+                    f"{path}, row {first_row + row}: "
                     f"{self.columns[ITEM_ID]!r} has {lengths[row]} values, {self.columns[name]!r} has {others[row]}; "
                     "the lists of a row need one value per event"
                 )

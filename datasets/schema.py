@@ -47,7 +47,7 @@ EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_
 FLOAT = "float32"
 MULTI_VALUED = "list<int64>"
 _CONTEXT_DTYPES = ("int64", FLOAT, MULTI_VALUED)
-_EXTRA_DTYPES = ("int64", "int32", FLOAT)
+EXTRA_DTYPES = ("int64", "int32", FLOAT)
 # Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
@@ -320,7 +320,7 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
     splits = {name: _checked_split(split) for name, split in raw["splits"].items()}
     _check_distinct(splits)
     contextual, extra_events = (dict(raw[field].items()) for field in ("contextual", "extra_events"))
-    for dtypes, known in ((contextual, _CONTEXT_DTYPES), (extra_events, _EXTRA_DTYPES)):
+    for dtypes, known in ((contextual, _CONTEXT_DTYPES), (extra_events, EXTRA_DTYPES)):
         if unknown := [dtype for dtype in dtypes.values() if dtype not in known]:
             raise ValueError(f"a column has the type {unknown[0]!r}; known: {', '.join(known)}")
     check_names((*contextual, *extra_events))

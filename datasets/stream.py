@@ -11,8 +11,9 @@ Both orders are stateless permutations, so two numbers give the position in a sh
 """
 
 import hashlib
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -91,11 +92,15 @@ class StreamConfig:
     """Rows of a window, the shuffle buffer."""
     open_shards: int = 4
     """Shards that a rank reads at the same time; each batch takes samples from all of them."""
+    poll_seconds: float = 5.0
+    """With `follow`, the only option that applies: how often a rank that waits looks for new records."""
 
     def __post_init__(self) -> None:
         for name in ("num_shards", "buffer_rows", "open_shards"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 0 < self.poll_seconds < math.inf:
+            raise ConfigError(f"poll_seconds must be positive, got {self.poll_seconds}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,34 +125,13 @@ class StreamSource:
         """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
         files = self.manifest.splits[self.split].files
         blocks: list[RowBlock] = []
-        for index, file_first, file_end in _overlaps([file.rows for file in files], first, end):
+        for index, file_first, file_end in overlaps([file.rows for file in files], first, end):
             blocks += self._read_blocks(files[index], file_first, file_end)
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *(block.lengths for block in blocks)])
-        if len(lengths) != end - first:
+        if sum(len(block.lengths) for block in blocks) != end - first:
             raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
-        have_targets = {NUM_TARGETS in block.row_columns for block in blocks}
-        if len(have_targets) > 1:
+        if len({NUM_TARGETS in block.row_columns for block in blocks}) > 1:
             raise DataError(f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
-
-        def column(name: str, dtype: str) -> NDArray[Any]:
-            return np.concatenate([np.empty(0, dtype), *(block.row_columns[name] for block in blocks)])
-
-        def row_offsets(name: str) -> NDArray[np.int64]:
-            counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
-            return np.cumsum(np.concatenate(counts))
-
-        return SequenceStore(
-            manifest=self.manifest,
-            split=self.split,
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
-            events={
-                name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
-                for name, dtype in self.manifest.event_dtypes.items()
-            },
-            rows={name: column(name, dtype) for name, dtype in self.manifest.row_columns.items()},
-            multi_valued={name: MultiValued(offsets=row_offsets(name)) for name in self.manifest.multi_valued},
-            num_targets=column(NUM_TARGETS, "int32") if True in have_targets else None,
-        )
+        return join_blocks(blocks, self.manifest, self.split)
 
     def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
         """Yield rows first..end-1 of a file, one row group at a time."""
@@ -166,7 +150,7 @@ class StreamSource:
                 if (rows := file.metadata.num_rows) != data_file.rows:
                     raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-                for group, group_first, group_end in _overlaps(sizes, first, end):
+                for group, group_first, group_end in overlaps(sizes, first, end):
                     yield read_row_group(file, group, self.manifest, path).rows(group_first, group_end)
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
@@ -181,13 +165,37 @@ class StreamSource:
                 self.versions[path] = version
 
 
+def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str) -> SequenceStore:
+    """Return the rows of blocks as a store in memory."""
+
+    def column(name: str, dtype: str) -> NDArray[Any]:
+        return np.concatenate([np.empty(0, dtype), *(block.row_columns[name] for block in blocks)])
+
+    def row_offsets(name: str) -> NDArray[np.int64]:
+        counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
+        return np.cumsum(np.concatenate(counts))
+
+    return SequenceStore(
+        manifest=manifest,
+        split=split,
+        offsets=np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *(block.lengths for block in blocks)])),
+        events={
+            name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
+            for name, dtype in manifest.event_dtypes.items()
+        },
+        rows={name: column(name, dtype) for name, dtype in manifest.row_columns.items()},
+        multi_valued={name: MultiValued(offsets=row_offsets(name)) for name in manifest.multi_valued},
+        num_targets=column(NUM_TARGETS, "int32") if blocks and NUM_TARGETS in blocks[0].row_columns else None,
+    )
+
+
 def _check_local(files: fs.FileSystem, path: str) -> None:
     """Check that an existing local file is a regular one, because opening a named pipe would wait for a writer."""
     if isinstance(files, fs.LocalFileSystem) and os.path.exists(path):
         check_regular(path)
 
 
-def _overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+def overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield the index of each consecutive part with some of rows first..end-1, and the range of these in the part."""
     begin = 0
     for index, size in enumerate(sizes):

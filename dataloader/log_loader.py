@@ -1,0 +1,148 @@
+"""`LogLoader`: a log that grows -> this rank's batches, each record once, resumable on any number of ranks."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
+from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.collate.gather import StoreRows
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
+from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
+from evenrank.dataloader.sampling.steps import remapped_stores
+from evenrank.dataloader.state.checks import COUNT, SEED, TEXT, StateFormat, integer
+from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
+from evenrank.datasets.continuous_log import LogEnd, LogSource
+from evenrank.datasets.stream import StreamConfig
+
+_log = logging.getLogger("evenrank")
+
+FORMAT = StateFormat(
+    owner="the log's loader",
+    version=1,
+    fields={
+        "epoch": integer(0, 0),
+        "position": COUNT,
+        "seed": SEED,
+        "mark": TEXT,
+        VOCABULARY: TEXT,
+        DIST_TYPE: TEXT,
+    },
+    not_covered=frozenset({DIST_TYPE}),
+)
+
+
+class LogLoader(RankLoader[Batch]):
+    """The batches of one rank, of a log that grows; its one iteration waits for records until the log ends.
+
+    A step is the next world_size x batch_size records, of which each rank gets consecutive ones; ranks wait until all
+    of them are there. So the steps follow from the log alone: ranks have equally many, and the same state, without a
+    collective. The last step of a log that has ended may have fewer records, and padding.
+
+    Attributes:
+        left_out: per reason, how many of the rows that this rank has read are not samples.
+    """
+
+    def __init__(
+        self,
+        source: LogSource,
+        config: ReadConfig[Batch],
+        stream: StreamConfig,
+        *,
+        rank: int,
+        world_size: int,
+        transform: Transform[Batch] | None = None,
+    ) -> None:
+        if config.order != "rows":
+            raise ConfigError(f"a log is read in its order; order must be 'rows', got {config.order!r}")
+        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
+        without_rows = source.read(0, 0)
+        self._collate.check(without_rows)
+        remapped_stores([without_rows], self._collate, config.key_maps)
+        self._source = source
+        self._stream = stream
+        self.left_out: Counter[str] = Counter()
+        self._position = 0  # records that all ranks have yielded
+        self._end = LogEnd(0, False)
+        self._is_iterated = False
+
+    @property
+    def epoch(self) -> int:
+        """0: a log has one epoch."""
+        return 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._is_iterated:
+            raise ConfigError(
+                "a log is iterated over once; to go on, load_state_dict what state_dict(after=batch) says"
+            )
+        self._is_iterated = True
+        step, batch_size, ranks = 0, self._config.batch_size, self._world_size
+        while num_records := self._wait_for(batch_size * ranks):
+            if self._config.drop_last and num_records < batch_size * ranks:
+                return
+            first, end = (self._position + num_records * rank // ranks for rank in (self._rank, self._rank + 1))
+            store = self._source.read(first, end).remapped(self._config.key_maps)
+            is_sample = np.ones(len(store), dtype=bool)
+            for reason, rows in self._collate.unusable(store).items():
+                self.left_out[reason] += len(rows)
+                is_sample[rows] = False
+            rows = np.flatnonzero(is_sample)
+            after = self._position + num_records
+            with outside_inference_mode():
+                groups = [StoreRows(store, rows, np.arange(len(rows)))]
+                (batch,) = self._collate(groups, first + rows, batch_size=batch_size)
+                batch.epoch, batch.step, batch.position = 0, step, after
+                batch = self._finish(batch, self._seed, after, self._rank)
+            self._position, step = after, step + 1
+            yield batch
+
+    def _wait_for(self, max_records: int) -> int:
+        """Return the number of records of the next step: `max_records`, or what is left of a log that has ended."""
+        is_waiting = False
+        while (available := self._end.position - self._position) < max_records and not self._end.is_final:
+            self._end = self._source.end()
+            if self._end.position - self._position < max_records and not self._end.is_final:
+                if not is_waiting:
+                    _log.info("waiting for records of the log from %d on", self._end.position)
+                is_waiting = True
+                time.sleep(self._stream.poll_seconds)
+        return min(available, max_records)
+
+    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
+        """Return the position after the batch yielded last, or after another one: the same on all ranks.
+
+        It can be loaded with any world size and batch size.
+        """
+        position = self._position if after is None else after.position
+        return FORMAT.make(
+            epoch=0,
+            position=position,
+            seed=self._seed,
+            mark=self._source.mark(position),
+            vocabulary=vocabulary_entry(self._source.manifest.ids),
+            dist_type=dist_type(self._config.key_maps),
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, from the next iteration on, at the position of a state of any rank.
+
+        Raises:
+            StateError: the state is damaged, or of another log or of other `key_maps`.
+            DataError: the file that it is in was replaced or deleted.
+        """
+        state = FORMAT.check(state)
+        check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the log's state")
+        check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the log's state")
+        self._source.resume(state["position"], state["mark"])
+        self._position, self._seed = state["position"], state["seed"]
+        self._end, self._is_iterated = LogEnd(self._position, False), False
+
+    def _own_invariants(self) -> dict[str, Any]:
+        return {**shared_settings(self._stream), "log": self._source.manifest.content_hash}
