@@ -222,15 +222,15 @@ class FolderLog:
 
     def resume(self, position: int, mark: str) -> None:
         """Go on at a position; a file that is partly trained must be there, unchanged."""
-        self._files, self._found = [], set()
+        files: list[_File] = []
         if position:
             try:
                 name, first, end, footer = json.loads(mark)
             except (ValueError, TypeError):
                 raise StateError(f"the state is of another log than {self._root}, a folder; load one of it") from None
             is_done = position == end
-            file = _File(name, first, footer, (end - first,)) if is_done else self._unchanged(name, first, footer)
-            self._files, self._found = [file], None
+            files = [_File(name, first, footer, (end - first,)) if is_done else self._unchanged(name, first, footer)]
+        self._files, self._found = files, None if files else set()
 
     def _describe(self, name: str, first: int) -> _File | None:
         """Return a file, or None if it is incomplete: Parquet ends with its footer."""

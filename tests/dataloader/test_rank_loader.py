@@ -52,7 +52,7 @@ CHANGES: dict[type, dict[str, Any]] = {
         "codes": OTHER_CODES,
         **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature", "draw_alternatives"), True),
     },
-    StreamConfig: {"num_shards": 9, "buffer_rows": 9, "open_shards": 9},
+    StreamConfig: {"num_shards": 9, "buffer_rows": 9, "open_shards": 9, "poll_seconds": 9},
     RandomBatches: {"num_workers": 2, "num_tasks": 2},
 }
 
@@ -68,7 +68,8 @@ def _other_transform(batch: Any, rng: np.random.Generator, scale: int = 1) -> An
 def _identity(path: Path, record: type, change: Mapping[str, Any], transform: Any = None) -> Mapping[str, Any]:
     ranks: dict[str, Any] = {"rank": 0, "world_size": 2}
     if record is StreamConfig:
-        return build_stream_loader(path, LoaderConfig(batch_size=8), StreamConfig(**change), **ranks).rank_invariants()
+        loader = build_stream_loader(path, LoaderConfig(batch_size=8), StreamConfig(**change), rank=0, world_size=2)
+        return loader.rank_invariants()
     if record is RandomBatches:
         return RandomBatches(LoaderConfig(batch_size=8, **change), num_batches=3, **ranks).rank_invariants()
     options = {"batch_size": 8, **({"codes": CODES} if record is SemanticIdConfig else {}), **change}

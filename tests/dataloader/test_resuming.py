@@ -92,7 +92,7 @@ def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) ->
             options["max_num_candidates"] = 3
     config: Any = LoaderConfig(**options) if "semantic" not in kind else SemanticIdConfig(codes=codes, **options)
     if is_stream:
-        return build_stream_loader(path, config, STREAM, **rank)
+        return build_stream_loader(path, config, STREAM, rank=shape.rank, world_size=shape.world_size)
     return build_loader(data, config, **rank, balance=balance)
 
 

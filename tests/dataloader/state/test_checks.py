@@ -40,6 +40,8 @@ from tests.dataloader.balance.costs import item_tokens
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.own_samples import COLLATE, nodes_over
 from tests.dataloader.resuming import through_json, through_torch, with_changes
+from tests.datasets.crafted import copy_dataset
+from tests.datasets.logs import end_log
 
 CONFIG = LoaderConfig(batch_size=32)
 SAMPLES = [{"item_id": [index] * (index % 7), "sample_ids": index} for index in range(100)]
@@ -55,11 +57,22 @@ RANK: dict[str, Any] = {"rank": 0, "world_size": 1}
 STREAM = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
 STATEFUL: Any = partial(StatefulDataLoader, SAMPLES, batch_size=8, collate_fn=COLLATE)
 BALANCE, WINDOWS = BalanceConfig(cost=item_tokens), BalanceConfig(cost=item_tokens, window=3)
+
+
+def _log(path: Path) -> Path:
+    """Return a log that has ended, with the rows of a dataset."""
+    log = path.with_name("log")
+    if not log.exists():
+        end_log(copy_dataset(path, log) / "train")
+    return log
+
+
 KINDS: dict[str, Callable[[Path], Any]] = {
     "loader": lambda path: build_loader(path, CONFIG, **RANK),
     "mixture": lambda path: build_loader(Mixture(weights={path: 1, str(path): 1}), CONFIG, **RANK),
     "loader with windows": lambda path: build_loader(path, CONFIG, **RANK, balance=WINDOWS),
     "stream": lambda path: build_stream_loader(path, CONFIG, STREAM, **RANK),
+    "log": lambda path: build_stream_loader(_log(path), LoaderConfig(batch_size=8, order="rows"), **RANK, follow=True),
     "random batches": lambda path: RandomBatches(LoaderConfig(batch_size=8), num_batches=9, **RANK),
     "balanced loader": lambda path: Balancer(build_loader(path, CONFIG, **RANK), BALANCE),
     "balanced stream": lambda path: Balancer(build_stream_loader(path, CONFIG, STREAM, **RANK), BALANCE),
@@ -135,9 +148,8 @@ def _check_message(error: Exception, part: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_state_is_refused_or_yields_each_sample_at_most_once(small_dataset: Path, kind: str) -> None:
-    loader = KINDS[kind](small_dataset)
-    first = [ids_of(batch) for batch in loader]
-    samples = set(itertools.chain(*first))
+    whole, loader = KINDS[kind](small_dataset), KINDS[kind](small_dataset)
+    samples = {sample for batch in whole for sample in ids_of(batch)}
     iterator = iter(loader)
     next(iterator)
     next(iterator)
@@ -166,7 +178,7 @@ def test_damaged_state_is_refused_or_yields_each_sample_at_most_once(small_datas
         resumed.load_state_dict(fresh)
 
     check()
-    _close(loader, resumed)
+    _close(whole, loader, resumed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
