@@ -43,7 +43,8 @@ class LogLoader(RankLoader[Batch]):
 
     A step is the next world_size x batch_size records, of which each rank gets consecutive ones; ranks wait until all
     of them are there. So the steps follow from the log alone: ranks have equally many, and the same state, without a
-    collective. The last step of a log that has ended may have fewer records, and padding.
+    collective. The last step of a log that has ended may have fewer records, and padding. The iterating thread reads
+    and collates; `num_workers` has no effect.
 
     Attributes:
         left_out: per reason, how many of the rows that this rank has read are not samples.

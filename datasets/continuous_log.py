@@ -174,6 +174,7 @@ class FolderLog:
         self._root = root
         self._files: list[_File] = []  # those that were found, since the state that was loaded
         self._found: set[str] | None = set()  # their names, and those of earlier files; None: to be listed
+        self._incomplete = ""  # name of the file that was logged as incomplete
         self._block: tuple[_File, int, RowBlock] | None = None  # the row group that was read last
 
     def end(self) -> LogEnd:
@@ -241,7 +242,9 @@ class FolderLog:
                     opened.seek(opened.size() - metadata.serialized_size - 8)
                     footer = hashlib.sha256(opened.read()).hexdigest()[:16]
             except (FileNotFoundError, pa.ArrowInvalid) as error:
-                _log.info("%s/%s is not complete yet: %s", self._root, name, first_line(error))
+                if name != self._incomplete:
+                    _log.info("waiting until %s/%s is complete: %s", self._root, name, first_line(error))
+                self._incomplete = name
                 return None
         rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         return _File(name, first, footer, rows)

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError, StateError
+from evenrank.core.storage import Remote
 from evenrank.datasets import FolderLog, LogEnd, LogSource, describe_log
 from evenrank.datasets.continuous_log import open_log, rows_of_table
 from tests.datasets.logs import MANIFEST, SIZES, add_file, end_log, items_of, table_of
@@ -44,7 +45,10 @@ def test_a_log_has_the_records_of_its_files_in_the_order_of_names(tmp_path: Path
     assert not store.events["timestamp_ms"].any()  # the files have none
 
 
-def test_files_that_are_being_written_wait_and_so_do_those_after_them(tmp_path: Path) -> None:
+def test_files_that_are_being_written_wait_and_so_do_those_after_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="evenrank")
     log = FolderLog(tmp_path, MANIFEST)
     add_file(tmp_path, "1.parquet", range(3))
     whole = add_file(tmp_path, "2.parquet", range(3, 6)).read_bytes()
@@ -55,9 +59,29 @@ def test_files_that_are_being_written_wait_and_so_do_those_after_them(tmp_path: 
     for size in (0, 3, 4, 20, len(whole) - 1):
         (tmp_path / "2.parquet").write_bytes(whole[:size])
         assert log.end() == (3, False)
+    assert [message.partition(" is ")[0] for message in caplog.messages] == [f"waiting until {tmp_path}/2.parquet"]
     (tmp_path / "2.parquet").write_bytes(whole)
     assert log.end() == (9, True)
     assert _users(log, 2, 7) == [2, 3, 4, 5, 6]
+
+
+def test_a_file_that_is_added_with_the_end_while_a_log_is_listed_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = FolderLog(tmp_path, MANIFEST)
+    add_file(tmp_path, "1.parquet", range(3))
+    files_below = Remote.files_below
+
+    def list_and_add(self: Remote) -> Any:
+        listed = files_below(self)
+        add_file(tmp_path, "2.parquet", range(3, 5))
+        end_log(tmp_path)
+        return listed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Remote, "files_below", list_and_add)
+        assert log.end() == (3, False)
+    assert log.end() == (5, True)
 
 
 def test_a_late_file_is_refused_with_both_names(tmp_path: Path) -> None:
