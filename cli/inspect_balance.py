@@ -180,7 +180,9 @@ def _matches_dataset(loader: "Loader[SequenceBatch]", batch: "SequenceBatch") ->
         jagged = [one.features] if one.labels is None else [one.features, one.labels]
         return [one.sample_ids, one.num_candidates, *(part for kjt in jagged for part in (kjt.values(), kjt.lengths()))]
 
-    expected = pad_batch(loader.collate(batch.sample_ids[: batch.num_real].numpy()), batch.batch_size)
+    expected = pad_batch(
+        loader.collate(batch.sample_ids[: batch.num_real].numpy(), epoch=batch.epoch), batch.batch_size
+    )
     received, collated = tensors_of(batch), tensors_of(expected)
     are_alike = batch.loss_tokens == expected.loss_tokens and len(received) == len(collated)
     return are_alike and all(map(torch.equal, received, collated))

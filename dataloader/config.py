@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, Literal, get_args
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import Batch, SemanticIdBatch, SequenceBatch
+from evenrank.dataloader.collate.negatives import Negatives, NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
@@ -79,8 +80,8 @@ class ReadConfig(ABC, Generic[Batch]):
                 raise ConfigError(f"key_maps cannot have {name!r}: actions are labels too, and times are no keys")
 
     @abstractmethod
-    def make_collate(self) -> Collate[Batch]:
-        """Return the callable that makes batches of samples."""
+    def make_collate(self, sources: Sources = ()) -> Collate[Batch]:
+        """Return the callable that makes batches of samples of these datasets."""
 
     def _settings_of(self, collate: type[Collate[Any]]) -> dict[str, Any]:
         """Return the settings that a kind of collate takes, which have the same names there."""
@@ -110,6 +111,8 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
     `num_tasks` and `label`, targets take the place of labels."""
     weight: str | None = None
     """`weights`, one per loss token: a column of events, or a contextual feature of floats, equal for a sample's."""
+    negatives: Negatives | None = None
+    """Draw negatives for the candidates or, without candidates and labels, for the items after the first."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {**ReadConfig._MINIMUMS, "max_num_candidates": 0, "num_tasks": 0}
     _NAMES: ClassVar[tuple[str, ...]] = ("context", "extra_events")
@@ -122,10 +125,16 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
         if self.num_tasks > _MAX_TASKS:
             raise ConfigError(f"num_tasks must be at most {_MAX_TASKS}, the bits of an action, got {self.num_tasks}")
+        if self.negatives is not None and not isinstance(self.negatives, Negatives):
+            raise ConfigError(f"negatives must be a Negatives or None, got {show(self.negatives)}")
+        if self.negatives and not self.max_num_candidates and (self.num_tasks or self.label or self.target):
+            raise ConfigError("negatives are for items that are predicted, not actions; set max_num_candidates to 1")
 
-    def make_collate(self) -> SequenceCollate:
-        """Return the callable that makes batches of samples."""
-        return SequenceCollate(**self._settings_of(SequenceCollate))
+    def make_collate(self, sources: Sources = ()) -> SequenceCollate:
+        """Return the callable that makes batches of samples of these datasets."""
+        draw, items = self.negatives, self.key_maps.get(ITEM_ID)
+        sampler = None if draw is None else NegativeSampler.create(draw, sources, items)
+        return SequenceCollate(**self._settings_of(SequenceCollate), sampler=sampler)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +164,7 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
                 "are small"
             )
 
-    def make_collate(self) -> SemanticIdCollate:
+    def make_collate(self, sources: Sources = ()) -> SemanticIdCollate:
         """Read the codes and return the callable that makes batches of samples."""
         table = self.codes if isinstance(self.codes, CodeTable) else read_codes(self.codes, self.codebook_sizes)
         return SemanticIdCollate(table=table, **self._settings_of(SemanticIdCollate))

@@ -137,7 +137,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
         members: Members | None = None,
     ) -> None:
         EpochPositions.__init__(self)
-        RankLoader.__init__(self, config, rank=rank, world_size=world_size, transform=transform)
+        RankLoader.__init__(self, config, rank=rank, world_size=world_size, transform=transform, sources=stores)
         if balance is not None and transform is not None:
             raise ConfigError(
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "

@@ -62,7 +62,7 @@ class LogLoader(RankLoader[Batch]):
     ) -> None:
         if config.order != "rows":
             raise ConfigError(f"a log is read in its order; order must be 'rows', got {config.order!r}")
-        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
+        super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=[source])
         without_rows = source.read(0, 0)
         self._collate.check(without_rows)
         remapped_stores([without_rows], self._collate, config.key_maps)
@@ -98,7 +98,7 @@ class LogLoader(RankLoader[Batch]):
             after = self._position + num_records
             with outside_inference_mode():
                 groups = [StoreRows(store, rows, np.arange(len(rows)))]
-                (batch,) = self._collate(groups, first + rows, batch_size=batch_size)
+                (batch,) = self._collate(groups, first + rows, batch_size=batch_size, seed=self._seed)
                 batch.epoch, batch.step, batch.position = 0, step, after
                 batch = self._finish(batch, self._seed, after, self._rank)
             self._position, step = after, step + 1

@@ -10,6 +10,7 @@ import numpy as np
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
+from evenrank.dataloader.collate.negatives import NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
@@ -17,7 +18,7 @@ from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory", "poll_seconds"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
 # Compared by their contents: the file may be at another path on another host.
-_CODES = frozenset({"codes", "codebook_sizes"})
+_FILES = frozenset({"codes", "codebook_sizes", "negatives"})
 
 Transform = Callable[[Batch, np.random.Generator], Batch]
 """Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
@@ -27,7 +28,13 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`."""
 
     def __init__(
-        self, config: ReadConfig[Batch], *, rank: int, world_size: int, transform: Transform[Batch] | None = None
+        self,
+        config: ReadConfig[Batch],
+        *,
+        rank: int,
+        world_size: int,
+        transform: Transform[Batch] | None = None,
+        sources: Sources = (),
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(
@@ -35,7 +42,7 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             )
         super().__init__()
         self._config = config
-        self._collate = config.make_collate()
+        self._collate = config.make_collate(sources)
         self._rank = rank
         self._world_size = world_size
         self._transform = transform
@@ -90,9 +97,9 @@ def shared_settings(*records: Any) -> dict[str, Any]:
     for record in records:
         for field in dataclasses.fields(record):
             value = getattr(record, field.name)
-            if isinstance(value, CodeTable):
-                settings["codes"] = value.describe()
-            elif field.name not in PER_RANK | _CODES:
+            if isinstance(value, CodeTable | NegativeSampler):
+                settings["codes" if isinstance(value, CodeTable) else "negatives"] = value.describe()
+            elif field.name not in PER_RANK | _FILES:
                 settings[field.name] = _plain(value)
     return settings
 

@@ -142,7 +142,7 @@ class StreamLoader(RankLoader[Batch]):
         world_size: int,
         transform: Transform[Batch] | None = None,
     ) -> None:
-        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
+        super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=[source])
         self._source = source
         self._stream = stream
         without_rows = source.read(0, 0)

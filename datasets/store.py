@@ -23,7 +23,7 @@ from evenrank.core.files import open_lock_file
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.foreign import ListReader, describe_folder
 from evenrank.datasets.remote import latest_version, local_folder
-from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, Manifest, parse_manifest, read_manifest
+from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, NUM_TARGETS, Manifest, parse_manifest, read_manifest
 from evenrank.datasets.unpack import (
     EVENTS,
     OFFSETS,
@@ -148,6 +148,12 @@ class SequenceStore:
         if ((num_targets < 0) | (num_targets > ends - begins)).any():
             raise IndexError("slices must have at least as many events as targets")
         return replace(self, slices=slices, num_targets=num_targets)
+
+    def item_counts(self) -> NDArray[np.int64]:
+        """Return the events of each item in the split `train` or, if there is none, in this split: int64 [items]."""
+        is_own = self.split == "train" or "train" not in self.manifest.splits or self.folder is None
+        store = self if is_own else open_store(self.folder or "", "train", columns=self.columns)
+        return np.bincount(store.events[ITEM_ID], minlength=self.manifest.vocabulary_sizes[ITEM_ID])
 
     def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
         """Return this store with other values in some columns of `events` and `rows`, cached next to the dataset's.

@@ -30,7 +30,7 @@ from evenrank.core.files import check_regular
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.remote import latest_version
-from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFile, Manifest, parse_manifest
+from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFile, Manifest, parse_manifest
 from evenrank.datasets.store import MultiValued, SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
@@ -120,6 +120,20 @@ class StreamSource:
     def num_rows(self) -> int:
         """Rows of the split."""
         return self.manifest.splits[self.split].rows
+
+    def item_counts(self) -> NDArray[np.int64]:
+        """Return the events of each item in the log, from the vocabulary: int64 [items]."""
+        if (rule := self.manifest.ids[ITEM_ID].rule) != "dense":
+            raise ConfigError(
+                f"{self.root} has item ids of rule {rule!r}, whose events a stream cannot count for negatives; "
+                "preprocess it with --ids item=dense, or use build_loader"
+            )
+        counts = np.zeros(self.manifest.vocabulary_sizes[ITEM_ID], dtype=np.int64)
+        path = f"{self.root}/vocabulary_{ITEM_ID}.parquet"
+        with wrap_parquet_errors(path):
+            table = pq.read_table(path, columns=["id", "count"], filesystem=self.files)
+            counts[table["id"].to_numpy()] = table["count"].to_numpy()
+        return counts
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""

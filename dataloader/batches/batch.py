@@ -280,6 +280,11 @@ class SequenceBatch(JaggedBatch):
     """float32; key `target`: the column `LoaderConfig.target` of these events."""
     weights: KeyedJaggedTensor | None = None
     """float32; key `weight`: of each loss token."""
+    negatives: KeyedJaggedTensor | None = None
+    """int64; key `item_id`: equally many of each sample; see `Negatives`."""
+    log_q: KeyedJaggedTensor | None = None
+    """float32: natural logarithm of the probability to draw an item; keys: `negative`, of `negatives`, 0 of hard ones;
+    `positive`, of the candidates or, without candidates, of all items but the first."""
     num_candidates: Tensor = dense()
     """int64 [batch_size]: how many of the last item ids are candidates."""
     sample_ids: Tensor = dense(fill=-1)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.core.hashing import mix_word
+from evenrank.core.hashing import mix64, mix_word
 from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.datasets.store import SequenceStore
@@ -79,6 +79,19 @@ def find_spans(
     return spans
 
 
+class DrawKey(NamedTuple):
+    """What is drawn for samples depends on it alone: not on their batch, its rank or the number of ranks."""
+
+    seed: int
+    epoch: int
+    sample_ids: Ints
+
+    def words(self) -> NDArray[np.uint64]:
+        """Return a random word for each sample: uint64 [n]."""
+        word = mix64(mix64(np.array([self.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)) ^ np.uint64(self.epoch))
+        return mix64(word ^ mix64(self.sample_ids.astype(np.uint64)))
+
+
 class ItemTokens(NamedTuple):
     """The tokens of items: the codes of each [items, levels], -1 without a code, plus an offset for each level.
 
@@ -109,10 +122,12 @@ class KeyValues(NamedTuple):
     """Whether it is a column of users rather than events."""
     is_repeated: bool = False
     """Whether a sample's values are all the element at its begin."""
+    array: NDArray[Any] | None = None
+    """The column, if it was made for these samples and is in no store."""
 
     def elements(self, store: SequenceStore) -> NDArray[Any]:
         """Return the column."""
-        return (store.rows if self.is_of_user else store.events)[self.column]
+        return self.array if self.array is not None else (store.rows if self.is_of_user else store.events)[self.column]
 
     @property
     def lengths(self) -> Ints:

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.core.hashing import mix64
 from evenrank.dataloader.batches.batch import SemanticIdBatch
-from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues, StoreRows
+from evenrank.dataloader.collate.gather import DrawKey, HistorySpans, ItemTokens, KeyValues, StoreRows
 from evenrank.dataloader.collate.sequences import LABEL, Collate, Fields, check_user_ids
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
@@ -218,18 +217,15 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
             values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, 1, tokens)
         return values
 
-    def _draw(
-        self, fields: Fields, spans: HistorySpans, sample_ids: NDArray[np.int64], *, seed: int, epoch: int
-    ) -> Fields:
+    def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
         """Draw a code for each event: the same for its features and labels, on any number of ranks."""
-        if not self.draw_alternatives or self.table.alternatives is None:
+        if key is None or not self.draw_alternatives or self.table.alternatives is None:
             return fields
-        word = mix64(mix64(np.array([seed]).view(np.uint64)) ^ np.uint64(epoch))
         own = ItemTokens(
             self.table.codes,
             self.table.level_offsets,
             self.table.alternatives,
-            mix64(sample_ids.view(np.uint64) ^ word),
+            key.words(),
             spans.ends,
         )
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batches.batch import Batch, SequenceBatch, name_keys
 from evenrank.dataloader.collate.gather import (
+    DrawKey,
     HistorySpans,
     KeyValues,
     SampleLengths,
@@ -21,11 +22,12 @@ from evenrank.dataloader.collate.gather import (
     gather,
     pad_rows,
 )
+from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler
 from evenrank.datasets.schema import ACTION, FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.datasets.store import SequenceStore
 
 LABEL, TARGET, WEIGHT = "label", "target", "weight"
-_FLOAT_FIELDS = ("float_features", "targets", "weights")
+_FLOAT_FIELDS = ("float_features", "targets", "weights", LOG_Q)
 Fields = dict[str, dict[str, KeyValues]]  # by field of the batch, in its order, and key
 
 
@@ -76,8 +78,7 @@ class Collate(ABC, Generic[Batch]):
         depends on its id, `seed` and `epoch`.
         """
         num_samples = len(sample_ids)
-        spans, jagged = self._find(groups, num_samples)
-        jagged = self._draw(jagged, spans, sample_ids, seed=seed, epoch=epoch)
+        spans, jagged = self._find(groups, num_samples, DrawKey(seed, epoch, sample_ids))
         fields: dict[str, Sequence[Any]] = {}
         longest = []
         for field, keys in jagged.items():
@@ -125,10 +126,8 @@ class Collate(ABC, Generic[Batch]):
         """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
         return {}
 
-    def _draw(
-        self, fields: Fields, spans: HistorySpans, sample_ids: NDArray[np.int64], *, seed: int, epoch: int
-    ) -> Fields:
-        """Return the values of all jagged keys, with what is drawn for samples [n] in an epoch."""
+    def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
+        """Return these fields with what is drawn for the samples; without a key, only the lengths are right."""
         return fields
 
     def _shared(self) -> dict[str, Any]:
@@ -138,7 +137,9 @@ class Collate(ABC, Generic[Batch]):
     def _finish_labels(self, values: NDArray[np.int64]) -> None:
         """Change the gathered labels in place."""
 
-    def _find(self, groups: Sequence[StoreRows], num_samples: int) -> tuple[HistorySpans, Fields]:
+    def _find(
+        self, groups: Sequence[StoreRows], num_samples: int, key: DrawKey | None = None
+    ) -> tuple[HistorySpans, Fields]:
         """Return the samples' histories and candidates, and the values of all jagged keys."""
         spans = find_spans(groups, num_samples, self.max_history_length, self.max_num_candidates)
         store = groups[0].store
@@ -147,7 +148,7 @@ class Collate(ABC, Generic[Batch]):
         features = {name: find_context(groups, name, num_samples) for name in names} | self._event_values(spans)
         floats = {name: features.pop(name) for name in [*features] if features[name].elements(store).dtype.kind == "f"}
         fields = {"features": features, "float_features": floats} if floats else {"features": features}
-        return spans, fields | self._loss_values(groups, spans)
+        return spans, self._draw(fields | self._loss_values(groups, spans), groups, spans, key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +172,7 @@ class SequenceCollate(Collate[SequenceBatch]):
     label: str | None = None
     target: str | None = None
     weight: str | None = None
+    sampler: NegativeSampler | None = None
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
@@ -227,6 +229,14 @@ class SequenceCollate(Collate[SequenceBatch]):
                 values = values._replace(begins=rows, is_of_user=True, is_repeated=True)
             fields["weights"] = {WEIGHT: values}
         return fields
+
+    def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
+        if self.sampler is None:
+            return fields
+        begins, limit = spans.history_ends, self.max_num_candidates
+        if not limit:
+            begins, limit = np.minimum(spans.begins + 1, spans.ends), max(self.max_history_length - 1, 0)
+        return fields | self.sampler.values(groups, begins, spans.ends, limit, key)
 
     def _finish_labels(self, values: NDArray[np.int64]) -> None:
         if self.num_tasks > 1:

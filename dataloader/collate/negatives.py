@@ -1,0 +1,273 @@
+"""Negatives of samples, drawn where batches are collated: uniformly, by popularity, or hard ones from a file.
+
+Each sample has one set, shared by its candidates or targets: a set per target would multiply the bytes of a batch and
+of its exchange. Random words are a function of seed, epoch, sample id, draw and attempt, so a sample has the same
+negatives in any batch on any rank. Items are drawn in O(1) by the alias method (Vose, "A linear algorithm for
+generating random numbers with a given distribution", 1991). A draw of the user's own items is repeated; after 64
+attempts, the drawable items are tried in turn, and a user who has all of them gets one of these.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.files import check_regular
+from evenrank.core.hashing import mix_word
+from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
+from evenrank.dataloader.routing.key_map import KeyMap
+from evenrank.datasets.continuous_log import LogSource
+from evenrank.datasets.schema import ITEM_ID
+from evenrank.datasets.store import SequenceStore
+from evenrank.datasets.stream import StreamSource
+
+Floats = NDArray[np.float32]
+Sources = Sequence[SequenceStore | StreamSource | LogSource]
+
+NEGATIVES, LOG_Q = "negatives", "log_q"
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
+_ATTEMPTS = 64
+_SLOT_SHIFT = np.uint64(51)  # of hashes, to 2^13 slots, which fit into the first-level cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Negatives:
+    """Settings of the negatives of each sample: `SequenceBatch.negatives` and `log_q`."""
+
+    count: int
+    """Items drawn per sample, with replacement."""
+    by: Literal["uniform", "popularity"] = "uniform"
+    """`uniform`: over all ids but 0 or, where ids are not dense, the items of the split `train`. `popularity`: in
+    proportion to an item's events in `train`, to the power of alpha; streams count events of all splits."""
+    alpha: float = 0.75
+    """1: the frequencies, with which items are also targets of other samples; 0: uniform over items with events."""
+    exclude_own: bool = True
+    """Draw no item of the sample's row: of all its events, future ones too. `log_q` does not depend on it."""
+    hard: Path | str | None = None
+    """Parquet file of hard negatives: `item_id` int64, one row per item, and `negatives` list<int64>."""
+    num_hard: int = 0
+    """Hard negatives of a sample's last event, without replacement; where there are fewer, others are drawn."""
+
+    def __post_init__(self) -> None:
+        for name, value, minimum in (("count", self.count, 1), ("num_hard", self.num_hard, 0)):
+            if type(value) is not int or value < minimum:
+                raise ConfigError(f"{name} of negatives must be an integer of at least {minimum}, got {value!r}")
+        if self.by not in ("uniform", "popularity"):
+            raise ConfigError(f"negatives must be drawn by 'uniform' or 'popularity', got {self.by!r}")
+        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 8:
+            raise ConfigError(f"alpha of negatives must be a number from 0 to 8, got {self.alpha!r}")
+        if (self.hard is None) != (self.num_hard == 0):
+            raise ConfigError(
+                f"hard negatives need hard and num_hard, got {self.hard!r} and {self.num_hard}; pass both"
+            )
+
+
+class _Tables(NamedTuple):
+    """M cells of probability 1/M each, and tables by item. Items are as in batches: rows of a table with a KeyMap."""
+
+    cells: Ints  # [M, 2]: each drawable item, and the one that is drawn instead
+    thresholds: NDArray[np.float64]  # [M]: the first one's share of the cell
+    log_q: Floats  # of one event for items that are never drawn
+    hard_begins: Ints
+    hard_ends: Ints
+    hard_items: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NegativeSampler:
+    """Draws the negatives of samples of opened datasets. Any thread may use it."""
+
+    settings: Negatives
+    tables: _Tables
+
+    @classmethod
+    def create(cls, settings: Negatives, sources: Sources, key_map: KeyMap | None) -> "NegativeSampler":
+        """Count the items of datasets, and read the file of hard negatives."""
+        if not sources:
+            raise ConfigError("random batches have no items to draw negatives from; leave negatives out")
+        size = max(source.manifest.vocabulary_sizes[ITEM_ID] for source in sources)
+        is_dense = all(source.manifest.ids[ITEM_ID].rule == "dense" for source in sources)
+        weights = np.ones(size)
+        if settings.by == "popularity" or not is_dense:
+            weights[:] = 0
+            for source in sources:
+                if isinstance(source, LogSource):
+                    raise ConfigError("a log that grows has no counts of its items; use dense ids and by='uniform'")
+                counts = source.item_counts()
+                weights[: len(counts)] += counts
+            alpha = settings.alpha if settings.by == "popularity" else 0
+            weights = np.where(weights > 0, weights**alpha, 0)
+        weights[: int(is_dense)] = 0  # unknown
+        items = np.flatnonzero(weights)
+        if not len(items):
+            raise ConfigError("negatives are drawn from the items of the split 'train', which has none; add events")
+        total = weights.sum()
+        rows, num_rows = (items, size) if key_map is None else (key_map(items), key_map.num_embeddings)
+        log_q = np.full(num_rows, -np.log(total), dtype=np.float32)
+        log_q[rows] = np.log(weights[items] / total)
+        thresholds = weights[items] * len(items) / total
+        cells = np.stack([rows, rows[_find_aliases(thresholds)]], axis=1)
+        hard = _read_hard(settings.hard, size, key_map, num_rows)
+        return cls(settings=settings, tables=_Tables(cells, thresholds, log_q, *hard))
+
+    def describe(self) -> str:
+        """Return the settings, without the path of the file, and a hash of all that is drawn from."""
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in self.tables))
+        settings = [getattr(self.settings, name) for name in ("count", "by", "alpha", "exclude_own", "num_hard")]
+        return f"{settings} {digest.hexdigest()[:16]}"
+
+    def values(
+        self, groups: Sequence[StoreRows], begins: Ints, ends: Ints, limit: int, key: DrawKey | None
+    ) -> dict[str, dict[str, KeyValues]]:
+        """Return the fields of negatives of n samples, whose positives are the events begins..ends-1, at most `limit`.
+
+        Without a key, only their lengths are known.
+        """
+        width, sizes = self.settings.count + self.settings.num_hard, ends - begins
+        starts, widths = np.cumsum(sizes) - sizes, np.full(len(begins), width)
+        rows = np.arange(len(begins)) * width
+        shape = (len(begins) * width, int(sizes.sum())) if key else (0, 0)
+        items, negative, positive = np.empty(shape[0], dtype=np.int64), *(np.empty(n, np.float32) for n in shape)
+        if key:
+            for store, of_store, samples in groups:
+                of_store = store.rows_of(of_store)
+                places = (store.events[ITEM_ID], samples, begins, ends, starts, store.offsets, of_store)
+                shares = (width, self.settings.num_hard, self.settings.exclude_own)
+                _draw(*places, key.words(), *shares, self.tables, items, negative, positive)
+        drawn = KeyValues(ITEM_ID, rows, widths, width, array=items)
+        of_positives = KeyValues(LOG_Q, starts, sizes, limit, array=positive)
+        return {
+            NEGATIVES: {ITEM_ID: drawn},
+            LOG_Q: {"negative": drawn._replace(array=negative), "positive": of_positives},
+        }
+
+
+def _read_hard(path: Path | str | None, size: int, key_map: KeyMap | None, num_rows: int) -> tuple[Ints, Ints, Ints]:
+    """Return where the hard negatives of each item begin and end, and all of them; none without a file."""
+    begins, ends, none = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64), np.empty(0, np.int64)
+    if path is None:
+        return none, none, none
+    check_regular(Path(path))
+    try:
+        table = pq.read_table(path, columns=[ITEM_ID, NEGATIVES])
+        lists = table[NEGATIVES].cast(pa.list_(pa.int64())).combine_chunks()
+        items, negatives = table[ITEM_ID].cast(pa.int64()).to_numpy(), lists.flatten().to_numpy()
+        lengths = lists.value_lengths().to_numpy()
+    except (OSError, KeyError, pa.ArrowException) as error:
+        reason = f"({first_line(error)}); write item_id int64 and negatives list<int64>, without nulls"
+        raise DataError(f"{path} is no Parquet file of hard negatives {reason}") from error
+    for ids in (items, negatives):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+            raise DataError(f"{path} has items {ids.min()} to {ids.max()}, the dataset 0 to {size - 1}; use its ids")
+    if len(np.unique(items)) < len(items):
+        raise DataError(f"{path} has an item in more than one row; join their lists")
+    items, negatives = (items, negatives) if key_map is None else (key_map(items), key_map(negatives))
+    ends[items] = np.cumsum(lengths)
+    begins[items] = ends[items] - lengths
+    return begins, ends, negatives
+
+
+@compiled
+def _find_aliases(shares: NDArray[np.float64]) -> Ints:
+    """Return which cell fills up each of the cells with these shares [M] of mean 1, and limit the shares to 1."""
+    aliases = np.arange(len(shares))
+    waiting = np.flatnonzero(shares < 1)
+    top = len(waiting)
+    for giver in np.flatnonzero(shares >= 1):
+        while top and shares[giver] >= 1:
+            top -= 1
+            aliases[waiting[top]] = giver
+            shares[giver] -= 1 - shares[waiting[top]]
+        if shares[giver] < 1:
+            waiting[top] = giver
+            top += 1
+    shares[waiting[:top]] = 1  # only rounding has left them without a giver
+    return aliases
+
+
+@compiled
+def _slot(item: int) -> np.uint64:
+    return (np.uint64(item) * _GOLDEN) >> _SLOT_SHIFT
+
+
+@compiled
+def _is_own(item: int, own: Ints, marks: NDArray[np.uint32], mark: np.uint32) -> bool:
+    if marks[_slot(item)] != mark:
+        return False
+    found = False
+    for other in own:  # without an early exit, it compiles to vector instructions
+        found |= other == item
+    return found
+
+
+@compiled
+def _draw_item(word: np.uint64, number: int, cells: Ints, thresholds: NDArray[np.float64]) -> int:
+    mixed = mix_word(word + np.uint64(number + 1) * _GOLDEN)
+    place = float(np.int64(mixed >> np.uint64(11))) * (2.0**-53 * len(cells))
+    cell = min(int(place), len(cells) - 1)
+    item, other = cells[cell, 0], cells[cell, 1]
+    return int(item if place - cell < thresholds[cell] else other)  # both are loaded: a conditional move, not a jump
+
+
+@compiled
+def _draw(
+    column: Ints,
+    sample_indices: Ints,
+    begins: Ints,
+    ends: Ints,
+    starts: Ints,
+    offsets: Ints,
+    rows: Ints,
+    words: NDArray[np.uint64],
+    width: int,
+    num_hard: int,
+    exclude_own: bool,
+    tables: _Tables,
+    out: Ints,
+    out_negative: Floats,
+    out_positive: Floats,
+) -> int:
+    """Write the samples' negatives, the hard ones last, and the logs of probabilities: 0 of hard ones."""
+    cells, thresholds, log_q, hard_begins, hard_ends, hard_items = tables
+    marks = np.zeros(1 << 13, dtype=np.uint32)  # by hash of item, the last sample that has one
+    touched = 0
+    for index in range(len(rows)):
+        if index % 64 == 0:  # fetches the cache lines of many samples at a time; see _copy_elements
+            for row in rows[index : index + 64]:
+                for event in range(offsets[row], offsets[row + 1], 8):
+                    touched ^= column[event]
+        sample, row, mark = sample_indices[index], rows[index], np.uint32(index + 1)
+        for event in range(begins[sample], ends[sample]):
+            out_positive[starts[sample] + event - begins[sample]] = log_q[column[event]]
+        own = column[offsets[row] : offsets[row + 1] if exclude_own else offsets[row]]
+        for item in own:
+            marks[_slot(item)] = mark
+        word, first, last = words[sample], sample * width, (sample + 1) * width
+        if num_hard and offsets[row] < ends[sample]:
+            target = column[ends[sample] - 1]
+            begin, size = hard_begins[target], hard_ends[target] - hard_begins[target]
+            for number in range(size):  # from a random one on, in their order
+                item = hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
+                if last > first + width - num_hard and not _is_own(item, own, marks, mark):
+                    last -= 1
+                    out[last], out_negative[last] = item, 0
+        for place in range(first, last):
+            out[place] = _draw_item(word, (place - first) * _ATTEMPTS, cells, thresholds)
+        for place in range(first, last):
+            attempt = 1
+            while _is_own(out[place], own, marks, mark) and attempt < _ATTEMPTS + len(cells):
+                if attempt < _ATTEMPTS:
+                    out[place] = _draw_item(word, (place - first) * _ATTEMPTS + attempt, cells, thresholds)
+                else:
+                    out[place] = cells[(int(word >> np.uint64(1)) + attempt) % len(cells), 0]
+                attempt += 1
+            out_negative[place] = log_q[out[place]]
+    return touched  # so that the compiler does not remove the loads
