@@ -8,6 +8,7 @@ from .batches.padding import PaddedBatches as PaddedBatches
 from .batches.padding import pad_batch as pad_batch
 from .collate.jagged import JaggedCollate as JaggedCollate
 from .collate.jagged import jagged as jagged
+from .collate.negatives import Negatives as Negatives
 from .collate.semantic_ids import CodeTable as CodeTable
 from .config import LoaderConfig as LoaderConfig
 from .config import SemanticIdConfig as SemanticIdConfig
@@ -39,6 +40,7 @@ __all__ = [
     "LogLoader",
     "LossKey",
     "Mixture",
+    "Negatives",
     "PaddedBatches",
     "RandomBatches",
     "RandomData",

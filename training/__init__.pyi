@@ -22,6 +22,7 @@ from .loss import label_bits as label_bits
 from .loss import scale_loss as scale_loss
 from .metrics import BinaryAUC as BinaryAUC
 from .metrics import RankingMetrics as RankingMetrics
+from .negatives import in_batch_mask as in_batch_mask
 from .pipelines import PIPELINES as PIPELINES
 from .pipelines import Pipeline as Pipeline
 from .pipelines import PipelineForward as PipelineForward
@@ -75,6 +76,7 @@ __all__ = [
     "hstu_flops",
     "hstu_pairs",
     "hstu_work",
+    "in_batch_mask",
     "label_bits",
     "make_pipeline",
     "mlp_flops",

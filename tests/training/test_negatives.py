@@ -1,0 +1,30 @@
+from pathlib import Path
+
+import pytest
+
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.training import in_batch_mask
+from tests.dataloader.batch_helpers import rows_of
+
+
+@pytest.mark.parametrize("num_candidates", [0, 1, 3])
+def test_the_mask_is_that_of_plain_loops(small_dataset: Path, num_candidates: int) -> None:
+    config = LoaderConfig(batch_size=24, max_history_length=20, max_num_candidates=num_candidates)
+    seen = set()
+    for batch in build_loader(small_dataset, config, rank=0, world_size=1):
+        rows = rows_of(batch.features, "item_id")
+        targets = [
+            (row, item)
+            for row, items in enumerate(rows)
+            for item in (items[len(items) - num_candidates :] if num_candidates and items else items[1:])
+        ]
+        mask = in_batch_mask(batch)
+        assert mask.tolist() == [[other not in rows[row] for _, other in targets] for row, _ in targets]
+        seen |= {*mask.flatten().tolist()}
+    assert seen == {True, False}
+
+
+def test_a_batch_of_padding_has_an_empty_mask(small_dataset: Path) -> None:
+    loader = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=0, world_size=1)
+    batch = next(iter(loader))
+    assert in_batch_mask(batch.index_select([])).shape == (0, 0)
