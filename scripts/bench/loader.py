@@ -8,6 +8,7 @@ at most 512 events and 10 candidates. Rates are medians over runs; each run time
 
     samples_per_second, lowest         median and minimum over runs
     x_pandas, x_numpy, x_one_worker    rate relative to "pandas rows", "numpy gather" and "ours, 1 worker"
+    x_time_without                     of 16 negatives per sample: time relative to the same loader without
 
 The last row is about states: the CPU time of the training thread to take a batch from a StatefulDataLoader with 2
 workers, between steps of 20 ms, with a shuffled sampler and, in each worker, a state of 64 KiB. Medians over steps and
@@ -41,7 +42,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader import LoaderConfig, Negatives, SequenceBatch, build_loader
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.dataloader.routing import KeyMap
@@ -51,6 +52,7 @@ from evenrank.datasets.order import permute
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
 BATCH_SIZE, MAX_HISTORY_LENGTH, NUM_CANDIDATES = 128, 512, 10
+_NUM_NEGATIVES = 16
 _PANDAS_SAMPLES = 12_800  # a tenth of the epoch, because this baseline is slow
 _NUM_PROCESSES = 8
 _STEP_SECONDS, _NUM_STEPS = 0.02, 200  # of training, in which workers collate
@@ -178,7 +180,7 @@ def make_loaders(path: Path, users: int) -> dict[str, Callable[[], int]]:
         num_embeddings=store.manifest.vocabulary_sizes["item_id"], world_size=_NUM_PROCESSES, mode="hash_roundrobin"
     )
 
-    def ours(num_workers: int, key_maps: Mapping[str, KeyMap] | None = None) -> Callable[[], int]:
+    def ours(num_workers: int, key_maps: Mapping[str, KeyMap] | None = None, by: Any = None) -> Callable[[], int]:
         config = LoaderConfig(
             batch_size=BATCH_SIZE,
             max_history_length=MAX_HISTORY_LENGTH,
@@ -186,6 +188,7 @@ def make_loaders(path: Path, users: int) -> dict[str, Callable[[], int]]:
             num_workers=num_workers,
             persistent_workers=True,
             key_maps=key_maps or {},
+            negatives=Negatives(count=_NUM_NEGATIVES, by=by) if by else None,
         )
         loader = build_loader(path, config, rank=0, world_size=1)
         return lambda: count_samples(loader)
@@ -193,8 +196,11 @@ def make_loaders(path: Path, users: int) -> dict[str, Callable[[], int]]:
     return {
         "ours": ours(0),
         "ours, mapped items": ours(0, {"item_id": items}),
+        "ours, uniform negatives": ours(0, by="uniform"),
+        "ours, popular negatives": ours(0, by="popularity"),
         "ours, 1 worker": ours(1),
         "ours, 2 workers": ours(2),
+        "ours, 2 workers, popular negatives": ours(2, by="popularity"),
         "numpy gather": lambda: gather(store),
         "worker processes, 1": worker_processes(1),
         "worker processes, 2": worker_processes(2),
@@ -223,6 +229,11 @@ def measure_rates(path: Path, users: int, runs: int) -> None:
         }
         if name.startswith("ours"):
             row["x_one_worker"] = round(rate / medians["ours, 1 worker"], 2)
+        if name.endswith("negatives"):
+            without = rates[name.rpartition(", ")[0]]
+            row["x_time_without"] = round(
+                statistics.median(plain / drawn for plain, drawn in zip(without, rates[name], strict=True)), 2
+            )
         print(json.dumps(row), flush=True)
 
 

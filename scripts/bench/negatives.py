@@ -1,7 +1,7 @@
 """Recall of a small SASRec that is trained with different negatives.
 
     evenrank preprocess --dataset ml-20m --raw-dir raw --split leave-last:1 --out out/ml-20m
-    .venv/bin/python scripts/bench/negatives.py --data out/ml-20m [--epochs 20] [--seeds 2] [--count 64]
+    .venv/bin/python scripts/bench/negatives.py --data out/ml-20m [--epochs 12] [--seeds 0 1 2] [--count 64]
 
 Each run trains on the next items of the train split and ranks all items for the last event of each user; it prints one
 JSON line: the recall of the target among the best 10 and 50, and the seconds of training.
@@ -98,11 +98,11 @@ def main() -> None:
     """Train and evaluate each kind with each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("out/ml-20m"))
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--count", type=int, default=64)
     arguments = parser.parse_args()
-    for seed in range(arguments.seeds):
+    for seed in arguments.seeds:
         for kind in KINDS:
             start = time.perf_counter()
             model = train(arguments.data, kind, seed, arguments.epochs, arguments.count)

@@ -13,6 +13,7 @@ from torchdata.nodes import Mapper, Prefetcher
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import (
     LoaderConfig,
+    Negatives,
     RandomBatches,
     SemanticIdConfig,
     SequenceBatch,
@@ -45,6 +46,7 @@ CHANGES: dict[type, dict[str, Any]] = {
         "extra_events": ("timestamp_ms",),
         **dict.fromkeys(("label", "target", "weight"), "timestamp_ms"),
         "context": (),
+        "negatives": Negatives(count=1),
         "key_maps": {"item_id": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},
     },
     SemanticIdConfig: {

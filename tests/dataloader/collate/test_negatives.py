@@ -279,7 +279,7 @@ def test_streams_draw_the_same_negatives_with_popularity_from_the_vocabulary(den
 
 def test_streams_of_kept_ids_do_not_guess_which_items_there_are(small_dataset: Path) -> None:
     with pytest.raises(
-        ConfigError, match="rule 'keep', whose events a stream cannot count .* --ids item=dense, or use"
+        ConfigError, match=r"rule 'keep', whose events a stream cannot count .* --ids item=dense, or use"
     ):
         build_stream_loader(small_dataset, _config(negatives=Negatives(count=1)), rank=0, world_size=1)
 
