@@ -145,7 +145,7 @@ def test_a_long_history_and_one_rare_drawable_item_are_excluded_and_found() -> N
     own = [*range(2, 3000)]
     store = _store([own, [1], own * 2], size=3000)
     for by in ("uniform", "popularity"):
-        of_rows = rows_of(_batch(store, Negatives(count=20, by=by)).negatives, "item_id")  # type: ignore[arg-type]
+        of_rows = rows_of(_batch(store, Negatives(count=20, by=by)).negatives, "item_id")
         assert of_rows[0] == of_rows[2] == [1] * 20
     assert of_rows[1].count(1) == 0
 
@@ -184,7 +184,7 @@ def test_hard_negatives_are_of_the_last_item_and_come_last(tmp_path: Path, key_m
 
 def _samples(batches: Iterable[SequenceBatch]) -> dict[int, Any]:
     """Return each sample's negatives and logarithms, and check that padding has none."""
-    samples = {}
+    samples: dict[int, Any] = {}
     for batch in batches:
         assert batch.negatives is not None
         rows = [rows_of(batch.negatives, "item_id"), *(rows_of(batch.log_q, key) for key in ("negative", "positive"))]
@@ -194,7 +194,7 @@ def _samples(batches: Iterable[SequenceBatch]) -> dict[int, Any]:
 
 
 def _config(**options: Any) -> LoaderConfig:
-    settings = {"batch_size": 8, "max_num_candidates": 1, "negatives": POPULAR, "seed": 5}
+    settings: dict[str, Any] = {"batch_size": 8, "max_num_candidates": 1, "negatives": POPULAR, "seed": 5}
     return LoaderConfig(**settings | options)
 
 
