@@ -11,6 +11,7 @@ from .collate.jagged import jagged as jagged
 from .collate.negatives import Negatives as Negatives
 from .collate.semantic_ids import CodeTable as CodeTable
 from .config import LoaderConfig as LoaderConfig
+from .config import Requests as Requests
 from .config import SemanticIdConfig as SemanticIdConfig
 from .config import TimeWindows as TimeWindows
 from .elastic_sampler import ElasticLoader as ElasticLoader
@@ -23,6 +24,7 @@ from .random_batches import RandomBatches as RandomBatches
 from .random_batches import RandomData as RandomData
 from .random_batches import RandomFeature as RandomFeature
 from .random_batches import random_codes as random_codes
+from .replay import Replay as Replay
 from .sampling.steps import Mixture as Mixture
 from .stream_loader import StreamConfig as StreamConfig
 from .stream_loader import StreamLoader as StreamLoader
@@ -45,6 +47,8 @@ __all__ = [
     "RandomBatches",
     "RandomData",
     "RandomFeature",
+    "Replay",
+    "Requests",
     "SemanticIdBatch",
     "SemanticIdConfig",
     "SequenceBatch",

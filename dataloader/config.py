@@ -13,6 +13,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollat
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.checks import SEED, show
+from evenrank.datasets.inference_requests import Requests as Requests
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
 from evenrank.datasets.time_windows import TimeWindows as TimeWindows
 
@@ -34,10 +35,10 @@ class ReadConfig(ABC, Generic[Batch]):
     """Add a feature `user_id`, one id per sample, below `manifest.vocabulary_sizes["user_id"]`."""
     context: tuple[str, ...] | None = None
     """The contextual features of batches, in this order; None: all of the dataset."""
-    order: Order | TimeWindows = "shuffle"
+    order: Order | TimeWindows | Requests = "shuffle"
     """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows.
-    `TimeWindows(every="1d")`: each epoch has the samples of another day; see `TimeWindowLoader`. Streams and mixtures
-    are always shuffled."""
+    `TimeWindows(every="1d")`: each epoch has the samples of another day; see `TimeWindowLoader`.
+    `Requests()`: the recorded requests of all splits, by time. Streams and mixtures are always shuffled."""
     seed: int = 0
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
@@ -67,9 +68,9 @@ class ReadConfig(ABC, Generic[Batch]):
                 raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
         if (expected := SEED(self.seed)) is not None:
             raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
-        if not isinstance(self.order, TimeWindows) and self.order not in get_args(Order):
+        if not isinstance(self.order, TimeWindows | Requests) and self.order not in get_args(Order):
             known = ", ".join(get_args(Order))
-            raise ConfigError(f"order must be one of {known}, or TimeWindows(every=...), got {self.order!r}")
+            raise ConfigError(f"order must be one of {known}, TimeWindows(every=...) or Requests(), got {self.order!r}")
         if not isinstance(self.key_maps, Mapping):
             raise ConfigError(f"key_maps must be a dict of KeyMaps by feature, got {show(self.key_maps)}")
         object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy that no caller changes later
@@ -78,6 +79,11 @@ class ReadConfig(ABC, Generic[Batch]):
                 raise ConfigError(f"key_maps must have a KeyMap for {name!r}, got {show(key_map)}")
             if name in (ACTION, TIMESTAMP_MS):
                 raise ConfigError(f"key_maps cannot have {name!r}: actions are labels too, and times are no keys")
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether samples are requests, so that batches have their times."""
+        return isinstance(self.order, Requests)
 
     @abstractmethod
     def make_collate(self, sources: Sources = ()) -> Collate[Batch]:
@@ -119,8 +125,9 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
 
     def __post_init__(self) -> None:
         ReadConfig.__post_init__(self)
-        if isinstance(self.order, TimeWindows) and not self.max_num_candidates:
-            raise ConfigError("windows of time have candidates as targets; pass max_num_candidates of at least 1")
+        if isinstance(self.order, TimeWindows | Requests) and not self.max_num_candidates:
+            kind = "requests" if self.has_requests else "windows of time"
+            raise ConfigError(f"{kind} have candidates as targets; pass max_num_candidates of at least 1")
         if self.num_tasks > 1 and self.label not in (None, ACTION):
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
         if self.num_tasks > _MAX_TASKS:

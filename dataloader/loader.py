@@ -25,7 +25,7 @@ from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.config import LoaderConfig, ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
 from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
@@ -40,6 +40,7 @@ from evenrank.dataloader.sampling.steps import (
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.state.vocabulary import shared_ids
 from evenrank.dataloader.workers import Workers
+from evenrank.datasets.inference_requests import Requests
 from evenrank.datasets.order import SampleOrder, Samples
 from evenrank.datasets.store import SequenceStore, open_store
 from evenrank.datasets.time_windows import TimeWindows
@@ -85,8 +86,14 @@ def build_loader(
     def make(members: Members | None = None) -> Loader[Batch]:
         opened, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
         kind = TimeWindowLoader if isinstance(config.order, TimeWindows) else Loader
+        if isinstance(config.order, Requests):
+            if not isinstance(data, Path | str):
+                raise ConfigError(f"requests are of all splits of a dataset, not of {data!r}; pass its folder or URL")
+            stores = config.order.of(data, config.max_num_candidates if isinstance(config, LoaderConfig) else 1)
+        else:
+            stores = [each if isinstance(each, SequenceStore) else open_store(each, config.split) for each in opened]
         return kind(
-            [store if isinstance(store, SequenceStore) else open_store(store, config.split) for store in opened],
+            stores,
             config,
             rank=rank,
             world_size=world_size,
@@ -164,8 +171,8 @@ class Loader(EpochPositions, RankLoader[Batch]):
             for reason, rows in left_out.items():
                 if len(rows):
                     _log.warning("%s of %s rows are left out: %s", len(rows), sum(map(len, stores)), reason)
+        order = make_order(config.order, stores, samples, self._mixture)
         stores = remapped_stores(stores, self._collate, config.key_maps)
-        order = make_order(config.order, samples, self._mixture)
         in_flight = (config.num_workers + 1) * config.prefetch
         shape = StepShape(
             self._rank, self._world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight

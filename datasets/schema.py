@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the command line imports this module
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+REQUESTS_NAME = "requests.parquet"
 CACHE_NAME = ".cache"  # subfolder of the unpacked columns
 REMEDY = "preprocess the dataset again"  # of files that do not match their manifest
 
@@ -41,6 +42,7 @@ TIMESTAMP_MS = "timestamp_ms"
 LENGTH = "length"
 NUM_TARGETS = "num_targets"  # optional, int32: number of last events of a row that are prediction targets
 WINDOW = "window"  # optional, int32: index of a row among the rows of its user
+REQUEST_COLUMNS = (USER_ID, "request_ts_ms", "history_end")  # int64 each, of REQUESTS_NAME
 
 # Element types of the list columns of every dataset.
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}

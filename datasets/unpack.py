@@ -249,7 +249,7 @@ def read_blocks(
         files = split.files[first : first + CONNECTIONS]
         paths = [folder / file.path for file in files]
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(CONNECTIONS) as pool:
-            opening = pool.map(lambda path, stack=stack: stack.enter_context(_open(path, scratch)), paths)
+            opening = pool.map(lambda path, stack=stack: stack.enter_context(open_file(path, scratch)), paths)
             for file, path, opened in zip(files, paths, opening, strict=True):
                 # What is verified is what is read, even if the file is replaced meanwhile.
                 if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
@@ -261,7 +261,7 @@ def read_blocks(
 
 
 @contextlib.contextmanager
-def _open(path: Path | Remote, scratch: Path | None) -> Iterator[BinaryIO]:
+def open_file(path: Path | Remote, scratch: Path | None = None) -> Iterator[BinaryIO]:
     """Open a file; fetch a remote one into one that has no name, so that nothing is left if this process is killed."""
     with open_regular(path) if isinstance(path, Path) else tempfile.TemporaryFile(dir=scratch) as opened:
         for chunk in () if isinstance(path, Path) else path.chunks():
@@ -291,7 +291,7 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
         raise DataError(f"{path} {fault} {wrong[0]!r}; {REMEDY}")
     table = file.read_row_group(group, columns=names).combine_chunks()
     columns = {name: table.column(name).combine_chunks() for name in names}
-    lengths = _flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
+    lengths = flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
     _check_range(lengths, 0, None, LENGTH, path)
     values: dict[str, NDArray[Any]] = {}
     counts: dict[str, NDArray[np.int64]] = {}
@@ -299,7 +299,7 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
         if name in manifest.multi_valued:
             values[name], counts[name] = _list_values(columns[name], dtype, name, path)
         else:
-            values[name] = _flat_values(columns[name], dtype, name, path)
+            values[name] = flat_values(columns[name], dtype, name, path)
     for name, dtype in event_dtypes.items():
         values[name], events = _list_values(columns[name], dtype, name, path)
         if not np.array_equal(events, lengths):
@@ -328,7 +328,8 @@ def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, 
         )
 
 
-def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[Any]:
+def flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[Any]:
+    """Return the values of a column; raises a DataError if it has another type, nulls, infinite values or NaN."""
     if column.type != pa.type_for_alias(dtype) or column.null_count:
         actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {REMEDY}")
@@ -343,5 +344,5 @@ def _list_values(column: pa.Array, dtype: str, name: str, path: str) -> tuple[ND
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
         actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {REMEDY}")
-    values = _flat_values(column.flatten(), dtype, name, path)
+    values = flat_values(column.flatten(), dtype, name, path)
     return values, np.diff(column.offsets.to_numpy()).astype(np.int64)

@@ -18,6 +18,7 @@ from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
     ITEM_ID,
+    REQUESTS_NAME,
     SCHEMA_VERSION,
     USER_ID,
     Manifest,
@@ -53,7 +54,7 @@ from evenrank.preprocess.output.ranges import (
     schema_of,
     write_range,
 )
-from evenrank.preprocess.output.replace import DATASET_NAME, REQUESTS_NAME
+from evenrank.preprocess.output.replace import DATASET_NAME
 from evenrank.preprocess.output.resume import WORK_NAME
 from evenrank.preprocess.output.writer import split_file, write_item_features, write_no_rows
 from evenrank.preprocess.sources.download import source_files

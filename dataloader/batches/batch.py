@@ -287,6 +287,8 @@ class SequenceBatch(JaggedBatch):
     `positive`, of the candidates or, without candidates, of all items but the first."""
     num_candidates: Tensor = dense()
     """int64 [batch_size]: how many of the last item ids are candidates."""
+    request_ts_ms: Tensor | None = dense(default=None)
+    """int64 [batch_size]: time of the request, in milliseconds since 1970; None except with `order=Requests()`."""
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
@@ -311,6 +313,8 @@ class SemanticIdBatch(JaggedBatch):
     """int64; key `label`: `levels` codes of each labeled event: the target or, with labels for the history, every event
     but the first of a history, in time order.
     """
+    request_ts_ms: Tensor | None = dense(default=None)
+    """int64 [batch_size]: time of the request, in milliseconds since 1970; None except with `order=Requests()`."""
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
     candidate_levels: int = host(0, in_schema=True)

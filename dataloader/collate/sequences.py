@@ -41,6 +41,7 @@ class Collate(ABC, Generic[Batch]):
     max_num_candidates: int
     user_id: bool
     context: tuple[str, ...] | None = None
+    has_requests: bool = False
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
@@ -59,7 +60,7 @@ class Collate(ABC, Generic[Batch]):
         spans, fields = self._find(groups, num_samples)
         of_keys = {(field, name): values.lengths for field, keys in fields.items() for name, values in keys.items()}
         no_candidates = np.zeros(num_samples, dtype=np.int64)
-        num_candidates = self._dense_columns(spans).get("num_candidates", no_candidates)
+        num_candidates = self._dense_columns(groups, spans).get("num_candidates", no_candidates)
         return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
 
     def __call__(
@@ -93,7 +94,7 @@ class Collate(ABC, Generic[Batch]):
         else:
             (loss_lengths,) = (values.lengths for values in predicted.values())
         loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
-        for name, column in self._dense_columns(spans).items():
+        for name, column in self._dense_columns(groups, spans).items():
             fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
         fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
         of_keys = {(field, key): values for field, keys in jagged.items() for key, values in keys.items()}
@@ -122,9 +123,14 @@ class Collate(ABC, Generic[Batch]):
     def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
         """Return the fields of labels, targets and weights, as far as batches have them."""
 
-    def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
+    def _dense_columns(self, groups: Sequence[StoreRows], spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
-        return {}
+        if not self.has_requests:
+            return {}
+        times = np.empty_like(spans.begins)
+        for store, _, samples in groups:
+            times[samples] = store.events[TIMESTAMP_MS][spans.history_ends[samples]]
+        return {"request_ts_ms": times}
 
     def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
         """Return these fields with what is drawn for the samples; without a key, only the lengths are right."""
@@ -242,8 +248,8 @@ class SequenceCollate(Collate[SequenceBatch]):
         if self.num_tasks > 1:
             values &= (1 << self.num_tasks) - 1
 
-    def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
-        return {"num_candidates": spans.ends - spans.history_ends}
+    def _dense_columns(self, groups: Sequence[StoreRows], spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
+        return {"num_candidates": spans.ends - spans.history_ends, **Collate._dense_columns(self, groups, spans)}
 
 
 def _check_known(kind: str, names: Collection[str], known: Collection[str]) -> None:

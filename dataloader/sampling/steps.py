@@ -17,6 +17,7 @@ from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import Order
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition, SkippedSamples
+from evenrank.datasets.inference_requests import RequestOrder, Requests
 from evenrank.datasets.order import (
     EpochSchedule,
     MixtureOrder,
@@ -76,8 +77,15 @@ def _schema_of(store: SequenceStore, collate: Collate[Any]) -> BatchSchema:
     return schema_of(empty)
 
 
-def make_order(order: Order | TimeWindows, samples: Sequence[Samples], mixture: Mixture | None) -> SampleOrder:
-    """Return the order of a mixture's samples or, without a mixture, of the samples of the only store."""
+def make_order(
+    order: Order | TimeWindows | Requests,
+    stores: Sequence[SequenceStore],
+    samples: Sequence[Samples],
+    mixture: Mixture | None,
+) -> SampleOrder:
+    """Return the order of the samples of a mixture, of requests or, else, of the only store."""
+    if isinstance(order, Requests):
+        return RequestOrder(stores, samples)
     if mixture is not None:
         if order != "shuffle":
             raise ConfigError(f"mixtures are always shuffled; order must be 'shuffle', got {order!r}")

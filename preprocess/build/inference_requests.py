@@ -8,13 +8,11 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
-from evenrank.datasets.schema import TIMESTAMP_MS
+from evenrank.datasets.event_statistics import DURATIONS_MS
+from evenrank.datasets.schema import REQUEST_COLUMNS, TIMESTAMP_MS
 from evenrank.preprocess.build.sequences import Sequences
 
-_DAY_MS = 86_400_000
-REQUEST_SCHEMA = pa.schema(
-    [pa.field(name, pa.int64(), nullable=False) for name in ("user_id", "request_ts_ms", "history_end")]
-)
+REQUEST_SCHEMA = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in REQUEST_COLUMNS])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +36,7 @@ def request_table(sequences: Sequences, rule: RequestRule) -> pa.Table:
     those on the same day.
     """
     offsets = np.concatenate(([0], np.cumsum(sequences.lengths)))
-    gap_ms, day_ms = round(rule.seconds * 1000), _DAY_MS if rule.by_date else 0
+    gap_ms, day_ms = round(rule.seconds * 1000), DURATIONS_MS["d"] if rule.by_date else 0
     rows, times, history_ends = find_requests(offsets, sequences.values(TIMESTAMP_MS), gap_ms, day_ms)
     columns = [sequences.user_ids[rows], times, history_ends]
     return pa.table([pa.array(column) for column in columns], schema=REQUEST_SCHEMA)

@@ -13,12 +13,11 @@ from typing import TypeVar
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import is_trusted, open_lock_file, open_regular
-from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME
+from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME, REQUESTS_NAME
 from evenrank.preprocess.build.vocabulary import vocabulary_name
 from evenrank.preprocess.engine import UnfinishedError
 
 # Files that the folder of a dataset may contain besides its manifest and its splits.
-REQUESTS_NAME = "requests.parquet"
 ITEM_FEATURES_NAME = "item_features.parquet"
 _OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME)
 

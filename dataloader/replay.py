@@ -1,0 +1,54 @@
+"""`Replay`: batches of recorded requests, at the pace at which the requests came."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Generic
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.batch import Batch
+
+
+def due_seconds(request_ms: int, first_ms: int, speed: float) -> float:
+    """Return when a request is due, in seconds after the first one, whose times are in milliseconds."""
+    return (request_ms - first_ms) / 1000 / speed
+
+
+class Replay(Generic[Batch]):
+    """Yields each batch when the last of its requests is due, and the first batch at once; none is left out.
+
+    Each iteration starts a clock at its first batch; ranks have clocks of their own.
+
+    Args:
+        batches: of a loader with `order=Requests()`, or of a Balancer over it.
+        speed: how many seconds of the recording pass in one second.
+
+    Raises:
+        ConfigError: the speed is not a positive number; while iterating, batches have no times of requests.
+    """
+
+    lag_seconds: float = 0.0
+    """How late the batch yielded last was, because batches are consumed or made more slowly than they are due."""
+
+    def __init__(self, batches: Iterable[Batch], *, speed: float = 1.0) -> None:
+        if not 0 < speed < math.inf:
+            raise ConfigError(f"speed must be a positive number, got {speed}")
+        self._batches = batches
+        self._speed = speed
+
+    def __iter__(self) -> Iterator[Batch]:
+        first_ms, begin = None, 0.0
+        for batch in self._batches:
+            times = getattr(batch, "request_ts_ms", None)
+            if times is None:
+                raise ConfigError(
+                    "batches have no request_ts_ms; make their loader with LoaderConfig(order=Requests())"
+                )
+            if batch.num_real:
+                last_ms = int(times[: batch.num_real].max())
+                if first_ms is None:
+                    first_ms, begin = last_ms, time.monotonic()
+                due = begin + due_seconds(last_ms, first_ms, self._speed)
+                time.sleep(max(0.0, due - time.monotonic()))
+                self.lag_seconds = max(0.0, time.monotonic() - due)
+            yield batch
