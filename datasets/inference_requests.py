@@ -18,7 +18,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.numba_cache import compiled
 from evenrank.core.storage import locate
 from evenrank.datasets.event_statistics import DURATIONS_MS
-from evenrank.datasets.order import Samples
+from evenrank.datasets.order import RowOrder, Samples
 from evenrank.datasets.remote import latest_version
 from evenrank.datasets.schema import REQUEST_COLUMNS, REQUESTS_NAME, TIMESTAMP_MS, USER_ID, read_manifest
 from evenrank.datasets.store import SequenceStore, Slices, open_store
@@ -52,36 +52,28 @@ class Requests:
         path, (users, times, history_ends) = _read(dataset)
         by_time = np.lexsort((history_ends, users, times))
         users, times, history_ends = users[by_time], times[by_time], history_ends[by_time]
-        rows, first, opened = _whole_rows(stores, users, dataset), 0, []
-        is_valid = rows >= 0
+        rows, first, sliced = _whole_rows(stores, users, dataset), 0, []
+        _check_found(rows, users, times, path)
         for store in stores:
-            mine = np.flatnonzero((rows >= first) & (rows < first + len(store)))
-            begins, events, ends = _locate(
-                store.offsets, store.events[TIMESTAMP_MS], rows[mine] - first, times[mine], history_ends[mine], day_ms
-            )
-            by_event = np.argsort(events, kind="stable")
-            next_events = np.append(events[by_event][1:], len(store.events[TIMESTAMP_MS]))
-            ends[by_event] = np.minimum(ends[by_event], next_events)
-            is_valid[mine] = ends > events  # also not if two requests are at the same event
-            if is_valid.all():
-                ends = np.minimum(ends, events + max_num_candidates)
-                slices = Slices(rows[mine] - first, begins, ends)
-                opened.append(store.sliced(slices, (ends - events).astype(np.int32)))
+            own = (rows >= first) & (rows < first + len(store))
+            event_times, requests = store.events[TIMESTAMP_MS], (rows[own] - first, times[own], history_ends[own])
+            slices, events = _cut(store.offsets, event_times, requests, day_ms, max_num_candidates)
+            _check_found(events, users[own], times[own], path)
+            sliced.append(store.sliced(Slices(*slices), (slices[2] - events).astype(np.int32)))
             first += len(store)
-        if len(wrong := np.flatnonzero(~is_valid)):
-            user, time = int(users[wrong[0]]), int(times[wrong[0]])
-            raise DataError(f"{path}: the dataset has no event of the request of user {user} at {time} ms; {_AGAIN}")
-        return opened
+        return sliced
 
 
-class RequestOrder:
+class RequestOrder(RowOrder):
     """The requests of several stores, numbered consecutively, by time and then by user, in every epoch."""
+
+    _kind = "requests"
 
     def __init__(self, stores: Sequence[SequenceStore], samples: Sequence[Samples]) -> None:
         first, parts = 0, []
         for store, of_store in zip(stores, samples, strict=True):
+            assert store.num_targets is not None  # because it is sliced
             rows = of_store.rows(np.arange(len(of_store)))
-            assert store.num_targets is not None
             times = store.events[TIMESTAMP_MS][store.ends[rows] - store.num_targets[rows]]
             parts.append((first + rows, store.rows[USER_ID][store.rows_of(rows)], times))
             first += len(store)
@@ -92,10 +84,6 @@ class RequestOrder:
     def rows(self, positions: Ints, *, seed: int, epoch: int) -> Ints:
         """Return the rows at positions."""
         return self._rows[positions]
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return the kind of order and its length; the rest follows from the slices of the stores."""
-        return ("requests", self.num_samples)
 
 
 def _read(dataset: Path | str) -> tuple[str, list[Ints]]:
@@ -117,41 +105,49 @@ def _whole_rows(stores: Sequence[SequenceStore], users: Ints, dataset: Path | st
     """
     ids = np.concatenate([store.rows[USER_ID] for store in stores])
     lengths = np.concatenate([store.lengths for store in stores])
-    before = [store.lengths - (store.lengths + 1 if (n := store.num_targets) is None else n) for store in stores]
-    of_store = np.repeat(np.arange(len(stores)), [len(store) for store in stores])
+    targets = [store.lengths + 1 if store.num_targets is None else store.num_targets for store in stores]
+    splits = np.repeat(np.arange(len(stores)), [len(store) for store in stores])
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     is_again = np.flatnonzero(ordered[1:] == ordered[:-1])
     earlier, later = order[is_again], order[is_again + 1]
-    is_whole = (lengths[earlier] == np.concatenate(before)[later]) & (of_store[earlier] < of_store[later])
-    if not is_whole.all():
-        user = int(ordered[is_again[~is_whole][0]])
+    num_before = (lengths - np.concatenate(targets))[later]
+    is_divided = (lengths[earlier] != num_before) | (splits[earlier] == splits[later])
+    if is_divided.any():
         raise ConfigError(
-            f"requests need the history of a user in one row, but {dataset} divides that of user {user}; preprocess it "
-            "without --window, hashed ids, `--unknown oov` and a second log that overlaps the first"
+            f"requests need all events of a user in one row, but {dataset} divides those of user "
+            f"{ordered[is_again[is_divided][0]]}; preprocess it without --window, hashed ids, `--unknown oov` and a "
+            "second log that overlaps the first"
         )
-    places = np.searchsorted(ordered, users, side="right") - 1
-    is_known = (places >= 0) & (len(ordered) > 0)
-    is_known[is_known] = ordered[places[is_known]] == users[is_known]
-    rows = np.full(len(users), -1)
-    rows[is_known] = order[places[is_known]]
-    return rows
+    places = np.searchsorted(ordered, users, side="right") - 1  # -1: below all
+    return np.where(np.append(ordered, 0)[places] == users, np.append(order, -1)[places], -1)
+
+
+def _check_found(found: Ints, users: Ints, times: Ints, path: str) -> None:
+    if len(wrong := np.flatnonzero(found < 0)):
+        user, time = users[wrong[0]], times[wrong[0]]
+        raise DataError(
+            f"{path} has a request of user {user} at {time} ms, of which the dataset has no event; {_AGAIN}"
+        )
 
 
 @compiled
-def _locate(
-    offsets: Ints, event_times: Ints, rows: Ints, times: Ints, history_ends: Ints, day: int
-) -> tuple[Ints, Ints, Ints]:
-    """Return each request's first event of the history, own event, and end of the row: [n]; -1: no event is at it."""
-    begins, events, ends = offsets[rows], np.full(len(rows), -1), offsets[rows + 1]
-    for index in range(len(rows)):
+def _cut(
+    offsets: Ints, event_times: Ints, requests: tuple[Ints, Ints, Ints], day: int, max_num_candidates: int
+) -> tuple[tuple[Ints, Ints, Ints], Ints]:
+    """Return the slices of requests (rows, times, history_ends), which are in time order, and the event of each.
+
+    All are int64 [n]. The event is -1 if the row has none at this time and place, or it is that of the next request.
+    """
+    rows, times, history_ends = requests
+    begins, events, ends = offsets[rows], np.full(len(rows), -1), offsets[rows]
+    next_events = offsets[1:].copy()  # of each row's next request
+    for index in range(len(rows) - 1, -1, -1):
+        end = next_events[rows[index]]
         if day > 0:
-            of_row = event_times[begins[index] : ends[index]]
-            begins[index] += np.searchsorted(of_row, times[index] - times[index] % day)
-        if 0 <= history_ends[index] < ends[index] - begins[index]:
-            event = begins[index] + history_ends[index]
-            if event_times[event] == times[index]:
-                events[index] = event
-                continue
-        ends[index] = -1  # so that it has no events
-    return begins, events, ends
+            begins[index] += np.searchsorted(event_times[begins[index] : end], times[index] - times[index] % day)
+        event = begins[index] + min(max(history_ends[index], 0), end - begins[index])
+        if event < end and event_times[event] == times[index] and history_ends[index] >= 0:
+            events[index], ends[index] = event, min(end, event + max_num_candidates)
+            next_events[rows[index]] = event
+    return (rows, begins, ends), events
