@@ -2,7 +2,9 @@
 
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from evenrank.cli import console
 from evenrank.cli.options import STRATEGIES, make_cost
@@ -73,17 +75,22 @@ def _preprocess(folder: Path) -> None:
                 dataset="custom", out=folder / "log", custom=custom, split="time:last:1h", requests=requests
             )
         )
-    preprocess(PreprocessConfig(dataset="synthetic", out=folder / "data", split="none", synthetic=synthetic))
+    preprocess(
+        PreprocessConfig(dataset="synthetic", out=folder / "data", split="none", synthetic=synthetic, requests=requests)
+    )
 
 
 def _train(folder: Path) -> None:
     """Lay out an exchange, and load steps of synthetic data, packed and not, if they could be made."""
-    from evenrank.dataloader import LoaderConfig, build_loader
+    from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
     from evenrank.dataloader.balance import BalanceConfig
     from evenrank.dataloader.balance.warmup import warm_up
 
     warm_up("none", exchanges=True)
     if (folder / "data").exists():
-        for pack in (False, True):
+        candidates: dict[str, Any] = {"batch_size": 2, "max_num_candidates": 1, "negatives": Negatives(count=1)}
+        orders = (TimeWindows(every="1w"), Requests())
+        configs = [LoaderConfig(batch_size=2), *(LoaderConfig(order=order, **candidates) for order in orders)]
+        for pack, config in product((False, True), configs):
             balance = BalanceConfig(cost=make_cost("linear"), pack=pack, max_tokens_per_rank=1 << 20)
-            next(iter(build_loader(folder / "data", LoaderConfig(batch_size=2), rank=0, world_size=2, balance=balance)))
+            next(iter(build_loader(folder / "data", config, rank=0, world_size=2, balance=balance)))

@@ -10,12 +10,12 @@ import sys
 from numba.core import event
 from evenrank.cli.main import main
 from evenrank.cli.options import make_cost
-from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 with event.install_recorder("numba:compile") as recorder:
     for arguments in (
         "preprocess --dataset custom --events log.csv --split time:last:1h --requests 60",
-        "preprocess --dataset synthetic --users 200 --split user:0.5",
+        "preprocess --dataset synthetic --users 200 --split user:0.5 --requests 60",
         "simulate out/synthetic --ranks 4 --steps 8 --window 2",
     ):
         sys.argv = ["evenrank", *arguments.split()]
@@ -24,7 +24,11 @@ with event.install_recorder("numba:compile") as recorder:
         except SystemExit as stopped:
             assert not stopped.code, arguments
     balance = BalanceConfig(cost=make_cost("linear"), strategy="min-move")
-    next(iter(build_loader("out/synthetic", LoaderConfig(batch_size=4), rank=0, world_size=2, balance=balance)))
+    candidates = {"max_num_candidates": 2, "negatives": Negatives(count=3, by="popularity")}
+    orders = ({}, {"order": TimeWindows(every="1d"), **candidates}, {"order": Requests(), **candidates})
+    for options in orders:
+        config = LoaderConfig(batch_size=4, **options)
+        next(iter(build_loader("out/synthetic", config, rank=0, world_size=2, balance=balance)))
 print(len(recorder.buffer))
 """
 WITHOUT_EXTRAS = """
