@@ -196,6 +196,11 @@ class Loader(EpochPositions, RankLoader[Batch]):
         return self._open_epoch(epoch).of_epoch
 
     @property
+    def stores(self) -> Sequence[SequenceStore]:
+        """The stores of the next iteration's samples, whose rows or slices `sample_ids` number one after the other."""
+        return self._open_epoch(self.epoch).stores
+
+    @property
     def left_out(self) -> dict[str, NDArray[np.int64]]:
         """Per reason, the rows that are not samples: int64, ascending."""
         return self._open_epoch(self.epoch).left_out
@@ -204,6 +209,9 @@ class Loader(EpochPositions, RankLoader[Batch]):
     def num_dropped(self) -> int:
         """Number of rows that are not samples."""
         return sum(len(samples.left_out) for samples in self._open_epoch(self.epoch).samples)
+
+    def skip_empty(self) -> None:
+        """Make the next iteration that of an epoch with samples; all epochs have the same, except for windows."""
 
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
@@ -312,6 +320,11 @@ class TimeWindowLoader(Loader[Batch]):
     def begin_at(self, index: int) -> None:
         """Make the next iteration that of another window, such as the one after the window that was trained."""
         self._start_epoch(index)
+
+    def skip_empty(self) -> None:
+        """Make the next iteration that of the first window with samples from the next one on, if there is one."""
+        while self.epoch < self.num_windows and not self.num_samples:
+            self.begin_at(self._windows.next_with_events(self.epoch + 1))
 
     def _own_invariants(self) -> dict[str, Any]:
         return {**super()._own_invariants(), "windows": (self._windows.start_ms, self._windows.count)}

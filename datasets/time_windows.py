@@ -96,6 +96,12 @@ class WindowsOfStore:
         begin_ms = self.start_ms + index * self.length_ms
         return moment(begin_ms), moment(begin_ms + self.length_ms)
 
+    def next_with_events(self, index: int) -> int:
+        """Return the first window from this one on that has events; `count` if there is none."""
+        times, begin_ms = self.store.events[TIMESTAMP_MS], self.start_ms + index * self.length_ms
+        first_ms = int(np.min(times, where=times >= begin_ms, initial=_INT64_MAX))
+        return min((first_ms - self.start_ms) // self.length_ms, self.count)
+
     def cut(self, index: int, max_targets: int) -> SequenceStore:
         """Return the samples of a window, by the time of their first target; a window after the last has none.
 

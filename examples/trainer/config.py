@@ -18,9 +18,10 @@ MODELS = ("hstu", "semantic-ids")
 TASKS = ("ranking", "retrieval")
 PRECISIONS = ("auto", "fp32", "bf16")
 EMBEDDINGS = ("replicated", "sharded")
+_CANDIDATES_IN_WINDOWS = 10
 
 
-class AllBut(tuple[str, ...]):
+class AllBut(tuple[Any, ...]):
     """All values of a setting but these; of one whose values users register, others cannot be listed."""
 
     def __contains__(self, value: object) -> bool:
@@ -34,6 +35,7 @@ RANKING = {"task": ("ranking",)}
 RETRIEVAL = {"task": ("retrieval",)}
 SHARDED = {"embeddings": ("sharded",)}
 BALANCED = {"balance": AllBut(["none"])}
+WINDOWS = {"time_windows": AllBut([None])}
 
 
 def setting(
@@ -94,6 +96,14 @@ class TrainConfig:
         "Retrieval: random items per step among which the next one is found.",
         at_least=1,
         applies_to=RETRIEVAL,
+    )
+    max_num_candidates: int | None = setting(
+        None,
+        "Ranking: only the last events of a sample are targets, at most so many, each predicted from the events before "
+        "all of them. Default: all events of the history; with --time-windows, 10.",
+        at_least=1,
+        kept=True,
+        applies_to=RANKING,
     )
     user_id: bool = setting(False, "Put the user's id in front of the history, as a token.", kept=True)
     max_history_length: int = setting(
@@ -188,7 +198,19 @@ class TrainConfig:
     pipeline: str = setting("none", "TorchRec's training pipeline: none, sparse-dist, or prefetch (GPU only).")
     precision: str = setting("auto", "Of the layers; `auto`: bf16 on GPUs, else fp32.", choices=PRECISIONS)
 
-    epochs: int = setting(1, "Passes over the training split.", at_least=1)
+    epochs: int = setting(1, "Passes over the training split.", at_least=1, applies_to={"time_windows": (None,)})
+    time_windows: str | None = setting(
+        None,
+        "Train the events of a window of time, such as 6h, 1d or 1w, then those of the next one, each event once, and "
+        "evaluate on the window that follows. Default: train all events in any order.",
+        kept=True,
+    )
+    time_windows_start: str | None = setting(
+        None,
+        "The begin of the first window, in ISO 8601; earlier events are only in histories. Default: the first event.",
+        kept=True,
+        applies_to=WINDOWS,
+    )
     max_steps: int | None = setting(None, "End after this many steps, if the epochs have more.", at_least=1)
     learning_rate: float = setting(1e-3, "Of AdamW, after the warm-up.", at_least=0)
     embedding_learning_rate: float = setting(
@@ -198,10 +220,14 @@ class TrainConfig:
     weight_decay: float = setting(0.0, "Of AdamW.", at_least=0)
     seed: int = setting(0, "Of weights, order, dropout and random codes.", at_least=0)
 
-    eval_every: int | None = setting(None, "Steps between evaluations. Default: after each epoch.", at_least=1)
+    eval_every: int | None = setting(
+        None, "Steps between evaluations, besides those after each epoch or window.", at_least=1
+    )
     eval_steps: int | None = setting(None, "Steps of an evaluation, the first of the split. Default: all.", at_least=1)
     k: int = setting(10, "K of Recall@K and NDCG@K.", at_least=1, applies_to=RETRIEVAL | SEMANTIC_IDS)
-    checkpoint_every: int | None = setting(None, "Steps between checkpoints. Default: after each epoch.", at_least=1)
+    checkpoint_every: int | None = setting(
+        None, "Steps between checkpoints, besides those after each epoch or window.", at_least=1
+    )
     keep: int = setting(2, "Checkpoints that are kept; older ones are deleted.", at_least=1)
     log_every: int = setting(10, "Steps between lines of the log.", at_least=1)
     log_loads: bool = setting(False, "Also log the loads of all ranks, before and after balancing.")
@@ -252,6 +278,11 @@ class TrainConfig:
         return self.precision == "bf16" or (self.precision == "auto" and device_type == "cuda")
 
     @property
+    def num_candidates(self) -> int:
+        """The most targets of a sample of ranking; 0: its whole history."""
+        return self.max_num_candidates or (0 if self.time_windows is None else _CANDIDATES_IN_WINDOWS)
+
+    @property
     def profile_window(self) -> tuple[int, int] | None:
         """The steps to profile, as (start, stop)."""
         return None if self.profile is None else _parse_window(self.profile)
@@ -278,7 +309,7 @@ def _option(name: str) -> str:
 def _shown(name: str, values: tuple[Any, ...]) -> str:
     """Return a setting and its values as on a command line."""
     if values == (None,):
-        return f"a job without {_option(name)}"
+        return f"a job {'with' if isinstance(values, AllBut) else 'without'} {_option(name)}"
     return f"{_option(name)} {'other than ' if isinstance(values, AllBut) else ''}{' or '.join(map(str, values))}"
 
 

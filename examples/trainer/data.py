@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import JaggedBatch, Loader, build_loader
+from evenrank.dataloader import JaggedBatch, Loader, TimeWindows, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, Cost, MeasuredCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.config import Order, ReadConfig
 from trainer.config import TrainConfig
 from trainer.world import World, on_all_ranks, on_first_rank
 
@@ -103,12 +103,24 @@ def open_batches(
     return closing(loader)
 
 
-def check_names(config: TrainConfig) -> None:
-    """Check the names of implementations that a job chooses, before anything is made or opened.
+def find_split(config: TrainConfig, *, is_trained: bool) -> tuple[str, Order | TimeWindows]:
+    """Return the split that a job trains, or that it evaluates, and its order.
 
     Raises:
-        ConfigError: there is no such strategy or exchange.
+        ConfigError: the settings describe no windows of time.
     """
+    if config.time_windows is None:
+        return ("train", "shuffle") if is_trained else ("eval", "rows")
+    return "train", TimeWindows(every=config.time_windows, start=config.time_windows_start, shuffle=is_trained)
+
+
+def check_names(config: TrainConfig) -> None:
+    """Check the names of implementations and windows that a job chooses, before anything is made or opened.
+
+    Raises:
+        ConfigError: there is no such strategy, exchange or length of windows.
+    """
+    find_split(config, is_trained=True)
     STRATEGIES.check(config.strategy)
     if config.balance not in (known := (NO_EXCHANGE, *EXCHANGES, "none")):
         raise ConfigError(f"balance must be one of {', '.join(known)}, got {config.balance!r}")

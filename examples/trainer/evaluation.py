@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evenrank.dataloader import Loader
+from evenrank.datasets.schema import USER_ID
 from evenrank.training import BinaryAUC, ClassificationMetrics, RankingMetrics, run_pipeline
 from evenrank.training.pipelines import Pipeline
 from trainer.data import Batches
@@ -22,14 +25,14 @@ class Evaluation(ABC):
     """What is trained."""
     pipeline: Pipeline[Any]
     """Of the model."""
+    loader: Loader[Any]
     batches: Batches[Any]
-    user_ids: Tensor
-    """Of each row of the split, int64, on the device."""
+    """Of the loader."""
     max_steps: int | None
     """Of one evaluation, from the first step of the split on; None: all."""
 
     @torch.no_grad()
-    def run(self) -> dict[str, float]:
+    def run(self) -> dict[str, Any]:
         """Return the metrics by name, the same on all ranks. Collective: every rank must call this."""
         self.model.eval()
         metrics = self._measure()
@@ -55,11 +58,14 @@ class ActionEvaluation(Evaluation):
     def _measure(self) -> dict[str, float]:
         self.auc.reset()
         self.metrics.reset()
+        (store,) = self.loader.stores
+        of_samples = torch.from_numpy(store.rows[USER_ID][store.rows_of(np.arange(len(store)))])
+        of_samples = of_samples.to(next(self.model.parameters()).device)
         for step in run_pipeline(self.pipeline, self._steps()):
             _, logits = step.output
             labels = step.batch.labels
             targets = self.targets(labels.values())
-            users = self.user_ids[step.batch.sample_ids]
+            users = of_samples[step.batch.sample_ids]
             users = users.repeat_interleave(labels.lengths(), output_size=len(targets))  # no rows of padding
             self.auc.update(logits, targets, groups=users)
             self.metrics.update(logits, targets)

@@ -13,22 +13,21 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
-from evenrank.dataloader import Loader
+from evenrank.dataloader import Loader, TimeWindowLoader
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
-from evenrank.dataloader.config import Order
-from evenrank.datasets import open_store
-from evenrank.datasets.schema import USER_ID
 from evenrank.training import make_pipeline
 from trainer.balance_log import BalanceLog
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
-from trainer.data import Batches, balance_config, check_names, find_data, open_batches, open_loader
+from trainer.data import Batches, balance_config, check_names, find_data, find_split, open_batches, open_loader
+from trainer.evaluation import Evaluation
 from trainer.lock import FolderLock
 from trainer.logs import JobLog
 from trainer.loop import StopSignals, Training
 from trainer.monitors import Monitors
 from trainer.parallel import distribute
 from trainer.tasks import Task, make_task
+from trainer.windows import WindowEvaluation
 from trainer.world import World, divide, join_world, on_all_ranks
 
 
@@ -74,16 +73,27 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
         StopSignals() as stop,
         on_all_ranks(lambda: JobLog(out, is_first=world.rank == 0, tensorboard=config.tensorboard)) as log,
         on_all_ranks(lambda: BalanceLog(config, world)) as balance_log,
-        _open(data, task, config, world, balance_log, split="train", order="shuffle") as (loader, batches),
-        _open(data, task, config, world, None, split="eval", order="rows") as (_, eval_batches),
+        _open(data, task, config, world, balance_log) as (loader, batches),
+        _open(data, task, config, world, None) as (eval_loader, eval_batches),
         Monitors(
-            config, world, task, parallel.model, log, balance_log, eval_every=_eval_every(config, batches)
+            config, world, task, parallel.model, log, balance_log, every=_report_every(config, loader)
         ) as monitors,
     ):
-        user_ids = on_all_ranks(lambda: torch.tensor(open_store(data, "eval").rows[USER_ID], device=world.device))
         pipeline = make_pipeline(
             config.pipeline, parallel.model, parallel.optimizer, world.device, loss=monitors.mean_loss
         )
+        of_batches = task.evaluation(
+            model=parallel.model,
+            pipeline=pipeline,
+            loader=eval_loader,
+            batches=eval_batches,
+            max_steps=config.eval_steps,
+        )
+        evaluation: Evaluation | WindowEvaluation = of_batches
+        num_epochs = config.epochs
+        if isinstance(loader, TimeWindowLoader) and isinstance(eval_loader, TimeWindowLoader):
+            num_epochs = loader.num_windows - 1  # the last one is evaluated alone
+            evaluation = WindowEvaluation(of_batches, trained=loader, evaluated=eval_loader, log=log, out=out)
         training = Training(
             config=config,
             world=world,
@@ -91,20 +101,14 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
             pipeline=pipeline,
             loader=loader,
             batches=batches,
-            evaluation=task.evaluation(
-                model=parallel.model,
-                pipeline=pipeline,
-                batches=eval_batches,
-                user_ids=user_ids,
-                max_steps=config.eval_steps,
-            ),
+            num_epochs=num_epochs,
+            evaluation=evaluation,
             checkpoints=Checkpoints(
                 out / "checkpoints",
                 keep=config.keep,
                 settings={**config.kept(), **task.kept},
                 key_maps=task.key_maps,
             ),
-            eval_every=_eval_every(config, batches),
             monitors=monitors,
             log=log,
             stop=stop,
@@ -124,11 +128,9 @@ def _open(
     config: TrainConfig,
     world: World,
     balance_log: BalanceLog | None,
-    *,
-    split: str,
-    order: Order,
 ) -> Iterator[tuple[Loader[Any], Batches[Any]]]:
-    """Open a split; return its loader and its balanced batches, whose steps a log observes."""
+    """Open what is trained, or without a log evaluated; return its loader and its balanced batches, as logged."""
+    split, order = find_split(config, is_trained=balance_log is not None)
     read = task.read(
         split=split,
         order=order,
@@ -146,8 +148,11 @@ def _open(
         yield loader, batches
 
 
-def _eval_every(config: TrainConfig, batches: Batches[Any]) -> int:
-    return config.eval_every or len(batches)
+def _report_every(config: TrainConfig, loader: Loader[Any]) -> int:
+    """Return the steps between reports: as there is one per evaluation, at most an epoch, unless epochs differ."""
+    if isinstance(loader, TimeWindowLoader):
+        return config.log_every
+    return min(config.log_every, config.eval_every or len(loader))
 
 
 def set_precision(dense: nn.Module, config: TrainConfig, device: torch.device) -> None:

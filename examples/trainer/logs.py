@@ -23,11 +23,15 @@ class JobLog:
         is_first: this is rank 0.
         tensorboard: also write scalars for TensorBoard.
 
+    Attributes:
+        is_first: this is rank 0.
+
     Raises:
         ConfigError: the package `tensorboard` is missing.
     """
 
     def __init__(self, out: Path, *, is_first: bool, tensorboard: bool) -> None:
+        self.is_first = is_first
         self._file: Any = None
         self._scalars: Any = None
         self._bar: tqdm | None = None
@@ -38,10 +42,14 @@ class JobLog:
             self._scalars = _summary_writer(out / "tensorboard")
         self._file = _open_lines(out / "log.jsonl")
 
-    def start(self, first_step: int, last_step: int) -> None:
-        """Show a progress bar, if standard error is a terminal."""
-        if self._file is not None:
-            self._bar = tqdm(initial=first_step, total=last_step, unit="step", disable=None, leave=False)
+    def expect(self, step: int, last_step: int) -> None:
+        """Show a progress bar from a step on, if standard error is a terminal, or change where it will end."""
+        if self._file is None:
+            return
+        if self._bar is None:
+            self._bar = tqdm(initial=step, unit="step", disable=None, leave=False)
+        self._bar.total = last_step
+        self._bar.refresh()
 
     def advance(self) -> None:
         """Note that a step is done."""
@@ -72,13 +80,16 @@ class JobLog:
 
     def has(self, kind: str, step: int) -> bool:
         """Return whether `record` has written such a line, in this run or an earlier one. Collective."""
-        found = [False]
-        if self._file is not None:
-            self._file.seek(0)
-            start_of_line = json.dumps({"kind": kind, "step": step})[:-1] + ","
-            found = [f"\n{start_of_line}".encode() in b"\n" + self._file.read()]
+        found = [any(line["step"] == step for line in self.read(kind))]
         dist.broadcast_object_list(found, src=0)
         return found[0]
+
+    def read(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of a kind, of this run and of earlier ones; none on all ranks but the first."""
+        if self._file is None:
+            return []
+        self._file.seek(0)
+        return [line for line in map(json.loads, self._file.read().splitlines()) if line["kind"] == kind]
 
     def close(self) -> None:
         """Remove the progress bar and close the files."""

@@ -1,6 +1,7 @@
 """`Training`: the loop of a job, from the step after its last checkpoint to its end, or to a signal on any rank."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
@@ -21,6 +22,7 @@ from trainer.evaluation import Evaluation
 from trainer.logs import JobLog
 from trainer.monitors import Monitors
 from trainer.parallel import Parallel
+from trainer.windows import WindowEvaluation
 from trainer.world import World
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -85,9 +87,9 @@ class Training:
     loader: Loader[Any]
     batches: Batches[Any]
     """Of the loader."""
-    evaluation: Evaluation
-    eval_every: int
-    """Steps between evaluations."""
+    num_epochs: int
+    """Epochs of the loader that are trained."""
+    evaluation: Evaluation | WindowEvaluation
     checkpoints: Checkpoints
     monitors: Monitors
     log: JobLog
@@ -113,32 +115,45 @@ class Training:
 
     def run(self) -> signal.Signals | None:
         """Train to the end, or until a signal, which is returned; the last checkpoint is complete then."""
-        last_step = self._last_step()
-        if self.step >= last_step:
-            self.log.say(f"all {self.step} steps are done; raise --epochs or --max-steps to go on")
-        self.log.start(self.step, last_step)
+        is_done = self._is_done()
+        if is_done:
+            limits = "--epochs or --max-steps" if self.config.time_windows is None else "--max-steps"
+            self.log.say(f"all {self.step} steps are done; raise {limits} to go on")
+        if self._lacks_evaluation(is_done=is_done):
+            self._evaluate()
         batches = chain.from_iterable(repeat(self.batches))  # of one epoch after the other
         stopped_by = None
-        if self._lacks_evaluation(last_step):
-            self._evaluate()
-        while self.step < last_step and stopped_by is None:
-            until = min(last_step, self.step - self.step % self.eval_every + self.eval_every)
-            stopped_by = self._train(batches, until)
-            if stopped_by is None:
-                self._evaluate()
+        while stopped_by is None and not self._is_done():
+            stopped_by = self._train_epoch(batches)
         self._save()
         self.checkpoints.finish()
         return stopped_by
 
-    def _last_step(self) -> int:
-        """Return the step after which the job ends."""
-        epochs_left = self.config.epochs - self.loader.epoch
-        steps_left = self.batches.remaining_batches() + (epochs_left - 1) * len(self.batches) if epochs_left > 0 else 0
-        return min(self.step + steps_left, self.config.max_steps or self.step + steps_left)
+    def _is_done(self) -> bool:
+        """Return whether nothing is left to train; between epochs, of which those without samples are skipped."""
+        self.loader.skip_empty()
+        return self.loader.epoch >= self.num_epochs or self.step >= (self.config.max_steps or sys.maxsize)
+
+    def _train_epoch(self, batches: Iterator[JaggedBatch]) -> signal.Signals | None:
+        """Train what is left of an epoch, evaluate and save; return the signal that ended it early."""
+        end = self.step + self.batches.remaining_batches()
+        max_steps, every = self.config.max_steps or sys.maxsize, self.config.eval_every or sys.maxsize
+        # If all epochs after this one have as many steps, as windows of time have not.
+        expected = end + (self.num_epochs - self.loader.epoch - 1) * len(self.loader)
+        self.log.expect(self.step, min(expected, max_steps))
+        last_step = min(end, max_steps)
+        while self.step < last_step:
+            stopped_by = self._train(batches, min(last_step, self.step - self.step % every + every))
+            if stopped_by is not None:
+                return stopped_by
+            if self.step == end:
+                self._save()
+            self._evaluate()
+        return None
 
     def _train(self, batches: Iterator[JaggedBatch], until: int) -> signal.Signals | None:
         """Train up to a step; return the signal that ended it early."""
-        checkpoint_every = self.config.checkpoint_every or len(self.batches)
+        checkpoint_every = self.config.checkpoint_every or sys.maxsize
         self._prepare_step()
         for done in run_pipeline(self.pipeline, islice(batches, until - self.step)):
             self.step += 1
@@ -162,15 +177,19 @@ class Training:
         for group, full in zip(self.parallel.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = full * progress
 
-    def _lacks_evaluation(self, last_step: int) -> bool:
+    def _lacks_evaluation(self, *, is_done: bool) -> bool:
         """Return whether the run before ended between a step and its evaluation."""
-        is_due = self.step > 0 and (self.step % self.eval_every == 0 or self.step >= last_step)
-        return is_due and not self.log.has("eval", self.step)
+        is_between_epochs = self.batches.remaining_batches() == len(self.loader)
+        is_due = is_done or is_between_epochs or self.step % (self.config.eval_every or sys.maxsize) == 0
+        return is_due and self.step > 0 and not self.log.has("eval", self.step)
 
     def _evaluate(self) -> None:
         self.monitors.pause()
         metrics = self.evaluation.run()
-        self.log.say(f"step {self.step} | {' | '.join(f'{name} {value:.4f}' for name, value in metrics.items())}")
+        shown = (
+            f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
+        )
+        self.log.say(" | ".join((f"step {self.step}", *shown)))
         self.log.record("eval", self.step, metrics)
         self.monitors.restart()
 

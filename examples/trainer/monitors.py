@@ -45,7 +45,7 @@ class Monitors:
         model: that is trained.
         log: where to report.
         balance_log: measures the steps.
-        eval_every: steps between evaluations, which begin a new interval of reports.
+        every: steps between reports.
 
     Raises:
         DataError: the folder of the profile cannot be created.
@@ -60,9 +60,9 @@ class Monitors:
         log: JobLog,
         balance_log: BalanceLog,
         *,
-        eval_every: int,
+        every: int,
     ) -> None:
-        device, every = world.device, min(config.log_every, eval_every)
+        device = world.device
         self._task = task
         self._log = log
         self._balance_log = balance_log

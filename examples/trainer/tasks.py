@@ -73,7 +73,7 @@ class Task:
 
 
 def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
-    """Predict the action of each event of the history from those before it; see `ActionEvaluation`."""
+    """Predict the action of each event of the history, or of candidates, from those before; see `ActionEvaluation`."""
     shape = _shape(config, manifest)
     # A batch has whole actions for one task, and their low bits for several.
     is_single = config.num_tasks == 1
@@ -84,7 +84,13 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     auc = BinaryAUC(config.num_tasks, group=world.data, device=world.device)
     metrics = ClassificationMetrics(config.num_tasks, group=world.data, device=world.device)
     return Task(
-        read=partial(LoaderConfig, user_id=config.user_id, num_tasks=config.num_tasks, key_maps=key_maps),
+        read=partial(
+            LoaderConfig,
+            user_id=config.user_id,
+            max_num_candidates=config.num_candidates,
+            num_tasks=config.num_tasks,
+            key_maps=key_maps,
+        ),
         key_maps=key_maps,
         model=model,
         dense=model.dense,
@@ -99,6 +105,11 @@ def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     if config.pipeline != "none":
         raise ConfigError(
             f"the evaluation of retrieval looks items up outside the pipeline {config.pipeline!r}; use --pipeline none"
+        )
+    if config.time_windows is not None:
+        raise ConfigError(
+            "retrieval is trained on whole histories, whose events are in many windows of time; use --task ranking or "
+            "--model semantic-ids with --time-windows"
         )
     shape = _shape(config, manifest)
     configs = tables(manifest.vocabulary_sizes, shape, retrieval=True)
@@ -150,7 +161,7 @@ def _contextual(config: TrainConfig, manifest: Manifest) -> tuple[str, ...]:
 def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
     contextual = _contextual(config, manifest)
     return HSTUConfig(
-        max_length=len(contextual) + 2 * config.max_history_length,
+        max_length=len(contextual) + 2 * config.max_history_length + config.num_candidates,
         contextual=contextual,
         embedding_dim=config.embedding_dim,
         hidden=config.hidden,
@@ -198,7 +209,11 @@ def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     catalogue = Catalogue(table, world.device)
     return Task(
         read=partial(
-            SemanticIdConfig, codes=table, user_id=config.user_id, history_labels=True, candidate_feature=True
+            SemanticIdConfig,
+            codes=table,
+            user_id=config.user_id,
+            history_labels=config.time_windows is None,  # events of earlier windows have been trained
+            candidate_feature=True,
         ),
         key_maps={},
         kept={"codes": table.describe()},  # not the file's path, or the seed that draws them
