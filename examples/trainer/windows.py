@@ -17,6 +17,7 @@ from trainer.evaluation import Evaluation
 from trainer.logs import JobLog
 
 _PLOTTED = ("auc", "recall")  # the first letters of metrics
+_STYLE: Any = {"date.converter": "concise", "axes.grid": True, "grid.alpha": 0.2, "axes.axisbelow": True}
 
 
 @dataclass(slots=True)
@@ -66,7 +67,6 @@ def plot_windows(lines: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style = {"date.converter": "concise", "axes.grid": True, "grid.alpha": 0.2, "axes.axisbelow": True}
     of_windows = {line["window"]: line for line in lines}
     ordered = [of_windows[window] for window in sorted(of_windows)]
     begins, ends = ([datetime.fromisoformat(line[name]) for line in ordered] for name in ("begin", "end"))
@@ -74,7 +74,7 @@ def plot_windows(lines: Sequence[dict[str, Any]], path: Path) -> None:
     for begin, end in zip(begins, ends, strict=True):
         middles.append(begin + (end - begin) / 2)
         widths.append(end - begin)
-    with mpl.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
         for name in (name for name in ordered[-1] if name.startswith(_PLOTTED)):

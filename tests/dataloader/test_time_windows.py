@@ -139,6 +139,27 @@ def test_samples_come_by_time_without_shuffling(small_dataset: Path) -> None:
         assert len(times) > 100
 
 
+def test_windows_without_events_are_skipped_and_the_stores_have_the_samples(small_dataset: Path) -> None:
+    late = _loader(small_dataset, order=TimeWindows(every="1h", start="1970-01-01"))
+    assert late.num_samples == 0
+    late.skip_empty()
+    store = open_store(small_dataset)
+    first = store.events["timestamp_ms"].min()
+    assert late.epoch == first // 3_600_000
+    (samples,) = late.stores
+    (batch, *_) = late
+    ids = batch.sample_ids[: batch.num_real].numpy()
+    assert samples.events["timestamp_ms"][samples.ends[ids] - 1].min() >= first
+    assert samples.num_targets is not None
+    assert batch.num_candidates[: batch.num_real].tolist() == samples.num_targets[ids].tolist()
+    late.begin_at(late.num_windows - 1)
+    late.skip_empty()
+    assert late.epoch == late.num_windows - 1  # which has the last event
+    next(iter(late))
+    late.skip_empty()
+    assert late.epoch == late.num_windows
+
+
 def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset: Path) -> None:
     num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
     codes = random_codes(num_items, levels=2, codebook_size=32)

@@ -19,6 +19,7 @@ def toml(tmp_path: Path) -> Path:
 SEMANTIC_IDS = {"model": "semantic-ids"}
 CODES = {**SEMANTIC_IDS, "codes": "x.pt"}
 RETRIEVAL = {"task": "retrieval"}
+WINDOWS = {"time_windows": "1d"}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ RETRIEVAL = {"task": "retrieval"}
         ({}, "num_negatives", "--num-negatives applies to --task retrieval, not to --task ranking"),
         ({}, "code_levels", "--code-levels applies to a job without --codes, not to --model hstu"),
         (CODES, "codebook_size", "--codebook-size applies to a job without --codes, not to --codes x.pt"),
+        (WINDOWS, "epochs", "--epochs applies to a job without --time-windows, not to --time-windows 1d"),
+        ({}, "time_windows_start", "applies to a job with --time-windows, not to a job without --time-windows"),
         ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
         ({"balance": "none"}, "window", "--window applies to --balance no-exchange, not to --balance none"),
         ({"balance": "all-to-all"}, "window", "applies to --balance no-exchange, not to --balance all-to-all"),
@@ -46,7 +49,7 @@ def test_an_option_that_would_be_ignored_is_an_error(mode: dict[str, Any], given
 
 HSTU_ONLY = {"task", "attention", "fused_norms", "recompute", "embedding_dim", "embeddings", "tensor_parallel"}
 SHARDED_ONLY = {"min_sharded_rows", "routing", "embedding_learning_rate"}
-RANKING_ONLY = {"positive_action", "num_tasks"}
+RANKING_ONLY = {"positive_action", "num_tasks", "max_num_candidates"}
 CODES_ONLY = {"codes", "code_levels", "codebook_size"}
 # The settings that a model does not use, whatever the others are. All others are of any model.
 UNUSED = {
@@ -60,7 +63,7 @@ COMMON = {
     *("precision", "epochs", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "seed", "eval_every"),
     *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds", "compare_every"),
     *("log_loads", "profile", "min_free_gib", "max_unallocated"),
-    "eval_steps",
+    *("eval_steps", "time_windows", "time_windows_start"),
 }
 CHOSEN = {"ranking": ("task", "ranking"), "retrieval": ("task", "retrieval"), "semantic-ids": ("model", "semantic-ids")}
 VALUES = {
@@ -69,6 +72,8 @@ VALUES = {
     "data": "data",
     "cost": "cost.json",
     "embeddings": "sharded",
+    "time_windows": "1d",
+    "time_windows_start": "2015-01-06",
 }
 
 
@@ -77,7 +82,7 @@ def test_an_option_applies_to_a_model_or_the_error_names_both_with_their_places(
     assert COMMON.isdisjoint(set().union(*UNUSED.values()))
     assert COMMON.union(*UNUSED.values()) == types_of_settings().keys()
     chosen, value = CHOSEN[model]
-    needed = {name: {"embeddings": "sharded"} for name in SHARDED_ONLY}
+    needed = {name: {"embeddings": "sharded"} for name in SHARDED_ONLY} | {"time_windows_start": WINDOWS}
     for name in types_of_settings().keys() - {"model"}:
         default = getattr(TrainConfig(), name)
         given = VALUES.get(name, 3 if default is None else default)
@@ -112,7 +117,7 @@ def test_steps_can_only_be_compared_with_balanced_ones() -> None:
 
 def test_every_setting_applies_to_some_job_and_has_a_help() -> None:
     usable = set()
-    for mode in ({}, {"embeddings": "sharded"}, RETRIEVAL, SEMANTIC_IDS, CODES):
+    for mode in ({}, {"embeddings": "sharded"}, RETRIEVAL, SEMANTIC_IDS, CODES, WINDOWS):
         config = read_config(None, mode)
         for name in types_of_settings():
             with contextlib.suppress(ConfigError):

@@ -208,8 +208,9 @@ def _settings_looked_at(rank: int, world_size: int, options: dict[str, Any]) -> 
         {"balance": "all-to-all"},
         {"task": "retrieval", "balance": "none"},
         {"model": "semantic-ids"},
+        {"time_windows": "1w"},
     ],
-    ids=["several tasks, sharded", "ranking", "retrieval", "semantic ids"],
+    ids=["several tasks, sharded", "ranking", "retrieval", "semantic ids", "windows of time"],
 )
 def test_no_option_is_ignored(ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     options = settings(tmp_path, small_dataset, batch_size=12, max_steps=1, hidden=8, layers=1, **options)
@@ -254,6 +255,7 @@ def test_a_job_without_data_makes_a_dataset_once(ranks: RankPool, tmp_path: Path
         ({"codes": "missing.npy", "model": "semantic-ids"}, DataError, "missing.npy"),
         ({"task": "retrieval", "pipeline": "sparse-dist"}, ConfigError, "use --pipeline none"),
         ({"pipeline": "fast"}, ConfigError, "no pipeline is called 'fast'; known are none, sparse-dist, prefetch"),
+        ({"task": "retrieval", "time_windows": "1d"}, ConfigError, "use --task ranking or --model semantic-ids with"),
         ({"attention": "flash"}, ConfigError, "no attention is called 'flash'; known are padded, triton, auto"),
         ({"out": "/dev/null/out"}, DataError, "Not a directory"),
     ],
@@ -268,3 +270,7 @@ def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
 def test_an_unknown_name_is_an_error_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="no strategy is called 'best'; known are none, "):
         run_job(TrainConfig(strategy="best"))
+    with pytest.raises(
+        ConfigError, match="must be a number of hours, days or weeks, such as 6h, 1d or 1w, got 'daily'"
+    ):
+        run_job(TrainConfig(time_windows="daily"))
