@@ -27,7 +27,7 @@ from trainer.loop import StopSignals, Training
 from trainer.monitors import Monitors
 from trainer.parallel import distribute
 from trainer.tasks import Task, make_task
-from trainer.windows import WindowEvaluation
+from trainer.windows import WindowEvaluation, plot_log
 from trainer.world import World, divide, join_world, on_all_ranks
 
 
@@ -93,7 +93,7 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
         num_epochs = config.epochs
         if isinstance(loader, TimeWindowLoader) and isinstance(eval_loader, TimeWindowLoader):
             num_epochs = loader.num_windows - 1  # the last one is evaluated alone
-            evaluation = WindowEvaluation(of_batches, trained=loader, evaluated=eval_loader, log=log, out=out)
+            evaluation = WindowEvaluation(of_batches, trained=loader, evaluated=eval_loader)
         training = Training(
             config=config,
             world=world,
@@ -116,6 +116,8 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
         )
         training.resume()
         stopped_by = training.run()
+        if config.time_windows is not None:  # after the last step, for which other ranks would wait
+            plot_log(log, out / "windows.png")
         if stopped_by is not None:
             log.say(f"stopped by {stopped_by.name} after step {training.step}; the same command continues")
         return stopped_by

@@ -23,15 +23,11 @@ class JobLog:
         is_first: this is rank 0.
         tensorboard: also write scalars for TensorBoard.
 
-    Attributes:
-        is_first: this is rank 0.
-
     Raises:
         ConfigError: the package `tensorboard` is missing.
     """
 
     def __init__(self, out: Path, *, is_first: bool, tensorboard: bool) -> None:
-        self.is_first = is_first
         self._file: Any = None
         self._scalars: Any = None
         self._bar: tqdm | None = None

@@ -29,16 +29,9 @@ class WindowEvaluation:
     trained: TimeWindowLoader[Any]
     evaluated: TimeWindowLoader[Any]
     """Another loader with the same windows."""
-    log: JobLog
-    """Of all evaluations."""
-    out: Path
-    """Folder of the plot."""
 
     def run(self) -> dict[str, Any]:
-        """Return the window, its times in UTC, its number of targets, and the metrics. Collective.
-
-        The first rank plots the metrics of all windows so far to `windows.png`.
-        """
+        """Return the window, its times in UTC, its number of targets, and the metrics. Collective."""
         # A job that resumes within a window has not begun to iterate over it.
         is_within = self.trained.remaining_batches() < len(self.trained)
         self.evaluated.begin_at(self.trained.epoch + is_within)
@@ -46,15 +39,20 @@ class WindowEvaluation:
         window, (store,) = self.evaluated.epoch, self.evaluated.stores
         begin, end = (_show(time) for time in self.evaluated.window(window))
         targets = 0 if store.num_targets is None else int(store.num_targets.sum())
-        metrics = {"window": window, "begin": begin, "end": end, "targets": targets, **self.evaluation.run()}
-        lines = [*self.log.read("eval"), metrics]
-        if self.log.is_first and find_spec("matplotlib") is not None:  # hosts that only train may lack it
-            plot_windows(lines, self.out / "windows.png")
-        return metrics
+        return {"window": window, "begin": begin, "end": end, "targets": targets, **self.evaluation.run()}
 
 
 def _show(time: datetime) -> str:
     return time.isoformat().removesuffix("+00:00").removesuffix("T00:00:00")
+
+
+def plot_log(log: JobLog, path: Path) -> None:
+    """Plot the windows that this run of a job and earlier ones have evaluated, if there are any; on the first rank."""
+    if lines := log.read("eval"):
+        if find_spec("matplotlib") is None:  # as on hosts that only train
+            log.say(f"{path} is not drawn without matplotlib; pip install 'evenrank[reports]'")
+        else:
+            plot_windows(lines, path)
 
 
 def plot_windows(lines: Sequence[dict[str, Any]], path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.examples.trainer.jobs import log_lines
+from trainer.checkpoints import complete_checkpoints, step_of
 from trainer.lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,6 +56,33 @@ def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_
     assert last == " | ".join([f"step {steps[-1]}", *(f"{name} {evaluation[name]:.4f}" for name in names)])
     assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
     assert sorted(path.name for path in (tmp_path / "out").glob("balance*")) == ["balance-2.jsonl", "balance.jsonl"]
+
+
+def test_windows_of_a_job_of_torchrun_are_continued_by_one_process(small_dataset: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(small_dataset), "--out", str(tmp_path), "--time-windows", "1w", "--keep", "99", *SMALL]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", str(SCRIPT)]
+    stopped = _run(*torchrun, *arguments, "--batch-size", "8", "--max-steps", "9", PYTHONPATH=str(ROOT / "typings"))
+    assert stopped.returncode == 0, stopped.stderr
+    evaluated = log_lines(tmp_path, "eval")
+    (tmp_path / "windows.png").unlink()
+    continued = _run(*arguments, "--batch-size", "16")
+    assert continued.returncode == 0, continued.stderr
+    steps = [line["step"] for line in log_lines(tmp_path, "train")]
+    assert steps == list(range(1, len(steps) + 1))  # each once, over both runs
+    lines = log_lines(tmp_path, "eval")
+    assert lines[: len(evaluated)] == evaluated
+    last_of_run = len(evaluated) - 1  # at the end of the first run, within a window
+    windows = [line["window"] for line in lines[:last_of_run] + lines[last_of_run + 1 :]]
+    assert windows == list(range(1, windows[-1] + 1))
+    *_, shown = continued.stdout.splitlines()
+    expected = (
+        f"step {steps[-1]} | window {windows[-1]} | begin {lines[-1]['begin']} | end {lines[-1]['end']} | targets "
+    )
+    assert shown.startswith(f"{expected}{lines[-1]['targets']} | auc {lines[-1]['auc']:.4f} | gauc ")
+    assert {step_of(path) for path in complete_checkpoints(tmp_path / "checkpoints")} == {
+        line["step"] for line in lines
+    }
+    assert (tmp_path / "windows.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.gpu
