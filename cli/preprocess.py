@@ -306,7 +306,7 @@ def preprocess_command(
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
         evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
         evenrank preprocess --dataset custom --events log.csv --user-column uid
-        evenrank preprocess --dataset synthetic --lengths zipf:exponent=1.2 --drift days=3
+        evenrank preprocess --dataset synthetic --item-exponent 1.2 --drift days=3
         evenrank preprocess --dataset synthetic --expand ml-20m:16x32
         evenrank preprocess --config examples/recipes/steam.toml
     """

@@ -20,6 +20,7 @@ from evenrank.dataloader import (
     SemanticIdConfig,
     StreamConfig,
     StreamLoader,
+    TimeWindows,
     build_loader,
     build_stream_loader,
     merge_stream_states,
@@ -84,8 +85,10 @@ def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) ->
     is_stream, balance = kind.startswith("stream"), None
     data: Path | Mixture = Mixture(weights={path: 1.0, str(path): 2.5}) if kind == "mixture" else path
     match kind:
-        case "shuffle" | "rows" | "time":
+        case "shuffle" | "rows":
             options["order"] = kind
+        case "time":
+            options |= {"order": TimeWindows(every="4w", shuffle=seed % 2 == 0), "max_num_candidates": 2}
         case "windows":
             balance = BalanceConfig(cost=COST, window=2 + seed % 4)
         case "candidates" | "stream":
