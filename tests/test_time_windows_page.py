@@ -27,13 +27,20 @@ def test_the_loop_trains_each_window_before_it_evaluates_the_next_one(
         assert windows == {trained[-1][0] + 1}
         return 0.5
 
-    names = {"rank": 0, "world_size": 1, "balance": None, "saved": None, "train": train, "evaluate": evaluate}
+    names: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 1,
+        "balance": None,
+        "saved": None,
+        "train": train,
+        "evaluate": evaluate,
+    }
     exec(loop, names)
-    last = names["loader"].num_windows - 1  # type: ignore[attr-defined]
+    last = names["loader"].num_windows - 1
     assert {window for window, _ in trained} == set(range(last))
     assert len(set(trained)) == len(trained)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == last
     assert [line[:10] for line in lines[1:]] == [line[14:24] for line in lines[:-1]]  # each begins where one ends
     exec(append, names)
-    assert names["loader"].epoch == last  # type: ignore[attr-defined]
+    assert names["loader"].epoch == last

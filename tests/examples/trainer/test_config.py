@@ -31,7 +31,6 @@ WINDOWS = {"time_windows": "1d"}
         ({}, "code_levels", "--code-levels applies to a job without --codes, not to --model hstu"),
         (CODES, "codebook_size", "--codebook-size applies to a job without --codes, not to --codes x.pt"),
         (WINDOWS, "epochs", "--epochs applies to a job without --time-windows, not to --time-windows 1d"),
-        ({}, "time_windows_start", "applies to a job with --time-windows, not to a job without --time-windows"),
         ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
         ({"balance": "none"}, "window", "--window applies to --balance no-exchange, not to --balance none"),
         ({"balance": "all-to-all"}, "window", "applies to --balance no-exchange, not to --balance all-to-all"),
@@ -113,6 +112,13 @@ def test_a_missing_file_or_codes_of_another_model_are_an_error_before_anything_i
 def test_steps_can_only_be_compared_with_balanced_ones() -> None:
     with pytest.raises(ConfigError, match="--compare-every applies to --balance other than none, not to --balance non"):
         TrainConfig(balance="none", compare_every=5)
+
+
+def test_windows_have_a_begin_only_if_there_are_any() -> None:
+    with pytest.raises(
+        ConfigError, match="applies to a job with --time-windows, not to a job without --time-windows; l"
+    ):
+        TrainConfig(time_windows_start="2015-01-06")
 
 
 def test_every_setting_applies_to_some_job_and_has_a_help() -> None:

@@ -164,7 +164,7 @@ def test_the_end_of_a_job_within_a_window_is_evaluated_on_the_next_one_also_by_i
 def test_semantic_ids_are_trained_on_the_targets_of_windows_alone(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
-    options = {"model": "semantic-ids", "code_levels": 2, "codebook_size": 8, "time_windows": "1w"}
+    options: dict[str, Any] = {"model": "semantic-ids", "code_levels": 2, "codebook_size": 8, "time_windows": "1w"}
     job = settings(tmp_path, small_dataset, batch_size=64, **options)
     parts = ranks.run(2, _run_watched, job)
     trained = [samples for kind, samples in _merged(parts) if kind == "train"]
