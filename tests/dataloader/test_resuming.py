@@ -20,7 +20,6 @@ from evenrank.dataloader import (
     SemanticIdConfig,
     StreamConfig,
     StreamLoader,
-    TimeWindows,
     build_loader,
     build_stream_loader,
     merge_stream_states,
@@ -42,7 +41,6 @@ from tests.dataloader.resuming import (
 KINDS = [
     "shuffle",
     "rows",
-    "time",
     "candidates",
     "semantic ids",
     "mixture",
@@ -87,8 +85,6 @@ def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) ->
     match kind:
         case "shuffle" | "rows":
             options["order"] = kind
-        case "time":
-            options |= {"order": TimeWindows(every="4w", shuffle=seed % 2 == 0), "max_num_candidates": 2}
         case "windows":
             balance = BalanceConfig(cost=COST, window=2 + seed % 4)
         case "candidates" | "stream":

@@ -97,14 +97,14 @@ def test_a_state_within_a_window_resumes_on_other_ranks_and_after_a_boundary_the
     small_dataset: Path,
 ) -> None:
     loader = _loader(small_dataset)
-    for window in range(3):
+    for window, steps, world_size in ((0, 1, 2), (1, 2, 3), (2, 5, 4)):
         whole = sorted(sample for batch in loader for sample in ids_of(batch))
-        done = [ids_of(batch) for batch in itertools.islice(_at(_loader(small_dataset), window), 2)]
-        stopped = _at(_loader(small_dataset), window)
-        *_, last = itertools.islice(stopped, 2)
+        done = [ids_of(batch) for batch in itertools.islice(_at(_loader(small_dataset), window), steps)]
+        stopped = _at(_loader(small_dataset, num_workers=window), window)
+        *_, last = itertools.islice(stopped, steps)
         state = stopped.state_dict(after=last)
-        assert (state["epoch"], state["position"]) == (window, 16)
-        resumed = [_loader(small_dataset, rank, 3, batch_size=5) for rank in range(3)]
+        assert (state["epoch"], state["position"]) == (window, 8 * steps)
+        resumed = [_loader(small_dataset, rank, world_size, batch_size=5) for rank in range(world_size)]
         for of_rank in resumed:
             of_rank.load_state_dict(state)
         left = [sample for of_rank in resumed for batch in of_rank for sample in ids_of(batch)]
