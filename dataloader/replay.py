@@ -5,13 +5,15 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Generic
 
+from torch import Tensor
+
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import Batch
 
 
-def due_seconds(request_ms: int, first_ms: int, speed: float) -> float:
-    """Return when a request is due, in seconds after the first one, whose times are in milliseconds."""
-    return (request_ms - first_ms) / 1000 / speed
+def due_seconds(request_ms: Tensor, first_ms: int, speed: float) -> float:
+    """Return when the last of some requests [n] is due, in seconds after `first_ms`."""
+    return (int(request_ms.max()) - first_ms) / 1000 / speed
 
 
 class Replay(Generic[Batch]):
@@ -45,10 +47,10 @@ class Replay(Generic[Batch]):
                     "batches have no request_ts_ms; make their loader with LoaderConfig(order=Requests())"
                 )
             if batch.num_real:
-                last_ms = int(times[: batch.num_real].max())
+                times = times[: batch.num_real]
                 if first_ms is None:
-                    first_ms, begin = last_ms, time.monotonic()
-                due = begin + due_seconds(last_ms, first_ms, self._speed)
+                    first_ms, begin = int(times.max()), time.monotonic()
+                due = begin + due_seconds(times, first_ms, self._speed)
                 time.sleep(max(0.0, due - time.monotonic()))
                 self.lag_seconds = max(0.0, time.monotonic() - due)
             yield batch

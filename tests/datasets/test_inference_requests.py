@@ -47,6 +47,7 @@ def test_requests_are_slices_of_the_rows_with_all_events_by_time(tmp_path: Path)
         ([50, 51, 52, 53], [54, 55]),
     ]
     assert _items(_write(tmp_path)) == {"train": [], "eval": expected}
+    assert _items(tmp_path / "data", 9)["eval"] == expected  # up to the user's next request
     assert _items(tmp_path / "data", 1)["eval"] == [(history, row[:1]) for history, row in expected]
     assert _items(_write(tmp_path, split="none")) == {"train": expected}
 
