@@ -165,7 +165,7 @@ def lay_out(
                 num_bytes = _row_bytes(sections, section, lengths[source], row)
                 if trained_by == rank and num_bytes:
                     last = num_copies - 1
-                    if position > start and copies[last, 1] + copies[last, 3] == position:
+                    if num_copies and position > start and copies[last, 1] + copies[last, 3] == position:
                         copies[last, 3] += num_bytes
                     else:
                         buffer = _UPLOADED if is_own else _RECEIVED

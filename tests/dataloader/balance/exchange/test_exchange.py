@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice
 from evenrank.dataloader.balance.exchange.exchange import Exchange, StepInFlight
-from evenrank.dataloader.balance.exchange.layout import ALIGNMENT
-from evenrank.dataloader.balance.exchange.sections import sample_bytes
+from evenrank.dataloader.balance.exchange.layout import ALIGNMENT, lay_out
+from evenrank.dataloader.balance.exchange.sections import sample_bytes, sections_of
 from evenrank.dataloader.balance.partition.strategies import Assignment
 from evenrank.dataloader.balance.ranks.metadata import Header, decode, encode
 from evenrank.dataloader.batches.padding import pad_batch
@@ -73,6 +74,18 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
         assert after.matrix[after.num_real :].eq(0.5).all()
         assert after.loss_tokens == lengths_of(after)[-1].sum()
         assert after.world_loss_tokens == sum(batch.loss_tokens for batch in batches)
+
+
+def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [rich_batch([[(2, 1), (1, 2)], [(3, 1), (1, 1)]], first_id=10 * rank) for rank in range(2)]
+    schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
+    rank_of = np.array([[1, 0], [0, 1]], dtype=np.int32)  # the first row that is received is not this rank's
+    arguments = (sections_of(schema), rank_of, lengths, 0, True, 0)
+    interpreted = lay_out.py_func  # type: ignore[attr-defined]
+    expected = interpreted(*arguments).copies.tolist()  # compiles what it calls
+    for value in range(1, 200):
+        monkeypatch.setattr(np, "empty", partial(np.full, fill_value=value))
+        assert interpreted(*arguments).copies.tolist() == expected
 
 
 def test_metadata_of_several_steps_survives_encoding() -> None:
