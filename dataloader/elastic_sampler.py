@@ -35,7 +35,7 @@ from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.collate.jagged import jagged
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
-from evenrank.dataloader.sampling.steps import StepShape
+from evenrank.dataloader.sampling.steps import StepSampler, StepShape
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
@@ -74,6 +74,8 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         ConfigError: an argument is out of range, or the lengths do not fit.
         RankError: with `balance`, another rank failed, or has other lengths or settings.
     """
+
+    _sampler: StepSampler
 
     def __init__(
         self,

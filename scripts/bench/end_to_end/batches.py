@@ -77,7 +77,9 @@ class Source:
             group=self._world.data,
         )
         if endless:
-            loader._order = _Cycle(loader._order)
+            opened = loader._open_epoch(0)
+            of_epoch = opened.of_epoch._replace(order=_Cycle(opened.of_epoch.order))
+            loader._whole = dataclasses.replace(opened, of_epoch=of_epoch)
         return loader
 
     def _dataset(self) -> SequenceStore:
