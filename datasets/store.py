@@ -105,6 +105,8 @@ class SequenceStore:
     """The remapped columns of `events` and `rows`; see `remapped`."""
     columns: Mapping[str, str] | None = None
     """Of a folder that was opened with them; see `open_store`."""
+    source: Path | Remote | None = None
+    """Where the Parquet files of the dataset are, if not in the folder; None after unpickling."""
 
     def __repr__(self) -> str:
         context = f"; context: {', '.join(self.manifest.contextual)}" if self.manifest.contextual else ""
@@ -151,8 +153,9 @@ class SequenceStore:
 
     def item_counts(self) -> NDArray[np.int64]:
         """Return the events of each item in the split `train` or, if there is none, in this split: int64 [items]."""
-        is_own = self.split == "train" or "train" not in self.manifest.splits or self.folder is None
-        store = self if is_own else open_store(self.folder or "", "train", columns=self.columns)
+        store = self
+        if self.split != "train" and "train" in self.manifest.splits and self.folder is not None:
+            store = _open(self.folder, "train", self.columns, self.source)
         return np.bincount(store.events[ITEM_ID], minlength=self.manifest.vocabulary_sizes[ITEM_ID])
 
     def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
@@ -294,6 +297,7 @@ def _open(
         num_targets=_map(cache, NUM_TARGETS, "int32", info.rows) if has_targets else None,
         folder=folder,
         columns=columns,
+        source=source,
     )
     _check_indices(store, cache, info.interactions)
     return store

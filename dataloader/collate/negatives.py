@@ -93,6 +93,8 @@ class NegativeSampler:
         """Count the items of datasets, and read the file of hard negatives."""
         if not sources:
             raise ConfigError("random batches have no items to draw negatives from; leave negatives out")
+        if any(isinstance(source, SequenceStore) and ITEM_ID in source.column_maps for source in sources):
+            raise ConfigError("negatives are drawn before items are mapped; pass key_maps, and a store without them")
         size = max(source.manifest.vocabulary_sizes[ITEM_ID] for source in sources)
         is_dense = all(source.manifest.ids[ITEM_ID].rule == "dense" for source in sources)
         weights = np.ones(size)

@@ -69,6 +69,13 @@ def test_file_urls_are_folders(dataset: Path) -> None:
     assert read_manifest(f"file://{dataset}") == store.manifest
 
 
+def test_items_are_counted_in_train_also_of_another_split_at_a_url(dataset: Path, s3: S3) -> None:
+    _upload(s3, dataset, "counts")
+    counts = open_store(s3.url("counts"), "eval").item_counts()
+    expected = np.bincount(open_store(dataset).events["item_id"], minlength=len(counts))
+    assert counts.tolist() == expected.tolist()
+
+
 def test_processes_that_open_a_url_at_once_fetch_it_once(dataset: Path, s3: S3) -> None:
     version = _upload(s3, dataset, "at-once")
     command = [sys.executable, "-c", _OPEN, s3.url("at-once")]

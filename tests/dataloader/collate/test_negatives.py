@@ -342,6 +342,9 @@ def test_loaders_that_cannot_draw_negatives_say_so(small_dataset: Path) -> None:
         _config(max_num_candidates=0, num_tasks=1)
     with pytest.raises(ConfigError, match="leave negatives out"):
         RandomBatches(_config(), num_batches=1)
+    mapped = open_store(small_dataset).remapped({"item_id": KEY_MAP})
+    with pytest.raises(ConfigError, match="pass key_maps, and a store without them"):
+        build_loader(mapped, _config(), rank=0, world_size=1)
     with pytest.raises(ConfigError, match="the split 'train', which has none"):
         NegativeSampler.create(POPULAR, [_store([[]], size=3)], None)
 
