@@ -53,6 +53,8 @@ def pytest_xdist_auto_num_workers() -> int:
 # Before the marks are evaluated by `-m`.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Those of pages, which train for minutes, come first, so that no process is left alone with them at the end.
+    items.sort(key=lambda item: len(item.path.parents))
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker(MARK)
