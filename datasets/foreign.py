@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.datasets import schema
 from evenrank.datasets.schema import (
     ACTION,
@@ -30,9 +30,9 @@ from evenrank.datasets.schema import (
     Manifest,
     Split,
 )
-from evenrank.datasets.unpack import RowBlock, find_or_build, read_blocks, wrap_parquet_errors
+from evenrank.datasets.unpack import RowBlock, check_times, find_or_build, read_blocks, wrap_parquet_errors
 
-_LAYOUT = "v1"  # version of the manifests in the cache, part of the entry's name
+_LAYOUT = "v2"  # version of the manifests in the cache, part of the entry's name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,8 @@ class ListReader:
 
     columns: Mapping[str, str]  # in the files, by name in batches
     row_numbers: Iterator[int] = field(default_factory=count)  # in place of user ids
+    sort_by_time: bool = False  # else lists out of order are refused
+    may_be_early: bool = False  # whether times can be in 1970; else these are taken for seconds, and refused
 
     def __call__(self, file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
         """Return the rows of a group; a null list has no events."""
@@ -74,33 +76,51 @@ class ListReader:
             name: values.pop(name) if name in lists else np.zeros(lengths.sum(), dtype)
             for name, dtype in manifest.event_dtypes.items()
         }
+        if self.sort_by_time:
+            order = np.lexsort((events[TIMESTAMP_MS], np.repeat(np.arange(len(lengths)), lengths)))
+            events = {name: column[order] for name, column in events.items()}
+        if TIMESTAMP_MS in lists:
+            has_unit = self.may_be_early or pa.types.is_timestamp(lists[TIMESTAMP_MS].type.value_type)
+            place, column = f"{path}, row", repr(self.columns[TIMESTAMP_MS])
+            check_times(
+                events[TIMESTAMP_MS], lengths, lambda row: f"{place} {first_row + row}: {column}", has_unit=has_unit
+            )
         users = {USER_ID: np.fromiter(islice(self.row_numbers, len(lengths)), int)}
         return RowBlock(lengths, users | values, events, {})
 
     def _values(self, name: str, array: pa.Array, manifest: Manifest, path: str) -> NDArray[Any]:
-        if pa.types.is_timestamp(array.type):
-            array = array.cast(pa.timestamp("ms"), safe=False).cast("int64")
-        if FLOAT in (manifest.extra_events.get(name), manifest.contextual.get(name)):
-            floats: NDArray[np.float32] = array.cast(pa.float32()).fill_null(0).to_numpy()
-            if np.isfinite(floats).all():
-                return floats
-            raise DataError(f"{path}: column {self.columns[name]!r} ({name}) has values that are not finite")
         fault: object = f"{array.null_count} nulls and type {array.type}"
-        if pa.types.is_integer(array.type) and not array.null_count:
-            values: NDArray[np.integer] = array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
-            if name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events) or values.min(initial=0) >= 0:
-                return values
-            fault = values.min()
+        try:
+            if pa.types.is_timestamp(array.type):
+                array = array.cast(pa.timestamp("ms"), safe=False).cast("int64")
+            if FLOAT in (manifest.extra_events.get(name), manifest.contextual.get(name)):
+                floats: NDArray[np.float32] = array.cast(pa.float32()).fill_null(0).to_numpy()
+                if np.isfinite(floats).all():
+                    return floats
+                raise DataError(f"{path}: column {self.columns[name]!r} ({name}) has values that are not finite")
+            if pa.types.is_integer(array.type) and not array.null_count:
+                values: NDArray[np.integer] = array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
+                if name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events) or values.min(initial=0) >= 0:
+                    return values
+                fault = values.min()
+        except pa.ArrowException as error:
+            fault = f"type {array.type}: {first_line(error)}"
+            raise DataError(
+                f"{path}: column {self.columns[name]!r} ({name}) cannot have {fault}; convert it"
+            ) from error
         raise DataError(
             f"{path}: column {self.columns[name]!r} ({name}) must have integers, from 0 if they are ids, it has "
             f"{fault}; `evenrank preprocess` numbers ids"
         )
 
 
-def describe_folder(folder: Path, split: str, columns: Mapping[str, str]) -> Manifest:
+def describe_folder(folder: Path, split: str, reader: ListReader) -> Manifest:
     """Return a manifest of the Parquet files below a folder, as one split, in the order of their paths."""
+    columns = reader.columns
     if ITEM_ID not in columns:
         raise ConfigError(f"columns must name the column of {ITEM_ID}, they have {', '.join(columns) or 'nothing'}")
+    if reader.sort_by_time and TIMESTAMP_MS not in columns:
+        raise ConfigError(f"sort_by_time needs a column of {TIMESTAMP_MS}, they have {', '.join(columns)}")
     schema.check_new_names(columns.keys() - {USER_ID, *EVENT_DTYPES})
     paths = {path.relative_to(folder).as_posix(): path.stat() for path in sorted(folder.rglob("*.parquet"))}
     # As for Spark, names that begin with . or _ are not data; the cache is one of them.
@@ -108,21 +128,22 @@ def describe_folder(folder: Path, split: str, columns: Mapping[str, str]) -> Man
     if not files:
         raise DataError(f"{folder} has no Parquet files; pass a folder with files that end in .parquet")
     versions = [(name, paths[name].st_size, paths[name].st_mtime_ns) for name in files]
-    key = _hash([str(folder), split, [*columns.items()], versions])
+    view = [*columns.items(), *["sorted"] * reader.sort_by_time]
+    key = _hash([str(folder), split, view, versions])
     entry = find_or_build(
-        folder, f"{key[:32]}-manifest-{_LAYOUT}", lambda path: _describe(folder, files, split, columns).write(path)
+        folder, f"{key[:32]}-manifest-{_LAYOUT}", lambda path: _describe(folder, files, split, reader).write(path)
     )
     manifest = schema.read_manifest(entry)
     # With other columns, the same files are other data.
-    return replace(manifest, content_hash=_hash([manifest.content_hash, [*columns.items()]]))
+    return replace(manifest, content_hash=_hash([manifest.content_hash, view]))
 
 
 def _hash(description: object) -> str:
     return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 
-def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, str]) -> Manifest:
-    files, types = [], {}
+def _describe(folder: Path, names: list[str], split: str, reader: ListReader) -> Manifest:
+    columns, files, types = reader.columns, [], {}
     for name in names:
         path = folder / name
         sha256 = schema.sha256_of(path)
@@ -141,7 +162,7 @@ def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, 
         schema_version=schema.SCHEMA_VERSION,
         dataset=folder.name,
         sources=(),
-        options={"columns": dict(columns)},
+        options={"columns": dict(columns), "sort_by_time": reader.sort_by_time},
         splits={split: unread},
         contextual=contextual,
         extra_events={name: _dtype(type_.value_type) for name, type_ in extra.items() if _is_list(type_)},
@@ -151,7 +172,7 @@ def _describe(folder: Path, names: list[str], split: str, columns: Mapping[str, 
         content_hash="",
     )
     sizes, parts = dict(manifest.vocabulary_sizes), []
-    for _, block in read_blocks(folder, manifest, unread, ListReader(columns=columns)):
+    for _, block in read_blocks(folder, manifest, unread, replace(reader, row_numbers=count())):
         parts.append(block.lengths)
         values = {**block.row_columns, **block.event_columns}
         sizes = {name: max(size, int(values[name].max(initial=-1)) + 1) for name, size in sizes.items()}

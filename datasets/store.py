@@ -155,7 +155,7 @@ class SequenceStore:
         """Return the events of each item in the split `train` or, if there is none, in this split: int64 [items]."""
         store = self
         if self.split != "train" and "train" in self.manifest.splits and self.folder is not None:
-            store = _open(self.folder, "train", self.columns, self.source)
+            store = _open(self.folder, "train", None, self.source)
         return np.bincount(store.events[ITEM_ID], minlength=self.manifest.vocabulary_sizes[ITEM_ID])
 
     def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
@@ -205,7 +205,8 @@ class SequenceStore:
         if self.folder is None:
             fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
             return partial(SequenceStore, **fields), ()
-        opened = self.folder, self.split, self.manifest.content_hash, self.column_maps, self.columns
+        is_sorted = bool(self.manifest.options.get("sort_by_time"))
+        opened = self.folder, self.split, self.manifest.content_hash, self.column_maps, self.columns, is_sorted
         return _reopen, (*opened, None if self.slices is None else (self.slices, self.num_targets))
 
 
@@ -215,16 +216,19 @@ def _reopen(
     content_hash: str,
     column_maps: Mapping[str, ColumnMap],
     columns: Mapping[str, str] | None,
+    sort_by_time: bool,
     sliced: tuple[Slices, NDArray[np.int32]] | None,
 ) -> SequenceStore:
-    store = open_store(folder, split, columns=columns)
+    store = open_store(folder, split, columns=columns, sort_by_time=sort_by_time)
     if store.manifest.content_hash != content_hash:
         raise DataError(f"{folder} was replaced by other data after it was opened; open it again")
     store = store.remapped(column_maps)
     return store if sliced is None else store.sliced(*sliced)
 
 
-def open_store(path: Path | str, split: str = "train", *, columns: Mapping[str, str] | None = None) -> SequenceStore:
+def open_store(
+    path: Path | str, split: str = "train", *, columns: Mapping[str, str] | None = None, sort_by_time: bool = False
+) -> SequenceStore:
     """Open a split of a dataset; the first process of a machine to do so unpacks it.
 
     If the dataset is preprocessed again while a store is open, the store keeps the data that it opened.
@@ -236,14 +240,18 @@ def open_store(path: Path | str, split: str = "train", *, columns: Mapping[str, 
         columns: names in the files by names in batches: `item_id`, and optionally `user_id` (else the row number),
             `timestamp_ms`, `action` (else 0) and any others. Lists become columns of events, and must be as long as the
             row's `item_id` and in the order of time; integers become contextual features. Ids are at least 0.
+        sort_by_time: with `columns`, sort the lists of each row by `timestamp_ms`, as those of a dataset are. Events of
+            equal times keep their order.
 
     Raises:
         ConfigError: `columns` lacks `item_id`, or has a name that no feature can have.
-        DataError: the folder is not a dataset, has no such split, or its Parquet files do not match the manifest.
+        DataError: the folder is not a dataset, has no such split, its Parquet files do not match the manifest, or times
+            are not in order or not in milliseconds.
     """
     dataset = locate(path)
     if isinstance(dataset, Path):
-        return _open(dataset.absolute(), split, columns)
+        reader = None if columns is None else ListReader(columns=columns, sort_by_time=sort_by_time)
+        return _open(dataset.absolute(), split, reader)
     if columns is not None:
         raise ConfigError(f"columns are for a folder of Parquet files, not for {dataset}; copy its files to a folder")
     manifest, source = latest_version(dataset)
@@ -271,13 +279,11 @@ def _damaged(entry: Path, name: str) -> _DamagedEntryError:
     return error
 
 
-def _open(
-    folder: Path, split: str, columns: Mapping[str, str] | None, source: Path | Remote | None = None
-) -> SequenceStore:
+def _open(folder: Path, split: str, reader: ListReader | None, source: Path | Remote | None = None) -> SequenceStore:
     """Open a split of a folder, whose Parquet files may be in another one, `source`."""
-    manifest = read_manifest(folder) if columns is None else describe_folder(folder, split, columns)
+    manifest = read_manifest(folder) if reader is None else describe_folder(folder, split, reader)
     info = manifest.split(split, folder)
-    cache = unpack(folder, manifest, split, read_row_group if columns is None else ListReader(columns=columns), source)
+    cache = unpack(folder, manifest, split, reader or read_row_group, source)
     has_targets = (cache / f"{NUM_TARGETS}.npy").exists()
     row_offsets = {name: _map(cache, f"{ROW_OFFSETS}/{name}", "int64", info.rows + 1) for name in manifest.multi_valued}
     num_values = {name: int(offsets[-1]) for name, offsets in row_offsets.items()}
@@ -296,7 +302,7 @@ def _open(
         multi_valued={name: MultiValued(offsets=offsets) for name, offsets in row_offsets.items()},
         num_targets=_map(cache, NUM_TARGETS, "int32", info.rows) if has_targets else None,
         folder=folder,
-        columns=columns,
+        columns=None if reader is None else reader.columns,
         source=source,
     )
     _check_indices(store, cache, info.interactions)

@@ -41,10 +41,14 @@ from evenrank.datasets.schema import (
     LENGTH,
     NUM_TARGETS,
     REMEDY,
+    TIMESTAMP_MS,
     USER_ID,
     Manifest,
     Split,
 )
+
+YEAR_MS = 31_536_000_000
+_FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # of the years 1 to 9999, which `datetime` has
 
 # Errors of a folder that this user cannot write to, not of a disk that is full or damaged.
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
@@ -313,7 +317,31 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
         _check_range(num_targets, 0, None, NUM_TARGETS, path)
         if (num_targets > lengths).any():
             raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {REMEDY}")
+    check_times(values[TIMESTAMP_MS], lengths, lambda row: f"{path}, row {row} of row group {group}: {TIMESTAMP_MS!r}")
     return block
+
+
+def check_times(
+    times: NDArray[np.int64], lengths: NDArray[np.int64], place: Callable[[int], str], *, has_unit: bool = True
+) -> None:
+    """Check that the times of each row ascend: windows are found by bisection, and the newest events are the last.
+
+    Without a known unit, times in 1970 that are plausible as seconds are refused. `place` names the column of a row.
+    """
+    ends = np.cumsum(lengths)
+    goes_back = np.append(False, times[1:] < times[:-1])[: len(times)]
+    goes_back[(ends - lengths)[lengths > 0]] = False
+    is_wrong = (times < _FIRST_MS) | (times > _LAST_MS)
+    if not has_unit:
+        is_wrong |= (times >= YEAR_MS // 100) & (times < YEAR_MS)  # as seconds, they are after 1979
+    for event in np.flatnonzero(is_wrong | goes_back)[:1]:
+        row, time = int(np.searchsorted(ends, event, side="right")), int(times[event])
+        fault = f"goes back from {times[event - 1]} to {time}; sort its lists, as open_store(sort_by_time=True) does"
+        if is_wrong[event]:
+            unit = "s" if abs(time) < YEAR_MS else "us" if abs(time) < 10**17 else "ns"
+            date = np.datetime64(time, unit).astype("datetime64[D]")
+            fault = f"has {time}, {date} in {unit}; store milliseconds since 1970, or timestamps of Arrow"
+        raise DataError(f"{place(row)} {fault}")
 
 
 def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, name: str, path: str) -> None:
