@@ -16,9 +16,11 @@ from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import remapped_stores
-from evenrank.dataloader.state.checks import COUNT, SEED, TEXT, StateFormat, integer
+from evenrank.dataloader.state.checks import COUNT, SEED, TEXT, StateFormat, checksum, integer, show
 from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.datasets.continuous_log import LogEnd, LogSource
+from evenrank.datasets.schema import NUM_TARGETS
+from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import StreamConfig
 
 _log = logging.getLogger("evenrank")
@@ -63,11 +65,12 @@ class LogLoader(RankLoader[Batch]):
         if config.order != "rows":
             raise ConfigError(f"a log is read in its order; order must be 'rows', got {config.order!r}")
         super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=[source])
-        without_rows = source.read(0, 0)
-        self._collate.check(without_rows)
-        remapped_stores([without_rows], self._collate, config.key_maps)
         self._source = source
         self._stream = stream
+        self._columns: dict[str, str] = {}  # types of the records read last, by name
+        without_rows = self._read(0, 0)
+        self._collate.check(without_rows)
+        remapped_stores([without_rows], self._collate, config.key_maps)
         self.left_out: Counter[str] = Counter()
         self._position = 0  # records that all ranks have yielded
         self._end = LogEnd(0, False)
@@ -89,7 +92,7 @@ class LogLoader(RankLoader[Batch]):
             if self._config.drop_last and num_records < batch_size * ranks:
                 return
             first, end = (self._position + num_records * rank // ranks for rank in (self._rank, self._rank + 1))
-            store = self._source.read(first, end).remapped(self._config.key_maps)
+            store = self._read(first, end).remapped(self._config.key_maps)
             is_sample = np.ones(len(store), dtype=bool)
             for reason, rows in self._collate.unusable(store).items():
                 self.left_out[reason] += len(rows)
@@ -100,6 +103,8 @@ class LogLoader(RankLoader[Batch]):
                 groups = [StoreRows(store, rows, np.arange(len(rows)))]
                 (batch,) = self._collate(groups, first + rows, batch_size=batch_size, seed=self._seed)
                 batch.epoch, batch.step, batch.position = 0, step, after
+                # Each rank numbers the records alone, and all should have the same mark.
+                batch.plan_hash = int(checksum(self._source.mark(after)), 16) >> 1
                 batch = self._finish(batch, self._seed, after, self._rank)
             self._position, step = after, step + 1
             yield batch
@@ -108,13 +113,38 @@ class LogLoader(RankLoader[Batch]):
         """Return the number of records of the next step: `max_records`, or what is left of a log that has ended."""
         is_waiting = False
         while (available := self._end.position - self._position) < max_records and not self._end.is_final:
-            self._end = self._source.end()
+            self._end = self._look()
             if self._end.position - self._position < max_records and not self._end.is_final:
                 if not is_waiting:
                     _log.info("waiting for records of the log from %d on", self._end.position)
                 is_waiting = True
                 time.sleep(self._stream.poll_seconds)
         return min(available, max_records)
+
+    def _look(self) -> LogEnd:
+        """Return the end of the log, or raise a ConfigError if the source returns anything else."""
+        end = self._source.end()
+        if not isinstance(end, LogEnd) or type(end.position) is not int or end.position < self._end.position:
+            fault = f"{type(self._source).__name__}.end() returned {end!r} after position {self._end.position}"
+            raise ConfigError(f"{fault}; return a LogEnd(position, is_final) whose integer position never falls")
+        return end
+
+    def _read(self, first: int, end: int) -> SequenceStore:
+        """Return records first..end-1, or raise a ConfigError if the source returns anything else."""
+        store: object = self._source.read(first, end)
+        returned = f"{type(self._source).__name__}.read({first}, {end}) returned"
+        if not isinstance(store, SequenceStore):
+            raise ConfigError(f"{returned} {show(store)}; return a SequenceStore, as rows_of_table does")
+        if len(store) != end - first:
+            raise ConfigError(f"{returned} {len(store)} records; return the {end - first} that are asked for")
+        columns = {name: str(values.dtype) for name, values in {**store.rows, **store.events}.items()}
+        if len(store):
+            columns[NUM_TARGETS] = str(getattr(store.num_targets, "dtype", None))
+            for name, dtype in self._columns.items():
+                if columns.get(name) != dtype:
+                    raise ConfigError(f"{returned} {name} as {columns.get(name)}, before as {dtype}; return the same")
+        self._columns |= columns
+        return store
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch yielded last, or after another one: the same on all ranks.

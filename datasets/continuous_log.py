@@ -11,29 +11,38 @@ What a rank trains on follows from the numbers alone, not from when it looked, s
 import hashlib
 import json
 import logging
+import math
+import time
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from evenrank.core.errors import ConfigError, DataError, StateError, first_line
+from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets import schema
+from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.foreign import ListReader
 from evenrank.datasets.remote import latest_version
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, MANIFEST_NAME, USER_ID, IdSummary, Manifest
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import join_blocks, overlaps
-from evenrank.datasets.unpack import RowBlock, wrap_parquet_errors
+from evenrank.datasets.unpack import YEAR_MS, RowBlock, wrap_parquet_errors
 
 END_NAME = "_END"
 """Name of the file after which no file is added to a folder."""
 _log = logging.getLogger("evenrank")
+_NAMES_IN_MARK = 100
+_UNKNOWN = 1 << 62  # the number of files in a mark that lacks it
+_IN_ORDER = "add files in the order of their names"
 
 
 class LogEnd(NamedTuple):
@@ -114,14 +123,26 @@ def rows_of_table(table: pa.Table, manifest: Manifest, place: str) -> SequenceSt
     return join_blocks([_checked_rows(table, manifest, place, 0)], manifest, "log")
 
 
+def _columns(manifest: Manifest) -> list[str]:
+    return [*manifest.row_columns, schema.NUM_TARGETS, *manifest.event_dtypes]
+
+
 def _checked_rows(table: pa.Table, manifest: Manifest, place: str, first_row: int) -> RowBlock:
     sizes = {name: size for name, size in manifest.vocabulary_sizes.items() if size}
-    present = {*table.column_names}
-    if missing := [name for name in (*sizes, *manifest.contextual, *manifest.extra_events) if name not in present]:
-        raise DataError(f"{place} lacks the column {missing[0]!r} of the log; write it, as its manifest says")
-    names = [name for name in (*manifest.row_columns, *manifest.event_dtypes) if name in present]
-    reader = ListReader(columns={name: name for name in names}, row_numbers=repeat(0))
+    required, names = {*sizes, *manifest.contextual, *manifest.extra_events}, _columns(manifest)
+    counts = {name: table.column_names.count(name) for name in names}
+    if wrong := [name for name, count in counts.items() if count > 1 or (not count and name in required)]:
+        raise DataError(f"{place} has {counts[wrong[0]]} columns {wrong[0]!r}; write one, as the log's manifest says")
+    columns = {name: name for name, count in counts.items() if count}
+    # Times of a followed dataset can be in 1970, as with --timestamp-unit row.
+    is_early = "statistics" in manifest.options and read_statistics(manifest).first_ms < YEAR_MS
+    reader = ListReader(columns=columns, row_numbers=repeat(0), may_be_early=is_early)
     block = reader.rows(table, manifest, place, first_row)
+    if (num_targets := block.row_columns.get(schema.NUM_TARGETS)) is not None:
+        for row in np.flatnonzero(num_targets > block.lengths)[:1]:
+            fault = f"{schema.NUM_TARGETS} is {num_targets[row]}, of {block.lengths[row]} events"
+            raise DataError(f"{place}, row {first_row + row}: {fault}; it is the number of last events to predict")
+        block.row_columns[schema.NUM_TARGETS] = num_targets.astype(np.int32)
     for name, values in (block.row_columns | block.event_columns).items():
         if name in sizes and (largest := int(values.max(initial=0))) >= sizes[name]:
             raise DataError(
@@ -131,17 +152,11 @@ def _checked_rows(table: pa.Table, manifest: Manifest, place: str, first_row: in
     return block
 
 
-class _File(NamedTuple):
-    """A file of a log, whose first row is record `first`."""
+class _Footer(NamedTuple):
+    """What the end of a file says of it."""
 
-    name: str
-    first: int
-    footer: str  # its hash tells a replaced file, by the sizes and statistics of its columns
+    digest: int  # tells a replaced file, by the sizes and statistics of its columns
     group_rows: tuple[int, ...]  # of its row groups
-
-    @property
-    def end(self) -> int:
-        return self.first + sum(self.group_rows)
 
 
 class FolderLog:
@@ -154,13 +169,22 @@ class FolderLog:
     Args:
         url: the folder, or a URL that `open_stream` supports.
         manifest: of a dataset, such as `read_manifest` returns, or what `describe_log` returns.
+        incomplete_seconds: how long to wait for an incomplete file that does not grow, with a warning after a tenth of
+            that; `math.inf` waits forever.
 
     Raises:
         ConfigError: the manifest has features with several values, which rows of a log cannot have.
-        DataError: there is no such folder or bucket; later: a file is late, replaced, deleted or malformed.
+        DataError: there is no such folder or bucket; later: a file is late, replaced, deleted or malformed, or stays
+            incomplete.
     """
 
-    def __init__(self, url: Path | str | Remote, manifest: Manifest) -> None:
+    _old: list[str] | None  # names of the files before `_before`, once they are listed
+    _group_rows: tuple[int, tuple[int, ...]]  # index of the file that was read last, and the rows of its groups
+    _block: tuple[int, int, RowBlock] | None  # the row group that was read last, after the indices of file and group
+
+    def __init__(self, url: Path | str | Remote, manifest: Manifest, *, incomplete_seconds: float = 7200.0) -> None:
+        if not incomplete_seconds > 0:
+            raise ConfigError(f"incomplete_seconds must be positive, got {incomplete_seconds}")
         if manifest.multi_valued:
             raise ConfigError(f"rows of a log cannot have several values of a feature, as {manifest.multi_valued[0]!r}")
         root = url if isinstance(url, Remote) else locate(url)
@@ -172,99 +196,129 @@ class FolderLog:
             raise DataError(f"{root} is in no bucket that exists; check the URL")
         self.manifest = manifest
         self._root = root
-        self._files: list[_File] = []  # those that were found, since the state that was loaded
-        self._found: set[str] | None = set()  # their names, and those of earlier files; None: to be listed
-        self._incomplete = ""  # name of the file that was logged as incomplete
-        self._block: tuple[_File, int, RowBlock] | None = None  # the row group that was read last
+        self._incomplete_seconds = incomplete_seconds
+        self._incomplete = "", 0  # name and size of the file that is waited for
+        self.resume(0, "")
 
     def end(self) -> LogEnd:
         """List the folder, and read the footers of new files."""
         is_final = (self._root / END_NAME).is_file()  # before listing, which then has all files written before it
-        names = [name for name in self._root.files_below() if name.endswith(".parquet")]
-        names = sorted(name for name in names if not any(part[0] in "._" for part in name.split("/")))
-        last = self._files[-1].name if self._files else ""
-        if self._found is None:
-            self._found = {name for name in names if name <= last}
-        for name in names:
-            if name in self._found:
-                continue
+        listed, last = self._list(), self._names[-1]
+        if (newest := max(listed, default="")) > last:
+            # The listing of a folder that grows can lack files that came before one that it has; the next one cannot.
+            listed = {name: size for name, size in self._list().items() if name <= newest}
+        if self._old is None:
+            oldest = (self._before or self._names)[0]
+            old = [name for name in listed if name < oldest]
+            if len(old) >= self._num_before - len(self._before) > 0:  # these count the one before all
+                raise DataError(f"{self._root} got files before {oldest} after it was read; {_IN_ORDER}")
+            self._old = old
+        for name in sorted(listed.keys() - {*self._old, *self._before, *self._names}):
             if name < last:
-                raise DataError(
-                    f"{self._root} got {name} after {last}, which sorts after it, was read; add files in the order of "
-                    "their names"
-                )
-            if (file := self._describe(name, self._files[-1].end if self._files else 0)) is None:
+                raise DataError(f"{self._root} got {name} after {last}, which sorts after it, was read; {_IN_ORDER}")
+            if (footer := self._read_footer(name)) is None:
+                self._check_growth(name, listed[name])
                 is_final = False
                 break
-            self._files.append(file)
-            self._found.add(name)
-            last = name
-        return LogEnd(self._files[-1].end if self._files else 0, is_final)
+            self._names.append(name)
+            self._file_ends.append(self._file_ends[-1] + sum(footer.group_rows))
+            self._digests.append(footer.digest)
+        return LogEnd(self._file_ends[-1], is_final)
+
+    def _list(self) -> dict[str, int]:
+        """Return the sizes of all files by their names."""
+        files = {name: info.size for name, info in self._root.files_below().items() if name.endswith(".parquet")}
+        return {name: size for name, size in files.items() if not any(part[0] in "._" for part in name.split("/"))}
+
+    def _begin(self, index: int) -> int:
+        """Return the first record of a file."""
+        return self._file_ends[index - 1] if index else self._first
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read records first..end-1, a row group at a time, of which the last one is kept."""
         blocks: list[RowBlock] = []
-        begin = self._files[0].first if self._files else 0
-        num_rows = (file.end - file.first for file in self._files)
-        for index, file_first, file_end in overlaps(num_rows, first - begin, end - begin):
-            file = self._files[index]
-            for group, group_first, group_end in overlaps(file.group_rows, file_first, file_end):
-                blocks.append(self._read_group(file, group).rows(group_first, group_end))
+        for index in range(bisect_right(self._file_ends, first), len(self._file_ends)):
+            if (begin := self._begin(index)) >= end:
+                break
+            if self._group_rows[0] != index:
+                self._group_rows = index, self._unchanged(self._names[index], self._digests[index]).group_rows
+            for group, group_first, group_end in overlaps(self._group_rows[1], max(first - begin, 0), end - begin):
+                blocks.append(self._read_group(index, group).rows(group_first, group_end))
+        if len({schema.NUM_TARGETS in block.row_columns for block in blocks}) > 1:
+            raise DataError(f"some of the files of {self._root} have {schema.NUM_TARGETS}; write it to all or to none")
         return join_blocks(blocks, self.manifest, "log")
 
     def mark(self, position: int) -> str:
-        """Return the file of the last record before a position, with its first record, its rows and its hash."""
+        """Return the file of the last record before a position, and the names of some files before it."""
         if not position:
             return ""
-        file = next((file for file in self._files if file.first < position <= file.end), None)
-        if file is None:
+        index = bisect_left(self._file_ends, position)
+        if position <= self._first or index == len(self._file_ends):
             raise StateError(f"position {position} of {self._root} is not known here; save one after the loaded state")
-        return json.dumps([file.name, file.first, file.end, file.footer])
+        before = [*self._before, *self._names[max(index - _NAMES_IN_MARK, 0) : index]][-_NAMES_IN_MARK:]
+        file = self._names[index], self._begin(index), self._file_ends[index], f"{self._digests[index]:016x}"
+        return json.dumps([*file, self._num_before + index, before])
 
     def resume(self, position: int, mark: str) -> None:
         """Go on at a position; a file that is partly trained must be there, unchanged."""
-        files: list[_File] = []
+        before: list[str] = []
+        name, first, end, digest, num_before = "", 0, 0, 0, 0  # before all files, as of one without records
         if position:
             try:
-                name, first, end, footer = json.loads(mark)
+                name, first, end, footer, *rest = json.loads(mark)
+                digest, (num_before, before) = int(footer, 16), rest or (_UNKNOWN, [])
             except (ValueError, TypeError):
                 raise StateError(f"the state is of another log than {self._root}, a folder; load one of it") from None
-            is_done = position == end
-            files = [_File(name, first, footer, (end - first,)) if is_done else self._unchanged(name, first, footer)]
-        self._files, self._found = files, None if files else set()
+            if position != end:
+                self._unchanged(name, digest)
+        # Files from that one on, of which there may be very many: names, the record after the last one, and digests.
+        self._names, self._file_ends, self._digests = [name], array("q", [end]), array("Q", [digest])
+        self._first, self._num_before, self._before = first, num_before, before
+        self._old, self._group_rows, self._block = None, (-1, ()), None
 
-    def _describe(self, name: str, first: int) -> _File | None:
-        """Return a file, or None if it is incomplete: Parquet ends with its footer."""
+    def _read_footer(self, name: str) -> _Footer | None:
+        """Return the footer of a file, or None if it is incomplete: Parquet ends with its footer."""
         with wrap_parquet_errors(f"{self._root}/{name}"):
             try:
                 with self._root.files.open_input_file(f"{self._root.path}/{name}") as opened:
                     metadata = pq.read_metadata(opened)
                     opened.seek(opened.size() - metadata.serialized_size - 8)
-                    footer = hashlib.sha256(opened.read()).hexdigest()[:16]
-            except (FileNotFoundError, pa.ArrowInvalid) as error:
-                if name != self._incomplete:
-                    _log.info("waiting until %s/%s is complete: %s", self._root, name, first_line(error))
-                self._incomplete = name
+                    digest = int(hashlib.sha256(opened.read()).hexdigest()[:16], 16)
+            except (FileNotFoundError, pa.ArrowInvalid):
                 return None
-        rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        return _File(name, first, footer, rows)
+        return _Footer(digest, tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
 
-    def _unchanged(self, name: str, first: int, footer: str) -> _File:
-        file = self._describe(name, first)
-        if file is None or file.footer != footer:
+    def _check_growth(self, name: str, size: int) -> None:
+        """Log an incomplete file, warn if it does not grow, and at last raise an error: its writer may be dead."""
+        now, limit = time.monotonic(), self._incomplete_seconds
+        if self._incomplete != (name, size):
+            if self._incomplete[0] != name:
+                _log.info("waiting until %s/%s is complete", self._root, name)
+            self._incomplete, self._incomplete_since, self._warn_at = (name, size), now, now + limit / 10
+        waited = now - self._incomplete_since
+        fault = f"{self._root}/{name} is no complete Parquet file, and has had {size:,} bytes for {waited:,.0f} s"
+        if waited >= limit:
+            raise DataError(f"{fault}; write it again, delete it, or raise incomplete_seconds")
+        if now >= self._warn_at:
+            _log.warning("%s; it and all files after it wait", fault)
+            self._warn_at = math.inf
+
+    def _unchanged(self, name: str, digest: int) -> _Footer:
+        footer = self._read_footer(name)
+        if footer is None or footer.digest != digest:
             raise DataError(
                 f"{self._root}/{name} was replaced or deleted before all of its records were trained; restore it"
             )
-        return file
+        return footer
 
-    def _read_group(self, file: _File, group: int) -> RowBlock:
-        if self._block is None or self._block[:2] != (file, group):
-            path, columns = self._root / file.name, [*self.manifest.row_columns, *self.manifest.event_dtypes]
-            self._unchanged(file.name, file.first, file.footer)
+    def _read_group(self, index: int, group: int) -> RowBlock:
+        if self._block is None or self._block[:2] != (index, group):
+            path = self._root / self._names[index]
+            footer = self._unchanged(self._names[index], self._digests[index])
             with wrap_parquet_errors(str(path)), self._root.files.open_input_file(path.path) as opened:
-                table = pq.ParquetFile(opened, pre_buffer=True).read_row_group(group, columns=columns)
-            block = _checked_rows(table, self.manifest, str(path), sum(file.group_rows[:group]))
-            self._block = file, group, block
+                table = pq.ParquetFile(opened, pre_buffer=True).read_row_group(group, columns=_columns(self.manifest))
+            block = _checked_rows(table, self.manifest, str(path), sum(footer.group_rows[:group]))
+            self._block = index, group, block
         return self._block[2]
 
 

@@ -339,7 +339,7 @@ def check_times(
         fault = f"goes back from {times[event - 1]} to {time}; sort its lists, as open_store(sort_by_time=True) does"
         if is_wrong[event]:
             unit = "s" if abs(time) < YEAR_MS else "us" if abs(time) < 10**17 else "ns"
-            date = np.datetime64(time, unit).astype("datetime64[D]")
+            date = np.array(time).astype(f"datetime64[{unit}]").astype("datetime64[D]")
             fault = f"has {time}, {date} in {unit}; store milliseconds since 1970, or timestamps of Arrow"
         raise DataError(f"{place(row)} {fault}")
 

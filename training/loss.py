@@ -245,7 +245,7 @@ class LossAverage:
             if has_same_steps and not has_equal_plans:
                 raise RankError(
                     "ranks have planned the steps of this average differently: samples were left out or trained on "
-                    "twice; make the cost and the strategy return the same on all ranks, or use a Balancer, which "
-                    "gathers costs, and resume from an earlier checkpoint with new loaders"
+                    "twice; make the cost, the strategy and the files of a followed log the same on all ranks, or use "
+                    "a Balancer, which gathers costs, and resume from an earlier checkpoint with new loaders"
                 )
         return [total / tokens if tokens else math.nan for total, tokens in zip(*totals.tolist(), strict=True)]

@@ -105,4 +105,5 @@ def _header(common: Header, batch: JaggedBatch | None, error: Exception | None) 
         step=batch.step,
         position=batch.position,
         loader_hash=common.loader_hash,
+        plan_hash=batch.plan_hash or 0,
     )

@@ -126,7 +126,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     dp_size: int | None = host(None)
     """Ranks over which the loss tokens are counted; None before a Balancer."""
     plan_hash: int | None = host(None)
-    """63-bit hash of which rank trains on which sample, equal on all ranks, where each plans alone; otherwise None."""
+    """63-bit hash of which rank trains on which sample, equal on all ranks, where each plans alone, or of the mark of a
+    followed log; otherwise None."""
     max_lengths: Mapping[str, int] | None = host(None)
     """Longest row of each key; named as by `BatchSchema.lengths_by_key`."""
     length_limits: Mapping[str, int] | None = host(None)

@@ -3,26 +3,31 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader import LoaderConfig, LogLoader, SequenceBatch, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.log_loader import FORMAT
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import FolderLog, LogEnd, open_store
+from evenrank.datasets.continuous_log import rows_of_table
+from evenrank.training import LossAverage
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import through_json, with_changes
-from tests.datasets.crafted import copy_dataset
-from tests.datasets.logs import MANIFEST, add_file, end_log, items_of
+from tests.datasets.crafted import add_targets, change_table, copy_dataset
+from tests.datasets.logs import MANIFEST, add_file, end_log, items_of, table_of
 from tests.pages import ROOT
 from tests.ranks import RankPool
 from tests.s3_server import S3
@@ -187,6 +192,28 @@ def _balanced(rank: int, world_size: int, folder: Path, state: Any, num_steps: i
         return [ids_of(batch) for batch in batches], balancer.state_dict(after=batches[-1])
 
 
+def _follow_own_folder(rank: int, world_size: int, folder: Path) -> list[list[int]]:
+    average = LossAverage()
+    for batch in _loaders(folder / str(rank), world_size)[rank]:
+        average.update(torch.tensor(1.0), batch)
+    with pytest.raises(RankError, match="ranks have planned the steps of this average differently"):
+        average.compute()
+    trained: list[list[int]] = []
+    fault = r"plan_hash is \d+ on rank 0, \d+ on rank 1; ranks have found other files of the log that they follow"
+    balancer = Balancer(_loaders(folder / str(rank), world_size)[rank], BalanceConfig(cost=COST, lookahead=1))
+    with balancer, pytest.raises(RankError, match=fault):
+        trained.extend(map(ids_of, balancer))
+    return trained
+
+
+def test_ranks_that_number_records_differently_train_none_of_them(tmp_path: Path, ranks: RankPool) -> None:
+    for rank, names in enumerate((("1", "2", "3"), ("1", "3", "2"))):  # a file came late, and one rank has seen it
+        for name, first in zip(names, (0, 6, 12), strict=True):
+            add_file(tmp_path / str(rank), f"{name}.parquet", range(first, first + 6))
+        end_log(tmp_path / str(rank))
+    assert [len(trained) <= 1 for trained in ranks.run(2, _follow_own_folder, tmp_path)] == [True, True]
+
+
 def test_a_balancer_follows_a_log_and_resumes_on_other_ranks(tmp_path: Path, ranks: RankPool) -> None:
     writer = subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(ROOT), str(tmp_path), "30"])
     (first, state), (other, same) = ranks.run(2, _balanced, tmp_path, None, 9)
@@ -221,6 +248,76 @@ def test_a_dataset_to_whose_split_files_are_added_is_followed(
     same = next(iter(build_loader(small_dataset, config, rank=0, world_size=1)))
     assert first.features.keys() == same.features.keys()
     assert first.features.values().tolist() == same.features.values().tolist()
+
+
+def test_numbers_of_targets_limit_the_candidates_of_a_followed_dataset(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = copy_dataset(small_dataset, tmp_path / "data")
+    change_table(dataset, lambda table: add_targets(table, table["length"].to_numpy() // 2))
+    end_log(dataset / "train")
+    options: dict[str, Any] = {"batch_size": 16, "order": "rows", "max_num_candidates": 3}
+    followed = build_stream_loader(dataset, LoaderConfig(**options), rank=0, world_size=1, follow=True)
+    counts = [batch.num_candidates[: batch.num_real].tolist() for batch in followed]
+    loader = build_loader(dataset, LoaderConfig(**options), rank=0, world_size=1)
+    expected = [batch.num_candidates[: batch.num_real].tolist() for batch in loader]
+    assert [*chain.from_iterable(counts)] == [*chain.from_iterable(expected)]
+    assert followed.left_out == {name: len(rows) for name, rows in loader.left_out.items()}
+
+
+class _Faulty(FolderLog):
+    """A log of which one method returns something else."""
+
+    def __init__(self, folder: Path, method: str, change: Callable[[Any], Any]) -> None:
+        super().__init__(folder, MANIFEST)
+        kept = getattr(self, method)
+
+        def changed(*arguments: int) -> Any:
+            returned = kept(*arguments)
+            return returned if arguments == (0, 0) and len(arguments) else change(returned)
+
+        setattr(self, method, changed)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "fault"),
+    [
+        (
+            "read",
+            lambda store: rows_of_table(table_of(range(2)), MANIFEST, ""),
+            r"read\(0, 3\) returned 2 records; ret",
+        ),
+        (
+            "read",
+            lambda store: rows_of_table(table_of(range(4)), MANIFEST, ""),
+            r"returned 4 records; return the 3 that",
+        ),
+        ("read", lambda store: None, "returned None; return a SequenceStore, as rows_of_table does"),
+        ("read", lambda store: table_of(range(3)), "returned a Table; return a SequenceStore"),
+        (
+            "read",
+            lambda store: replace(store, events={**store.events, "item_id": store.events["item_id"] / 1}),
+            "returned item_id as float64, before as int64; return the same",
+        ),
+        ("read", lambda store: replace(store, rows={}), "returned user_id as None, before as int64"),
+        (
+            "end",
+            lambda end: None,
+            r"end\(\) returned None after position 0; return a LogEnd\(position, is_final\) whose",
+        ),
+        ("end", tuple, r"returned \(20, True\) after position 0"),
+        ("end", lambda end: end._replace(position=float(end.position)), r"returned LogEnd\(position=20\.0, is_final"),
+        (
+            "end",
+            lambda end: end._replace(position=-1),
+            r"returned LogEnd\(position=-1, is_final=True\) after position 0",
+        ),
+    ],
+)
+def test_a_source_that_breaks_its_contract_is_named_with_what_it_returned(
+    tmp_path: Path, method: str, change: Callable[[Any], Any], fault: str
+) -> None:
+    (loader,) = _loaders(_Faulty(_write(tmp_path, [20]), method, change), 1)
+    with pytest.raises(ConfigError, match=rf"^_Faulty\..*{fault}"):
+        next(iter(loader))
 
 
 def test_loaders_of_logs_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -1,5 +1,11 @@
+import gc
+import json
+import random
 import shutil
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,7 +65,7 @@ def test_files_that_are_being_written_wait_and_so_do_those_after_them(
     for size in (0, 3, 4, 20, len(whole) - 1):
         (tmp_path / "2.parquet").write_bytes(whole[:size])
         assert log.end() == (3, False)
-    assert [message.partition(" is ")[0] for message in caplog.messages] == [f"waiting until {tmp_path}/2.parquet"]
+    assert caplog.messages == [f"waiting until {tmp_path}/2.parquet is complete"]
     (tmp_path / "2.parquet").write_bytes(whole)
     assert log.end() == (9, True)
     assert _users(log, 2, 7) == [2, 3, 4, 5, 6]
@@ -84,6 +90,38 @@ def test_a_file_that_is_added_with_the_end_while_a_log_is_listed_is_not_lost(
     assert log.end() == (5, True)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_number_records_alike_however_a_growing_folder_is_listed(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing has all files that were there when it began, and any of those that were added, in order, meanwhile."""
+    draw = random.Random(seed)
+    sizes = [draw.randint(0, 4) for _ in range(8)]
+    files_below, added = Remote.files_below, [0]
+
+    def list_slowly(self: Remote) -> Any:
+        before = {f"{number}.parquet" for number in range(added[0])}
+        for _ in range(draw.randint(0, len(sizes) - added[0])):
+            first = sum(sizes[: added[0]])
+            add_file(tmp_path, f"{added[0]}.parquet", range(first, first + sizes[added[0]]))
+            added[0] += 1
+        if added[0] == len(sizes):
+            end_log(tmp_path)
+        found = files_below(self)
+        return {name: found[name] for name in sorted(found) if name in before or draw.random() < 0.5}
+
+    monkeypatch.setattr(Remote, "files_below", list_slowly)
+    logs = [FolderLog(tmp_path, MANIFEST) for _ in range(2)]
+    ends = [LogEnd(0, False)] * len(logs)
+    while not all(end.is_final for end in ends):
+        ends = [log.end() for log in logs]
+        for log, end in zip(logs, ends, strict=True):
+            assert _users(log, 0, end.position) == list(range(end.position))
+    assert ends == [LogEnd(sum(sizes), True)] * len(logs)
+    marks, *others = ([log.mark(position) for position in range(sum(sizes) + 1)] for log in logs)
+    assert all(of_log == marks for of_log in others)
+
+
 def test_a_late_file_is_refused_with_both_names(tmp_path: Path) -> None:
     log = FolderLog(tmp_path, MANIFEST)
     add_file(tmp_path, "b.parquet", range(3))
@@ -91,6 +129,78 @@ def test_a_late_file_is_refused_with_both_names(tmp_path: Path) -> None:
     add_file(tmp_path, "a.parquet", range(3))
     with pytest.raises(DataError, match=r"got a\.parquet after b\.parquet, which sorts after it, was read"):
         log.end()
+
+
+@pytest.mark.parametrize("late", ["00000a", "00149a", "00001a", "00050a"])
+def test_a_file_that_comes_late_while_no_job_runs_is_refused_and_old_files_may_go(tmp_path: Path, late: str) -> None:
+    whole = add_file(tmp_path, "00000.parquet", range(2)).read_bytes()
+    for number in range(1, 150):  # more than a mark names
+        (tmp_path / f"{number:05}.parquet").write_bytes(whole)
+    log = FolderLog(tmp_path, MANIFEST)
+    log.end()
+    mark = log.mark(300)
+    assert len(mark) < 3000
+    resumed = FolderLog(tmp_path, MANIFEST)
+    resumed.resume(300, mark)
+    assert (resumed.mark(300), resumed.end(), resumed.mark(300)) == (mark, (300, False), mark)
+    (tmp_path / f"{late}.parquet").write_bytes(whole)
+    if late != "00149a":  # after all that were read
+        with pytest.raises(
+            DataError,
+            match=rf"got {late}\.parquet after 00149\.parquet, .* was read; add files in the order of their names",
+        ):
+            resumed.end()
+        again = FolderLog(tmp_path, MANIFEST)
+        again.resume(300, mark)
+        name = f"{late}.parquet after" if late > "00049" else "files before 00049.parquet after"  # which names it has
+        with pytest.raises(DataError, match=f"got {name}"):
+            again.end()
+        (tmp_path / f"{late}.parquet").unlink()
+    for number in (*range(60), 70):
+        (tmp_path / f"{number:05}.parquet").unlink()
+    pruned = FolderLog(tmp_path, MANIFEST)
+    pruned.resume(300, json.dumps(json.loads(mark)[:4]) if late == "00001a" else mark)  # also one of earlier versions
+    assert pruned.end() == (302 if late == "00149a" else 300, False)
+
+
+def test_a_file_whose_writer_died_is_a_warning_and_then_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("evenrank.datasets.continuous_log.time", SimpleNamespace(monotonic=lambda: now[0]))
+    whole = add_file(tmp_path, "1.parquet", range(3)).read_bytes()
+    log = FolderLog(tmp_path, MANIFEST, incomplete_seconds=100.0)
+    for size in (0, len(whole) // 2):  # one that grows is waited for anew
+        (tmp_path / "1.parquet").write_bytes(whole[:size])
+        caplog.clear()
+        for passed in (0, 9, 11, 90, 99):
+            now[0] += passed - now[0] % 1000
+            assert log.end() == (0, False)
+        fault = f"{tmp_path}/1.parquet is no complete Parquet file, and has had {size:,} bytes for"
+        assert caplog.messages == [f"{fault} 11 s; it and all files after it wait"]
+        now[0] += 1000
+    with pytest.raises(DataError, match=f"{fault} 1,099 s; write it again, delete it, or raise incomplete_seconds"):
+        log.end()
+    (tmp_path / "1.parquet").write_bytes(whole)
+    assert log.end() == (3, False)
+    with pytest.raises(ConfigError, match="incomplete_seconds must be positive, got 0"):
+        FolderLog(tmp_path, MANIFEST, incomplete_seconds=0)
+
+
+def test_a_log_keeps_little_of_each_file(tmp_path: Path) -> None:
+    whole = add_file(tmp_path, "2026-11-25T10-05-00000.parquet", range(4), group_rows=1).read_bytes()
+    log = FolderLog(tmp_path, MANIFEST)
+    log.end()
+    for number in range(1, 400):
+        (tmp_path / f"2026-11-25T10-05-{number:05}.parquet").write_bytes(whole)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        log.end()
+        gc.collect()
+        assert (tracemalloc.get_traced_memory()[0] - before) / 400 < 200  # bytes, of which the name has 80
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("change", ["replace", "delete"])
@@ -136,7 +246,7 @@ def test_files_that_change_before_they_are_trained_are_refused_and_later_ones_ma
 def test_rows_that_do_not_fit_the_log_are_refused_with_place_and_value(tmp_path: Path) -> None:
     table = table_of(range(6))
     cases: list[tuple[pa.Table, str]] = [
-        (table.drop_columns("segment"), r"1\.parquet lacks the column 'segment' of the log"),
+        (table.drop_columns("segment"), r"1\.parquet has 0 columns 'segment'; write one, as the log's manifest says"),
         (
             table.set_column(1, "item_id", [[[*items_of(record)[:-1], 50] for record in range(6)]]),
             r"1\.parquet: item_id has 50, which vocabulary_sizes\['item_id'\] = 50 of the log does not allow",
@@ -155,8 +265,48 @@ def test_rows_that_do_not_fit_the_log_are_refused_with_place_and_value(tmp_path:
         assert log.end() == (6, False)
         with pytest.raises(DataError, match=fault):
             log.read(5, 6)
+    for name, wrong, fault in (
+        ("action", [[2**40] * len(items_of(record)) for record in range(6)], "type int64: Integer value 1099511627776"),
+        ("share", [["x"]] * 6, "type list<element: string>: "),
+        ("share", list("abcdef"), "type string: Failed to parse"),
+        ("dwell", [["x"] * len(items_of(record)) for record in range(6)], "it has 0 nulls and type string"),
+        ("user_id", pa.array([2**63] * 6, pa.uint64()), "type uint64: Integer value 9223372036854775808 not in range"),
+    ):
+        add_file(tmp_path, "changed/1.parquet", range(4))  # in the middle of a log
+        pq.write_table(table.set_column(table.column_names.index(name), name, [wrong]), tmp_path / "changed/2.parquet")
+        log = FolderLog(tmp_path / "changed", MANIFEST)
+        assert log.end() == (10, False)
+        assert _users(log, 0, 4) == [0, 1, 2, 3]
+        with pytest.raises(DataError, match=rf"2\.parquet: column '{name}' .*{fault}"):
+            log.read(4, 10)
+    twice = pa.table([*table.columns, table["user_id"]], names=[*table.column_names, "user_id"])
+    with pytest.raises(DataError, match="topic has 2 columns 'user_id'; write one, as the log's manifest says"):
+        rows_of_table(twice, MANIFEST, "topic")
     with pytest.raises(DataError, match="topic, offset 7: item_id has 49, which"):
         rows_of_table(table_of([47, 3, 7, 49]), describe_log({**SIZES, "item_id": 49}), "topic, offset 7")
+
+
+def test_rows_have_numbers_of_targets_if_all_files_have_them(tmp_path: Path) -> None:
+    for number, name in enumerate(("1", "2", "3")):
+        table = table_of(range(4 * number, 4 * number + 4))
+        targets = table.append_column("num_targets", pa.array([0, 1, 2, 3], pa.int16()))
+        pq.write_table(targets if name != "3" else table, tmp_path / f"{name}.parquet")
+    log = FolderLog(tmp_path, MANIFEST)
+    log.end()
+    stored = log.read(1, 7).num_targets
+    assert stored is not None
+    assert (stored.tolist(), str(stored.dtype)) == ([1, 2, 3, 0, 1, 2], "int32")
+    assert log.read(8, 9).num_targets is None
+    with pytest.raises(DataError, match=r"some of the files of .* have num_targets; write it to all or to none"):
+        log.read(7, 9)
+    wrong = table.append_column("num_targets", pa.array([1, 2, 4, 1]))
+    with pytest.raises(DataError, match="topic, row 2: num_targets is 4, of 3 events; it is the number of last events"):
+        rows_of_table(wrong, MANIFEST, "topic")
+
+
+def test_a_dataset_with_a_table_of_items_is_a_log_without_its_columns() -> None:
+    manifest = replace(MANIFEST, vocabulary_sizes={**MANIFEST.vocabulary_sizes, "genre": 9})
+    assert len(rows_of_table(table_of(range(3)), manifest, "here")) == 3
 
 
 def test_logs_that_cannot_be_opened_are_refused(tmp_path: Path, s3: S3, rich_dataset: Path) -> None:

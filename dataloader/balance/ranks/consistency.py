@@ -38,8 +38,9 @@ from evenrank.dataloader.batches.schema import BatchSchema, check_contents, sche
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
 _MASK = (1 << 61) - 1
-_SAME_WORDS = ("schema_hash", "epoch", "step", "position")  # of the headers of ranks that are in step
+_SAME_WORDS = ("schema_hash", "epoch", "step", "position", "plan_hash")  # of the headers of ranks that are in step
 _SAME_STEPS = "iterate over the same epochs, load the same state, and leave loops at the same step on all ranks"
+_SAME_PLANS = "ranks have found other files of the log that they follow, or planned alone and differently"
 
 
 def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -135,7 +136,7 @@ def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int 
 def check_headers(headers: NDArray[np.int64]) -> None:
     """Raise a RankError unless all ranks that still have batches are in the same step of the same epoch.
 
-    `headers` are those of all ranks, int64 [W, 9].
+    `headers` are those of all ranks, int64 [W, 10].
     """
     if len(missing := np.flatnonzero(headers[:, HEADER["num_rows"]] < 0)):
         raise RankError(f"ranks are out of step: rank {missing[0]} has not started a step of others; {_SAME_STEPS}")
@@ -144,11 +145,11 @@ def check_headers(headers: NDArray[np.int64]) -> None:
         words = headers[ranks, HEADER[name]]
         for i in np.flatnonzero(words[1:] != words[:-1])[:1]:
             found = f"{name} is {words[i]} on rank {ranks[i]}, {words[i + 1]} on rank {ranks[i + 1]}"
-            raise RankError(f"ranks are out of step: {found}; {_SAME_STEPS}")
+            raise RankError(f"ranks are out of step: {found}; {_SAME_PLANS if name == 'plan_hash' else _SAME_STEPS}")
 
 
 def are_in_step(headers: NDArray[np.int64]) -> bool:
-    """Return whether all ranks have batches in all of n steps, int64 [n, W, 9], and pass `check_headers`."""
+    """Return whether all ranks have batches in all of n steps, int64 [n, W, 10], and pass `check_headers`."""
     columns = [HEADER[name] for name in _SAME_WORDS]
     are_same = (headers[..., columns] == headers[:, :1, columns]).all()
     return bool(are_same and not headers[..., HEADER["ended"]].any() and (headers[..., HEADER["num_rows"]] >= 0).all())

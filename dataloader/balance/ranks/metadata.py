@@ -51,6 +51,7 @@ class Header(NamedTuple):
     step: int = 0
     position: int = 0  # in the epoch
     loader_hash: int = 0  # hash of the loader's identity, which can change when a state is loaded
+    plan_hash: int = 0  # of the batch, if it has one
 
 
 HEADER = {name: index for index, name in enumerate(Header._fields)}
@@ -61,7 +62,7 @@ HEADER = {name: index for index, name in enumerate(Header._fields)}
 class StepMetadata:
     """What all ranks have sent of a step. W ranks, B rows per rank, K jagged keys."""
 
-    headers: NDArray[np.int64]  # [W, 9]
+    headers: NDArray[np.int64]  # [W, 10]
     costs: NDArray[np.int64]  # [W, B], 0 for padding
     tokens: NDArray[np.int64]  # [W, B], 0 for padding
     lengths: NDArray[np.int64]  # [W, K, B], 0 for padding
