@@ -113,21 +113,17 @@ class LogLoader(RankLoader[Batch]):
         """Return the number of records of the next step: `max_records`, or what is left of a log that has ended."""
         is_waiting = False
         while (available := self._end.position - self._position) < max_records and not self._end.is_final:
-            self._end = self._look()
-            if self._end.position - self._position < max_records and not self._end.is_final:
+            end = self._source.end()
+            if not isinstance(end, LogEnd) or type(end.position) is not int or end.position < self._end.position:
+                fault = f"{type(self._source).__name__}.end() returned {end!r} after position {self._end.position}"
+                raise ConfigError(f"{fault}; return a LogEnd(position, is_final) whose integer position never falls")
+            self._end = end
+            if end.position - self._position < max_records and not end.is_final:
                 if not is_waiting:
-                    _log.info("waiting for records of the log from %d on", self._end.position)
+                    _log.info("waiting for records of the log from %d on", end.position)
                 is_waiting = True
                 time.sleep(self._stream.poll_seconds)
         return min(available, max_records)
-
-    def _look(self) -> LogEnd:
-        """Return the end of the log, or raise a ConfigError if the source returns anything else."""
-        end = self._source.end()
-        if not isinstance(end, LogEnd) or type(end.position) is not int or end.position < self._end.position:
-            fault = f"{type(self._source).__name__}.end() returned {end!r} after position {self._end.position}"
-            raise ConfigError(f"{fault}; return a LogEnd(position, is_final) whose integer position never falls")
-        return end
 
     def _read(self, first: int, end: int) -> SequenceStore:
         """Return records first..end-1, or raise a ConfigError if the source returns anything else."""

@@ -221,24 +221,20 @@ class FolderLog:
                 is_final = False
                 break
             self._names.append(name)
-            self._file_ends.append(self._file_ends[-1] + sum(footer.group_rows))
+            self._bounds.append(self._bounds[-1] + sum(footer.group_rows))
             self._digests.append(footer.digest)
-        return LogEnd(self._file_ends[-1], is_final)
+        return LogEnd(self._bounds[-1], is_final)
 
     def _list(self) -> dict[str, int]:
         """Return the sizes of all files by their names."""
         files = {name: info.size for name, info in self._root.files_below().items() if name.endswith(".parquet")}
         return {name: size for name, size in files.items() if not any(part[0] in "._" for part in name.split("/"))}
 
-    def _begin(self, index: int) -> int:
-        """Return the first record of a file."""
-        return self._file_ends[index - 1] if index else self._first
-
     def read(self, first: int, end: int) -> SequenceStore:
         """Read records first..end-1, a row group at a time, of which the last one is kept."""
         blocks: list[RowBlock] = []
-        for index in range(bisect_right(self._file_ends, first), len(self._file_ends)):
-            if (begin := self._begin(index)) >= end:
+        for index in range(bisect_right(self._bounds, first, 1) - 1, len(self._names)):
+            if (begin := self._bounds[index]) >= end:
                 break
             if self._group_rows[0] != index:
                 self._group_rows = index, self._unchanged(self._names[index], self._digests[index]).group_rows
@@ -252,11 +248,11 @@ class FolderLog:
         """Return the file of the last record before a position, and the names of some files before it."""
         if not position:
             return ""
-        index = bisect_left(self._file_ends, position)
-        if position <= self._first or index == len(self._file_ends):
+        index = bisect_left(self._bounds, position, 1) - 1
+        if position <= self._bounds[0] or index == len(self._names):
             raise StateError(f"position {position} of {self._root} is not known here; save one after the loaded state")
         before = [*self._before, *self._names[max(index - _NAMES_IN_MARK, 0) : index]][-_NAMES_IN_MARK:]
-        file = self._names[index], self._begin(index), self._file_ends[index], f"{self._digests[index]:016x}"
+        file = self._names[index], *self._bounds[index : index + 2], f"{self._digests[index]:016x}"
         return json.dumps([*file, self._num_before + index, before])
 
     def resume(self, position: int, mark: str) -> None:
@@ -271,9 +267,9 @@ class FolderLog:
                 raise StateError(f"the state is of another log than {self._root}, a folder; load one of it") from None
             if position != end:
                 self._unchanged(name, digest)
-        # Files from that one on, of which there may be very many: names, the record after the last one, and digests.
-        self._names, self._file_ends, self._digests = [name], array("q", [end]), array("Q", [digest])
-        self._first, self._num_before, self._before = first, num_before, before
+        # Files from that one on, of which there may be very many: names, first records and the end, and digests.
+        self._names, self._bounds, self._digests = [name], array("q", [first, end]), array("Q", [digest])
+        self._num_before, self._before = num_before, before
         self._old, self._group_rows, self._block = None, (-1, ()), None
 
     def _read_footer(self, name: str) -> _Footer | None:
