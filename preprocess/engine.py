@@ -59,6 +59,27 @@ def _free_memory() -> int:
     return free
 
 
+_forked: set[int] = set()  # processes that have forked while Polars had threads, which their children lack
+
+
+def _note_fork() -> None:
+    with contextlib.suppress(OSError):  # of a thread that ends just now
+        if any(path.read_text().startswith("polars-0") for path in Path("/proc/self/task").glob("*/comm")):
+            _forked.add(os.getpid())
+
+
+os.register_at_fork(before=_note_fork)
+
+
+def check_not_forked() -> None:
+    """Raise a ConfigError where Polars would wait forever for threads that only the parent process has."""
+    if _forked - {os.getpid()}:
+        raise ConfigError(
+            "this process was forked after Polars had started threads, which it lacks; preprocess in the parent, or "
+            "start the process with multiprocessing.get_context('spawn')"
+        )
+
+
 class UnfinishedError(DataError):
     """The work could not be finished here and now; what was done is kept for the next run of the same command."""
 

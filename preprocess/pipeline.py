@@ -12,7 +12,7 @@ from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, parse_ids, parse_un
 from evenrank.preprocess.build.splits import parse_split
 from evenrank.preprocess.build.vocabulary import read_earlier
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.engine import Threads, Workers, num_workers
+from evenrank.preprocess.engine import Threads, Workers, check_not_forked, num_workers
 from evenrank.preprocess.files.fetch import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.job import Job
@@ -37,6 +37,7 @@ def preprocess(
     Raises:
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
     """
+    check_not_forked()
     out, count = locate(config.out), num_workers(config.memory_limit, are_processes=config.engine == "ray")
 
     def write(folder: Path) -> Manifest:

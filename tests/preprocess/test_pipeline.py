@@ -1,3 +1,5 @@
+import multiprocessing
+import os
 from collections.abc import Callable
 from datetime import date
 from hashlib import sha256
@@ -422,3 +424,20 @@ def test_rows_count_as_seconds_over_all_files_of_a_log_without_times(
     rows = {row["user_id"]: (row["item_id"], row["timestamp_ms"]) for row in _rows(tmp_path / "out" / "train")}
     assert rows == {1: ([5, 7, 6, 6], [0, 2000, 3000, 5000]), 2: ([6, 5], [1000, 4000])}
     assert manifest.options["time"] == {"unit": "row", "first": "1970-01-01T00:00:00Z", "last": "1970-01-01T00:00:05Z"}
+
+
+def test_a_child_that_lacks_the_threads_of_polars_refuses_at_once(tmp_path: Path) -> None:
+    _draw(tmp_path / "parent", 10)
+
+    def refuse() -> None:
+        with pytest.raises(ConfigError, match="^this process was forked after Polars had started threads, which it"):
+            _draw(tmp_path / "child", 10)
+        os._exit(0)
+
+    child = multiprocessing.get_context("fork").Process(target=refuse)
+    child.start()
+    child.join(60)
+    code = child.exitcode
+    child.kill()
+    assert code == 0
+    _draw(tmp_path / "parent", 10)
