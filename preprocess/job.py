@@ -30,7 +30,7 @@ from evenrank.preprocess.append import Base, check_source
 from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
-from evenrank.preprocess.build.filters import Filters, drop_unknown, k_core
+from evenrank.preprocess.build.filters import Filters, drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.key_table import KeyTable, TextValues
@@ -151,6 +151,7 @@ class Job:
                 buckets, known, engine
             )
             self.counts["events left out by the k-core"] = num_left_out = k_core(buckets, config.filters, engine)
+            self.counts["users left out by filters"] = keep_lengths(buckets, config.filters, engine)
             num_left = num_before + sum(run.num_events for run in log.runs) - num_dropped - num_left_out
 
             def number(name: str) -> Ids:
@@ -247,10 +248,7 @@ class Job:
                 rules.items.record(part.items)
                 written.append(part.summary)
         splits = {name: self._split(name, rules, written) for name in written[0].lengths}
-        self.counts |= {
-            "duplicate events (kept)": sum(part.num_duplicates for part in written),
-            "users left out by filters": sum(part.num_left_out for part in written),
-        }
+        self.counts["duplicate events (kept)"] = sum(part.num_duplicates for part in written)
         if not any(split.rows for split in splits.values()):
             raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
         self.counts |= rules.context.audit() | rules.items.audit()

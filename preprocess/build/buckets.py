@@ -61,8 +61,8 @@ class Buckets:
     def __len__(self) -> int:
         return 1 << self.num_bits
 
-    def read(self, index: int, names: Collection[str] = ()) -> Columns:
-        """Return the named columns of the events that are left in a bucket, or all columns."""
+    def read(self, index: int, names: Collection[str] = (), *, reason: int = 0) -> Columns:
+        """Return the named columns, or all, of the events of a bucket that are left, or were left out for a reason."""
         names = [name for name in self.dtypes if not names or name in names]
         parts: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, dtype=self.dtypes[name])] for name in names}
         for run in self.runs:
@@ -74,8 +74,8 @@ class Buckets:
         columns = {name: np.concatenate(values, dtype=self.dtypes[name]) for name, values in parts.items()}
         if not (reasons := self._reasons(index)).exists():
             return columns
-        is_left = np.fromfile(reasons, dtype=np.uint8) == 0
-        return {name: values[is_left] for name, values in columns.items()}
+        is_read = np.fromfile(reasons, dtype=np.uint8) == reason
+        return {name: values[is_read] for name, values in columns.items()}
 
     def read_range(self, index: int, num_bits: int) -> Columns:
         """Return the events of the keys whose hashes begin with these bits, the number `index`."""

@@ -44,10 +44,7 @@ class EventCounts(NamedTuple):
 
 def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> EventCounts:
     """Count the events of all rows of some users, and of the same rows by split."""
-    times = sequences.events[TIMESTAMP_MS]
-    if len(times) > sequences.lengths.sum():  # filters left out users
-        times = sequences.values(TIMESTAMP_MS)
-    items = {}
+    times, items = sequences.events[TIMESTAMP_MS], {}
     for name, rows in divided.items():
         if rows.num_targets.any():  # the events before those to predict are in train too
             rows = replace(rows, begins=rows.ends - rows.num_targets)

@@ -16,7 +16,7 @@ from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.engine import Engine
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
-_UNKNOWN, _RARE = 1, 2  # reasons to leave out events
+_UNKNOWN, _RARE, _LENGTH = 1, 2, 3  # reasons to leave out events
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +108,20 @@ def _remove_rare(buckets: Buckets, frequent: KeyTable, min_user_events: int, ind
     return buckets.keep(index, is_kept & (events_of_user[codes] >= min_user_events), reason=_RARE)
 
 
-def keep_lengths(sequences: Sequences, filters: Filters) -> Sequences:
-    """Leave out users whose history is too short or too long."""
-    lengths = sequences.lengths
+def keep_lengths(buckets: Buckets, filters: Filters, engine: Engine) -> int:
+    """Leave out users whose history is too short or too long, and return their number."""
+    if filters.min_length == 1 and filters.max_length is None:
+        return 0
+    left_out = engine.map(partial(_keep_lengths, buckets, filters), range(len(buckets)), stage="leaving out users")
+    return sum(count for _, count in left_out)
+
+
+def _keep_lengths(buckets: Buckets, filters: Filters, index: int) -> int:
+    users, codes = encode_keys(buckets.read(index, (USER_ID,))[USER_ID], random_seed())
+    lengths = np.bincount(codes, minlength=len(users))
     keep = (lengths >= filters.min_length) & (lengths <= (filters.max_length or _MAX_EVENTS))
-    return sequences if keep.all() else sequences.take(keep)
+    buckets.keep(index, keep[codes], reason=_LENGTH)
+    return len(np.unique(buckets.read(index, (USER_ID,), reason=_LENGTH)[USER_ID]))  # also of a run that was killed
 
 
 def cut_windows(sequences: Sequences, filters: Filters) -> Sequences:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from evenrank.datasets.schema import ACTION, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, DataFile
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.count_events import EventCounts, count_events
-from evenrank.preprocess.build.filters import Filters, cut_windows, keep_lengths
+from evenrank.preprocess.build.filters import Filters, cut_windows
 from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import RequestRule, request_table
 from evenrank.preprocess.build.sequences import build_sequences
@@ -62,7 +62,6 @@ class RangeSummary(NamedTuple):
     lengths: Mapping[str, NDArray[np.int64]]  # by split, the number of events of each row
     largest: Mapping[str, int]  # of user_id, item_id and action
     num_duplicates: int  # events
-    num_left_out: int  # users
 
 
 class WrittenRange(NamedTuple):
@@ -96,8 +95,7 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
     events = {name: column.to_numpy() for name, column in zip(features.columns, features.iter_columns(), strict=True)}
     events = {**sequences.events, ITEM_ID: rules.item_ids.encode(columns[ITEM_ID]), **events}
     sequences = replace(sequences, events=events)
-    kept = keep_lengths(sequences, rules.filters)
-    divided = rule.divide(kept, rules.facts)
+    divided = rule.divide(sequences, rules.facts)
     files, lengths, seen = {}, {}, []
     for split, rows in divided.items():
         # Windows would separate targets from the events before them, so rows with targets are not cut.
@@ -110,18 +108,13 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
             files[split] = earlier.keep(name, rules.folder)
         elif len(rows):
             files[split] = write_rows(rules.folder, name, schema_of(rules, split), rows, context)
-    counts = count_events(kept, divided)
-    columns_of_kept = {
-        USER_ID: kept.user_ids,
-        ITEM_ID: np.concatenate([of_split.values for of_split in counts.items.values()]),
-        ACTION: sequences.events[ACTION] if len(kept) == len(sequences) else kept.values(ACTION),
-    }
+    columns = {name: sequences.events[name] for name in (ITEM_ID, ACTION)} | {USER_ID: sequences.user_ids}
     known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
-    largest = {name: int(values.max(initial=-1)) for name, values in columns_of_kept.items()}
+    largest = {name: int(values.max(initial=-1)) for name, values in columns.items()}
     return WrittenRange(
-        RangeSummary(files, lengths, largest, num_duplicates, num_left_out=len(sequences) - len(kept)),
-        events=counts,
-        requests=None if rules.requests is None else request_table(kept, rules.requests),
+        RangeSummary(files, lengths, largest, num_duplicates),
+        events=count_events(sequences, divided),
+        requests=None if rules.requests is None else request_table(sequences, rules.requests),
         users=Seen(known, unknown),
         items=items,
     )

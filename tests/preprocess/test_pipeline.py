@@ -430,7 +430,7 @@ def test_a_child_that_lacks_the_threads_of_polars_refuses_at_once(tmp_path: Path
     _draw(tmp_path / "parent", 10)
 
     def refuse() -> None:
-        with pytest.raises(ConfigError, match="^this process was forked after Polars had started threads, which it"):
+        with pytest.raises(ConfigError, match=r"^this process was forked after Polars had started threads, which it"):
             _draw(tmp_path / "child", 10)
         os._exit(0)
 

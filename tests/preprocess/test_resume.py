@@ -24,7 +24,7 @@ from evenrank.preprocess.output import replace, resume
 
 def _config(folder: Path, out: str) -> PreprocessConfig:
     log = TabularConfig(events=(folder / "log.csv",), user_column="user", item_column="item", timestamp_column="time")
-    filters = Filters(min_user_events=2, min_item_events=2)
+    filters = Filters(min_user_events=2, min_item_events=2, max_length=24)
     return PreprocessConfig(
         dataset="custom", out=folder / out, custom=log, ids="dense", filters=filters, split="leave-last:1"
     )

@@ -1,14 +1,22 @@
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
+from evenrank.datasets.schema import read_manifest
+from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.build.buckets import Buckets, Columns, num_range_bits, write_run
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.engine import Engine, Threads
 
+BEGIN = 1_700_000_000
 DTYPES = {"user_id": "int64", "item_id": "int64"}
 
 
@@ -54,9 +62,54 @@ def _sequences(lengths: list[int]) -> Sequences:
     return build_sequences(columns, lambda keys: keys)[0]
 
 
-def test_users_with_short_or_long_histories_are_left_out() -> None:
-    kept = keep_lengths(_sequences([1, 2, 3, 4, 5]), Filters(min_length=2, max_length=4))
-    assert sorted(kept.lengths.tolist()) == [2, 3, 4]
+@pytest.mark.parametrize("filters", [Filters(min_length=2), Filters(max_length=4), Filters(min_length=2, max_length=4)])
+@pytest.mark.parametrize("as_", ["events", "table"])
+def test_a_log_without_the_users_that_are_left_out_gives_the_same(
+    tmp_path: Path, filters: Filters, as_: Literal["events", "table"]
+) -> None:
+    # Each user has an item that nobody else has, and an event twice; user 9 has none.
+    events = [(user, item, time) for user in range(1, 6) for time, item in enumerate((user, *[9] * (user - 1)))]
+    events += [event for event in events if event[1] == event[0] > 2]
+    lengths = Counter(user for user, _, _ in events)
+    kept = [event for event in events if filters.min_length <= lengths[event[0]] <= (filters.max_length or 99)]
+    (tmp_path / "users.csv").write_text("user,city\n" + "".join(f"u{user},c{user}\n" for user in (1, 3, 5, 9)))
+    (tmp_path / "items.csv").write_text("item,brand\n" + "".join(f"i{item},b{item}\n" for item in (1, 2, 4, 5, 9)))
+    results = []
+    for name, log, options in (("all", events, filters), ("kept", kept, Filters())):
+        path = tmp_path / f"{name}.csv"
+        path.write_text("user,item,time\n" + "".join(f"u{u},i{i},{BEGIN + t}\n" for u, i, t in log))
+        custom = TabularConfig(
+            events=(path,),
+            user_column="user",
+            item_column="item",
+            timestamp_column="time",
+            context=tmp_path / "users.csv",
+            context_columns=("city",),
+            item_features=tmp_path / "items.csv",
+            item_columns=("brand",),
+            item_features_as=as_,
+        )
+        out = tmp_path / name
+        config = PreprocessConfig(dataset="custom", out=out, custom=custom, split="none", filters=options)
+        described = asdict(preprocess(config))
+        for other in ("sources", "options"):
+            del described[other]
+        audit = read_manifest(out).options["audit"]
+        left_out = audit.pop("users left out by filters", 0)
+        tables = {path.relative_to(out): path.read_bytes() for path in sorted(out.rglob("*.parquet"))}
+        results.append((described, audit, tables))
+        assert left_out == (len(lengths) - len({user for user, _, _ in kept}) if name == "all" else 0)
+    assert results[0] == results[1]
+
+
+def test_users_that_a_killed_run_left_out_are_counted_again(tmp_path: Path) -> None:
+    users = np.repeat(np.arange(9), np.arange(9))
+    run = write_run(tmp_path / "run", {"user_id": users, "item_id": users}, 1)
+    buckets = Buckets(folder=tmp_path, runs=[run], dtypes=DTYPES, num_bits=1)
+    for name in ("killed", "continued"):  # without the results that the first one would have kept
+        (tmp_path / name).mkdir()
+        with Threads(1) as threads:
+            assert keep_lengths(buckets, Filters(min_length=4), Engine(threads, tmp_path / name)) == 3
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.data())
