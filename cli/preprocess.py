@@ -314,6 +314,7 @@ def preprocess_command(
 
     from evenrank.datasets.distributions import Zipf, parse_distribution, parse_parameters
     from evenrank.datasets.event_statistics import read_statistics
+    from evenrank.datasets.schema import ITEM_ID, USER_ID
     from evenrank.preprocess import Drift, Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
     from evenrank.preprocess.files.times import UNITS
 
@@ -352,8 +353,8 @@ def preprocess_command(
         place = locate(folder)  # without credentials
         for split_name, info in manifest.splits.items():
             console.print_result(f"{place}/{split_name}: {info.rows:,} rows, {info.interactions:,} interactions")
-        for column, summary in manifest.ids.items():
-            console.print_result(f"{column}: {_describe_ids(summary)}")
+        for column in (USER_ID, ITEM_ID):
+            console.print_result(f"{column}: {_describe_ids(manifest.ids[column])}")
         for description, count in manifest.options["audit"].items():
             console.print_result(f"{description}: {count:,}")
         console.print_aligned(read_statistics(manifest).describe())

@@ -106,7 +106,7 @@ class VocabularyVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdSummary:
-    """How the raw ids of users or items became the ids of a dataset."""
+    """How the raw ids of users or items, or the values of a feature, became the ids of a dataset."""
 
     rule: str
     """`dense`: numbered from 1, in `vocabulary_COLUMN.parquet`; `keep`: unchanged; `hash:N`: hashed to 0..N-1."""
@@ -155,7 +155,7 @@ class Manifest:
     context_labels: Mapping[str, tuple[str | None, ...]]
     """Per contextual feature of ids: the labels of ids 0 (None), 1, 2, ..."""
     ids: Mapping[str, IdSummary]
-    """Of `user_id` and `item_id`."""
+    """Of `user_id` and `item_id`, and of features whose values were numbered."""
     content_hash: str
     """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
     item_features: DataFile | None = None
@@ -344,7 +344,7 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         extra_events=extra_events,
         vocabulary_sizes=vocabulary_sizes,
         context_labels={name: tuple(values) for name, values in labels.items()},
-        ids={name: _checked_ids(raw["ids"][name]) for name in (USER_ID, ITEM_ID)},
+        ids={name: _checked_ids(raw["ids"][name]) for name in (USER_ID, ITEM_ID, *raw["ids"])},
         content_hash=_checked_sha256(raw["content_hash"]),
         item_features=_checked_file(raw["item_features"]) if raw.get("item_features") else None,
     )

@@ -1,6 +1,7 @@
 """New days of a log after those of a dataset, with the same result as all of them at once."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import USER_ID, Manifest, SourceFile, read_manifest, sha256_of
+from evenrank.datasets.schema import CACHE_NAME, USER_ID, Manifest, SourceFile, read_manifest, sha256_of
 from evenrank.preprocess.build.buckets import num_range_bits
 from evenrank.preprocess.build.filters import Filters
 from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP
@@ -21,7 +22,7 @@ from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.files.table import wrap_read_errors
 from evenrank.preprocess.files.times import utc_text
-from evenrank.preprocess.output.earlier_rows import EarlierRows
+from evenrank.preprocess.output.earlier_rows import EarlierRows, link_or_copy
 from evenrank.preprocess.sources.interactions import Interactions
 
 _AT_ONCE = "preprocess all of the log at once"
@@ -42,9 +43,25 @@ class Base:
         """Numbers of rows of its log that could not be read, by their descriptions."""
         return {what: count for what, count in self.manifest.options["audit"].items() if what.endswith("all skipped")}
 
+    def has(self, sources: tuple[SourceFile, ...]) -> bool:
+        """Return whether all of these files are among its own."""
+        return {*sources} <= {*self.manifest.sources}
+
+    def copy_to(self, folder: Path) -> Manifest:
+        """Put all its files into the folder of the new dataset, and return the manifest."""
+        hidden = shutil.ignore_patterns(CACHE_NAME)
+        shutil.copytree(self.folder, folder, copy_function=link_or_copy, ignore=hidden, dirs_exist_ok=True)
+        return self.manifest
+
     def with_logs(self, sources: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
         """Return its files of logs and all new files."""
         return self.manifest.sources[: self._num_logs] + sources
+
+    def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options with which it and the new events would be preprocessed at once."""
+        old = self.manifest.options
+        found = {"timestamp_unit": old["timestamp_unit"], "delimiter": old["delimiter"] or options["delimiter"]}
+        return {**options, **found, "events": [*old["events"], *options["events"]]}
 
     @property
     def _num_logs(self) -> int:
@@ -53,7 +70,9 @@ class Base:
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise a ConfigError if the options of preprocessing are not those of this dataset."""
         for name, value in json.loads(json.dumps(options)).items():
-            if name != "events" and value != (old := self.manifest.options.get(name)):
+            if name not in ("events", "delimiter", "timestamp_unit") and value != (
+                old := self.manifest.options.get(name)
+            ):
                 raise ConfigError(
                     f"{name} is {value!r}, and was {old!r} when {self.folder} was made; append with the same options"
                 )
@@ -70,8 +89,12 @@ class Base:
                     f"give --ids as for that dataset, or {_AT_ONCE}"
                 )
 
-    def check_times(self, first_ms: int) -> None:
-        """Raise a DataError unless all new events are later."""
+    def check_times(self, first_ms: int, unit: str) -> None:
+        """Raise a ConfigError or DataError unless all new events have times of the same unit, and are later."""
+        if unit != (old := self.manifest.options["timestamp_unit"]):
+            raise ConfigError(
+                f"timestamp_unit is {unit!r}, and was {old!r} when {self.folder} was made; append with the same options"
+            )
         if first_ms <= self.statistics.last_ms:
             raise DataError(
                 f"the new events begin at {utc_text(first_ms)}, and those of {self.folder} end at "
@@ -116,7 +139,7 @@ def read_base(folder: Path, config: PreprocessConfig) -> Base:
         else f"{folder} is {manifest.dataset}, no log of your own"
         if manifest.dataset != config.dataset
         else f"{folder} has ids of an earlier vocabulary"
-        if any(len(of.summary.versions) > 1 for of in ids.values())
+        if any(of.summary.unknown_values or (of.summary.distinct or 0) < len(of.keys) for of in ids.values())
         else ""
     )
     if reason:

@@ -1,6 +1,8 @@
 """The stages of preprocessing, each of which is functions on files that an engine runs."""
 
 import contextlib
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -61,6 +63,8 @@ from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
 from evenrank.preprocess.sources.interactions import Interactions
 
+_LOGGER = logging.getLogger("evenrank.preprocess")
+
 
 @dataclass(slots=True)
 class Job:
@@ -106,7 +110,8 @@ class Job:
         if self.base is not None:
             check_source(source)
             self.base.check_options(self.options)
-        rule, eval_users, num_listed, num_before = self.rule, np.empty(0, dtype=np.int64), 0, 0
+        rule, eval_users, num_listed = self.rule, np.empty(0, dtype=np.int64), 0
+        num_before, last_ms = 0, 0
         num_expected = sum(part.num_events for part in source.parts)
         num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
         dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
@@ -128,19 +133,31 @@ class Job:
         # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
         with ThreadPoolExecutor(1) as background:
             pending_sources = background.submit(source.sources)
+            if self.base is not None and self.base.has(pending_sources.result()):
+                _LOGGER.warning("%s has these events already, and stays as it is", config.out)
+                return self.base.copy_to(self.folder)
             has_times = source.time_unit != "row"
             reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
             pieces = [(part, piece) for part in source.parts for piece in part.pieces]
             tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
             read = engine.map(partial(read_piece, reading), tasks, stage="reading")
-            log = join_pieces(source.parts, read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
+            log = join_pieces(
+                source.parts,
+                read,
+                has_times=has_times,
+                on_error=config.on_error,
+                may_be_empty=self.base is not None,
+                on_stage=self.on_stage,
+            )
             self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
             if self.base is not None:
-                self.base.check_times(first_ms)
-                self.counts = {**self.base.skipped, **self.counts}
-                num_before, first_ms = self.base.statistics.num_events, self.base.statistics.first_ms
+                if log.runs:
+                    self.base.check_times(first_ms, source.time_unit)
+                self.counts, before = Counter(self.base.skipped) + log.num_skipped, self.base.statistics
+                num_before, first_ms, last_ms = before.num_events, before.first_ms, before.last_ms
             buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
-            if not config.allow_empty:
+            last_ms = max(ends.values(), default=last_ms)
+            if ends and not config.allow_empty:
                 check_era(ends, source.time_unit)
             known = {
                 name: KeyTable(ids.keys)
@@ -161,7 +178,7 @@ class Job:
             with ThreadPoolExecutor(2) as both:
                 ids = dict(zip(source.id_kinds, both.map(number, source.id_kinds), strict=True))
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
-            facts = SplitFacts(seed=config.seed, last_ms=max(ends.values()), eval_users=eval_users)
+            facts = SplitFacts(seed=config.seed, last_ms=last_ms, eval_users=eval_users)
             rules = RangeRules(
                 folder=self.folder,
                 buckets=buckets,
@@ -182,7 +199,9 @@ class Job:
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], items.requested)
             sources = pending_sources.result()
-        time = {"unit": source.time_unit, "first": utc_text(first_ms), "last": utc_text(max(ends.values()))}
+        options = self.options if self.base is None else self.base.with_options(self.options)
+        unit = options.get("timestamp_unit", source.time_unit)
+        time = {"unit": unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(
@@ -190,11 +209,9 @@ class Job:
                 f"{time['last']}{self._losses()}; {rule.remedy}, or pass --allow-empty"
             )
         if rule.file is not None and not source.has_eval_log:
-            sources += source_files(rule.file.parent, [rule.file])
-        options = self.options
+            sources += source_files([(rule.file, rule.file.name)])
         if self.base is not None:
             sources = self.base.with_logs(sources)
-            options["events"] = [*self.base.manifest.options["events"], *options["events"]]
         labels = {**source.context.values, **source.item_features.values}
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -216,8 +233,11 @@ class Job:
             },
             context_labels={name: (None, *map(str, values)) for name, values in source.context.values.items()},
             ids={
-                name: replace(of_column.summary, largest=largest[name]) if of_column.size is None else of_column.summary
-                for name, of_column in ids.items()
+                **{
+                    name: of.summary if of.size is not None else replace(of.summary, largest=largest[name])
+                    for name, of in ids.items()
+                },
+                **source.feature_ids,
             },
             content_hash="",
             item_features=item_table,

@@ -86,7 +86,7 @@ def _write(
     while True:
         on_stage(f"opening {config.dataset}")
         opened = open_source(config, rules=rules, known=known, show_progress=show_progress)
-        source = number_features(opened, config.vocabulary)
+        source = number_features(opened, config.vocabulary if base is None else base.folder)
         files = [*source.files, *filter(None, [parse_split(config.split).file])]
         _check_out(files, out, copies.fetched)
         datasets = [config.vocabulary, None if base is None else base.folder]

@@ -10,21 +10,26 @@ VOCABULARY = "vocabulary"  # entry of a state
 
 
 def shared_ids(manifests: Mapping[str, Manifest]) -> Mapping[str, IdSummary]:
-    """Return the ids of datasets that share embedding tables: of the one whose vocabularies extend all others.
+    """Return the ids of datasets that share embedding tables: of each column, those that extend all others.
 
     Raises:
-        DataError: there is none, so that equal ids mean different values.
+        DataError: there are none, so that equal ids mean different values.
     """
-    for candidate in manifests.values():
-        if not any(_foreign(candidate.ids, _versions(other.ids)) for other in manifests.values()):
-            return candidate.ids
-    names = ", ".join(manifests)
-    raise DataError(f"{names} number their ids differently; preprocess one with --vocabulary of the other")
+    shared: dict[str, IdSummary] = {}
+    for name in dict.fromkeys(name for manifest in manifests.values() for name in manifest.ids):
+        given = [manifest.ids[name] for manifest in manifests.values() if name in manifest.ids]
+        widest = [ids for ids in given if all(ids.extends(other.version) for other in given)]
+        if not widest:
+            raise DataError(
+                f"{', '.join(manifests)} number their {name} differently; preprocess one with --vocabulary of the other"
+            )
+        shared[name] = widest[0]
+    return shared
 
 
 def vocabulary_entry(ids: Mapping[str, IdSummary]) -> str:
     """Return the entry of a state."""
-    return json.dumps(_versions(ids), sort_keys=True)
+    return json.dumps({name: summary.version for name, summary in ids.items()}, sort_keys=True)
 
 
 def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -> None:
@@ -33,20 +38,13 @@ def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -
         versions = {str(name): str(version) for name, version in json.loads(entry).items()}
     except (ValueError, AttributeError, RecursionError):
         raise StateError(f"corrupt {source}: field 'vocabulary' cannot be decoded; use another checkpoint") from None
-    for name in _foreign(ids, versions):
-        now = ids[name].version if name in ids else "none"
-        raise StateError(
-            f"{source} has {name} with {_shown(versions[name])}, which this dataset, with {_shown(now)}, does not "
-            "extend; preprocess it with --vocabulary of the dataset that the state is of"
-        )
-
-
-def _versions(ids: Mapping[str, IdSummary]) -> dict[str, str]:
-    return {name: summary.version for name, summary in ids.items()}
-
-
-def _foreign(ids: Mapping[str, IdSummary], versions: Mapping[str, str]) -> list[str]:
-    return [name for name, version in versions.items() if name not in ids or not ids[name].extends(version)]
+    for name in versions.keys() & ids.keys():  # older datasets do not say what the ids of features mean
+        if not ids[name].extends(versions[name]):
+            raise StateError(
+                f"{source} has {name} with {_shown(versions[name])}, which this dataset, with "
+                f"{_shown(ids[name].version)}, does not extend; preprocess it with --vocabulary of the dataset that "
+                "the state is of"
+            )
 
 
 def _shown(version: str) -> str:

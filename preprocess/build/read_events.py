@@ -1,7 +1,7 @@
 """A piece of a raw file -> runs of events, and what has to be known of it; rows that cannot be read are counted."""
 
 import itertools
-import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ class Log(NamedTuple):
     """A log that was read."""
 
     runs: Sequence[Run]
-    num_skipped: dict[str, int]  # rows, by a description of the first ones of each part
+    num_skipped: Counter[str]  # rows, by a description of the first ones of each part
     first_ms: int
     last_ms: dict[str, int]  # by name of the part, of those with events
 
@@ -101,14 +101,13 @@ def join_pieces(
     *,
     has_times: bool,
     on_error: OnError,
+    may_be_empty: bool,
     on_stage: Callable[[str], None],
 ) -> Log:
     """Join all pieces in their order, and raise a DataError about rows that cannot be read, unless they are skipped."""
-    num_events, first_ms, last_ms, num_skipped = 0, 1 << 62, dict[str, int](), dict[str, int]()
-    # The path below the common folder, so that the manifest does not depend on the machine.
-    folder = os.path.commonpath([Path(part.name).absolute().parent for part in parts])
+    num_events, first_ms, last_ms, num_skipped = 0, 1 << 62, dict[str, int](), Counter[str]()
     runs = list[Run]()
-    for name, pieces in itertools.groupby(read, lambda pair: pair[0].part.name):
+    for (name, source), pieces in itertools.groupby(read, lambda pair: (pair[0].part.name, pair[0].part.source)):
         num_bad, num_lines, first_bad = 0, 0, list[BadRow]()
         for _, piece in pieces:
             first_bad += [row._replace(line=row.line + num_lines) for row in piece.first_bad]
@@ -126,8 +125,8 @@ def join_pieces(
             description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {rows}"
             if on_error == "fail":
                 raise DataError(f"{name}: {description}; fix them, or skip them with --on-error skip")
-            num_skipped[f"{os.path.relpath(name, folder)}: {description}; all skipped"] = num_bad
-    if num_events == 0:
+            num_skipped[f"{source}: {description}; all skipped"] += num_bad
+    if num_events == 0 and not may_be_empty:
         reasons = "; ".join(num_skipped) or ", ".join(part.name for part in parts)
         raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
     return Log(runs, num_skipped, first_ms, last_ms)

@@ -154,7 +154,7 @@ def second_log(path: Path, log: TabularConfig) -> tuple[Path, ...]:
     Only logs have items.
     """
     with contextlib.suppress(DataError):
-        files = find_files([path])
+        files = tuple(find_files([path]))
         open_table(files[0], [log.item_column], separator=log.delimiter, columns=log.columns)
         return files
     return ()

@@ -5,6 +5,7 @@ What stays in memory is a hash table of the keys, about 14 bytes per value.
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.schema import IdKind, IdSummary, VocabularyVersion, read_manifest
+from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
 from evenrank.preprocess.build.distinct import COUNT, KEY, VALUE, Column, Distinct, find_distinct, keys_in
 from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids, table_ids
 from evenrank.preprocess.build.key_table import KeyTable, keys_of
@@ -47,7 +48,8 @@ class EarlierIds:
 def read_earlier(folder: Path, unknown: Mapping[str, str], *, is_continued: bool = False) -> dict[str, EarlierIds]:
     """Read the ids of the users and items of a dataset; raises a DataError if a vocabulary is not its manifest's."""
     manifest, earlier = read_manifest(folder), {}
-    for column, summary in manifest.ids.items():
+    for column in (USER_ID, ITEM_ID):
+        summary = manifest.ids[column]
         values, counts = pl.Series(VALUE, dtype=_DTYPES[summary.kind]), None
         if summary.rule == DENSE:
             path = folder / vocabulary_name(column)
@@ -120,19 +122,15 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
             f"the vocabulary of {name} lacks {unknown.values:,} of the values, in {unknown.events:,} events, first "
             f"{', '.join(map(repr, unknown.first))}; set unknown to append, oov or drop, or correct the log"
         )
-    keys, largest, versions = keys[:size], found.limits or (0,), () if earlier is None else earlier.summary.versions
-    num_distinct = found.size
+    keys, num_distinct, limits = keys[:size], found.size, found.limits or ()
     if earlier is not None and earlier.counts is not None:  # as if all of the log were new
-        num_distinct, unknown, versions, largest = size, _Unknown(), (), (*largest, earlier.summary.largest or 0)
-    digest = _digest(kind, keys)
-    if not versions or versions[-1].sha256 != digest:
-        versions = (*versions, VocabularyVersion(size=size, sha256=digest))
+        num_distinct, unknown, limits = size, _Unknown(), (*limits, earlier.summary.largest or 0)
     summary = IdSummary(
         rule=DENSE,
         kind=kind,
         distinct=num_distinct,
-        largest=None if kind == "text" else max(largest),
-        versions=versions,
+        largest=None if kind == "text" else max(limits, default=0),
+        versions=_versions(None if earlier is None else earlier.summary, size, _digest(kind, keys)),
         unknown_values=unknown.values,
         unknown_events=unknown.events,
     )
@@ -182,6 +180,21 @@ def vocabulary_rows(first_id: int, values: pl.Series, counts: pl.Series | None =
     ids = pl.int_range(first_id, first_id + len(values), eager=True)
     columns = {"id": ids, VALUE: values, COUNT: pl.Series(dtype=pl.Int64) if counts is None else counts}
     return pl.DataFrame(columns).to_arrow(compat_level=pl.CompatLevel.oldest())
+
+
+def label_ids(values: pl.Series, earlier: IdSummary | None) -> IdSummary:
+    """Return how the values of a feature became ids: 1, 2, ..., those of an earlier dataset first."""
+    labels = [*map(str, values)]
+    digest = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
+    versions = _versions(earlier, len(labels), digest)
+    return IdSummary(rule=DENSE, kind="text", distinct=len(labels), versions=versions)
+
+
+def _versions(earlier: IdSummary | None, size: int, digest: str) -> tuple[VocabularyVersion, ...]:
+    """Return the versions of a vocabulary that begins with an earlier one."""
+    versions = () if earlier is None else earlier.versions
+    is_new = not versions or versions[-1].sha256 != digest
+    return (*versions, VocabularyVersion(size=size, sha256=digest)) if is_new else versions
 
 
 def _digest(kind: IdKind, keys: NDArray[np.int64]) -> str:

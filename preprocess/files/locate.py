@@ -3,6 +3,7 @@
 import glob
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -29,13 +30,16 @@ def file_format(path: Path) -> str:
     return known
 
 
-def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
+def find_files(paths: Sequence[Path]) -> dict[Path, str]:
     """Return the data files that paths of files and folders, and patterns such as `logs/*.csv`, stand for.
+
+    Each has a name for the manifest, which depends neither on the machine nor on the other paths: where it is below its
+    path, with hive folders above that, such as `day=1/log.csv`.
 
     The files of each path are sorted. Of folders at any depth and of patterns, empty files and names that begin with
     `.` or `_` are left out.
     """
-    files: list[Path] = []
+    files: list[tuple[Path, str]] = []
     for path in paths:
         if not path.exists() and not glob.has_magic(str(path)):
             raise DataError(f"{path} cannot be read: No such file or directory; check the path")
@@ -44,12 +48,12 @@ def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
             raise DataError(f"{path} leads to no data file; check it")
         if len({file_format(file) for file in found}) > 1:
             raise DataError(f"{path} has files of several formats; use a pattern such as *.csv")
-        files += found
-    for file, count in Counter(file.resolve() for file in files).items():
+        files += [(file, _name_below(file, path)) for file in found]
+    for file, count in Counter(file.resolve() for file, _ in files).items():
         if count > 1:
             given = ", ".join(map(str, paths))
             raise ConfigError(f"{file} is in {given} twice, and its events would count twice; give each file once")
-    return tuple(files)
+    return dict(files)
 
 
 def _expand(path: Path) -> Iterator[Path]:
@@ -64,6 +68,14 @@ def _expand(path: Path) -> Iterator[Path]:
 def is_hidden(parts: Sequence[str], given: Sequence[str]) -> bool:
     """Return whether the parts of a path that were not given have a hidden file or folder, such as _temporary."""
     return any(part.startswith((".", "_")) and "=" not in part for part in parts if part not in given)
+
+
+def _name_below(path: Path, given: Path) -> str:
+    parts, shared = path.absolute().parts, given.absolute().parts
+    begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parts[:-1], shared, strict=False)))
+    while "=" in parts[begin - 1]:
+        begin -= 1
+    return "/".join(parts[begin:])
 
 
 def partition_values(path: Path) -> dict[str, str | None]:

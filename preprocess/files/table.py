@@ -58,6 +58,7 @@ class EventPart:
     """The events of one raw file, or of one block of synthetic users."""
 
     name: str  # for messages: the path of the file
+    source: str = ""  # for the manifest
     num_events: int  # estimated; it determines the number of buckets
     read: Callable[[Piece], Iterable[Events]]
     pieces: Sequence[Piece] = (WHOLE,)  # which can be read independently

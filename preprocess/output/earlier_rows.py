@@ -58,11 +58,15 @@ class EarlierRows:
 
     def keep(self, name: str, folder: Path) -> DataFile:
         """Put a file into the folder of the new dataset."""
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.unlink(missing_ok=True)
-        try:
-            os.link(self.folder / name, path)
-        except OSError:  # some file systems have no such links
-            shutil.copyfile(self.folder / name, path)
+        (folder / name).parent.mkdir(exist_ok=True)
+        link_or_copy(self.folder / name, folder / name)
         return self.files[name]
+
+
+def link_or_copy(source: Path | str, path: Path | str) -> None:
+    """Give a file a second name, perhaps instead of another file."""
+    Path(path).unlink(missing_ok=True)
+    try:
+        os.link(source, path)
+    except OSError:  # some file systems have no such links
+        shutil.copyfile(source, path)

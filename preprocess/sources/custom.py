@@ -1,11 +1,8 @@
 """Logs in files of any layout -> interactions. Columns are found by name; all others are ignored."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
-from pathlib import Path
 
 import polars as pl
 
@@ -67,22 +64,19 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
         for name, column in columns.items()
     }
     guessed = {name: column for name, column in columns.items() if name not in fixed and kinds[name] == "int64"}
-    folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
-
+    others = [file.path for file in config.feature_files.values()]
     is_row = rules[ITEM_ID] == KEEP
 
     def part(table: Table) -> EventPart:
         _describe(table, config, kinds, is_row)  # which raises an error now if a column has an unsuitable type
         read = partial(_read, table, config, kinds, guessed, is_row)
-        return EventPart(name=str(table.path), num_events=table.num_rows, read=read, pieces=table.pieces)
+        name, source = str(table.path), files[table.path]
+        return EventPart(name=name, source=source, num_events=table.num_rows, read=read, pieces=table.pieces)
 
     return Interactions(
         parts=tuple(map(part, tables)),
-        sources=lambda: (
-            *source_files(folder, [path.absolute() for path in files]),
-            *chain(*(source_files(file.path.parent, [file.path]) for file in config.feature_files.values())),
-        ),
-        files=(*files, *(file.path for file in config.feature_files.values())),
+        sources=partial(source_files, [*files.items(), *((path, path.name) for path in others)]),
+        files=(*files, *others),
         context=read_features(config, USER_ID, kinds[USER_ID]),
         item_features=read_features(config, ITEM_ID, kinds[ITEM_ID]),
         has_item_table=config.item_features is not None and config.item_features_as == "table",

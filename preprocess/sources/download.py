@@ -9,7 +9,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, cast
@@ -53,12 +53,9 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
     return folder
 
 
-def source_files(raw_dir: Path, paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    """Describe raw files for the manifest, with paths relative to the raw folder."""
-    return tuple(
-        SourceFile(path=path.relative_to(raw_dir).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
-        for path in paths
-    )
+def source_files(names: Iterable[tuple[Path, str]]) -> tuple[SourceFile, ...]:
+    """Describe raw files for the manifest, with these names."""
+    return tuple(SourceFile(path=name, bytes=path.stat().st_size, sha256=sha256_of(path)) for path, name in names)
 
 
 def md5_of(path: Path) -> str:

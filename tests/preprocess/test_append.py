@@ -1,23 +1,25 @@
 """Later days appended to a dataset, compared byte by byte with all of them at once."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
 from evenrank.preprocess.build.ids import DENSE, KEEP
+from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 from tests.s3_server import S3
 
 BEGIN, DAY = 1_700_000_000, 86_400
 _EVENT = st.tuples(st.integers(0, 12), st.integers(0, 20), st.integers(0, DAY - 1), st.integers(0, 3))
-_DAYS = st.lists(st.lists(_EVENT, min_size=1, max_size=25), min_size=2, max_size=4)
+_DAYS = st.lists(st.lists(_EVENT, max_size=25), min_size=2, max_size=4).filter(lambda days: len(days[0]) > 0)
 _OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"split": "none"},
     "user": {"split": "user:0.5", "filters": Filters(window=3, stride=2)},
@@ -29,12 +31,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_days(folder: Path, days: list[list[tuple[int, int, int, int]]], *, user: str) -> list[Path]:
+_DEFAULTS: dict[str, Any] = {"ids": "dense", "on_error": "skip"}
+
+
+def write_days(
+    folder: Path, days: list[list[tuple[int, int, int, int]]], *, user: str, bad_rows: int = 0, name: str = "day-{}.csv"
+) -> list[Path]:
     paths = []
     for number, events in enumerate(days):
-        rows = (f"{user}{u},{i},{BEGIN + number * DAY + t},{a},{a / 7}\n" for u, i, t, a in events)
-        paths.append(folder / f"day-{number}.csv")
-        paths[-1].write_text("user,item,time,action,price\n" + "".join(rows))
+        rows = [f"{user}{u},{i},{BEGIN + number * DAY + t},{a},{a / 7}\n" for u, i, t, a in events]
+        paths.append(folder / name.format(number))
+        paths[-1].parent.mkdir(exist_ok=True)
+        paths[-1].write_text("user,item,time,action,price\n" + "".join(["bad row\n"] * bad_rows + rows))
     (folder / "users.txt").write_text(f"{user}1\n{user}5\nnobody\n")
     (folder / "users.csv").write_text("user,city\n" + "".join(f"{user}{u},city {u % 3}\n" for u in range(9)))
     (folder / "items.csv").write_text("item,brand\n" + "".join(f"{i},brand {i % 4}\n" for i in range(15)))
@@ -43,6 +51,7 @@ def write_days(folder: Path, days: list[list[tuple[int, int, int, int]]], *, use
 
 def run(out: Path | str, *paths: Path, **options: Any) -> None:
     folder = paths[0].parent
+    folder = folder.parent if "=" in folder.name else folder
     log = TabularConfig(
         events=paths,
         user_column="user",
@@ -56,11 +65,20 @@ def run(out: Path | str, *paths: Path, **options: Any) -> None:
         item_columns=("brand",),
     )
     split = options.pop("split", "none").replace("users.txt", str(folder / "users.txt"))
-    preprocess(PreprocessConfig(dataset="custom", out=out, custom=log, split=split, **{"ids": "dense", **options}))
+    preprocess(PreprocessConfig(dataset="custom", out=out, custom=log, split=split, **_DEFAULTS | options))
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return all files, without the earlier versions of vocabularies in the manifest."""
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return files | {"manifest.json": without_versions(files["manifest.json"])}
+
+
+def without_versions(content: bytes) -> bytes:
+    manifest = json.loads(content)
+    for ids in manifest["ids"].values():
+        ids["versions"] = ids["versions"][-1:]
+    return json.dumps(manifest).encode()
 
 
 @pytest.mark.parametrize("name", _OPTIONS)
@@ -69,15 +87,20 @@ def test_days_one_after_another_are_all_days_at_once(
     tmp_path_factory: pytest.TempPathFactory, name: str, user: str
 ) -> None:
     @settings(max_examples=3)
-    @given(_DAYS)
-    def check(days: list[list[tuple[int, int, int, int]]]) -> None:
+    @example([[(1, 1, 5, 1)], [], [(2, 1, 6, 1), (1, 3, 7, 1)], []], 1, "day={}/log.csv", True)
+    @given(
+        _DAYS, st.integers(0, 2), st.sampled_from(["day-{}.csv", "day={}/log.csv", "part={}/log.csv"]), st.booleans()
+    )
+    def check(days: list[list[tuple[int, int, int, int]]], bad_rows: int, path: str, again: bool) -> None:
         folder = tmp_path_factory.mktemp("days")
-        paths = write_days(folder, days, user=user)
+        paths = write_days(folder, days, user=user, bad_rows=bad_rows, name=path)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "EVENTS_PER_FILE", 12)  # so that later days have more files
             run(folder / "once", *paths, **_OPTIONS[name])
-            for number, path in enumerate(paths):
-                run(folder / "appended", path, append=number > 0, **_OPTIONS[name])
+            for number, path_of_day in enumerate(paths):
+                run(folder / "appended", path_of_day, append=number > 0, **_OPTIONS[name])
+                if again and number:  # as after a kill at the very end
+                    run(folder / "appended", path_of_day, append=True, **_OPTIONS[name])
         assert bytes_in(folder / "appended") == bytes_in(folder / "once")
 
     check()
@@ -104,13 +127,26 @@ def test_files_of_users_without_later_events_stay_as_they_are(tmp_path: Path, mo
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
 
 
-def test_features_that_changed_are_in_all_files(tmp_path: Path) -> None:
+def test_values_of_features_that_changed_are_in_all_files_and_keep_their_ids(tmp_path: Path) -> None:
     first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]], user="")
     run(tmp_path / "out", first)
-    (tmp_path / "users.csv").write_text("user,city\n1,Bonn\n2,Aachen\n")
+    before = read_manifest(tmp_path / "out")
+    (tmp_path / "users.csv").write_text("user,city\n1,Bonn\n2,city 2\n")
+    (tmp_path / "items.csv").write_text("item,brand\n1,a brand\n7,brand 3\n")
     run(tmp_path / "out", second, append=True)
-    run(tmp_path / "once", first, second)
-    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+    after = read_manifest(tmp_path / "out")
+    labels = after.context_labels["city"]
+    assert labels == (*before.context_labels["city"], "Bonn")
+    brands = read_vocabulary(tmp_path / "out", "brand")
+    rows = {row["user_id"]: row for row in decode(tmp_path / "out", read_rows(tmp_path / "out" / "train"))}
+    assert {user: labels[row["city"]] for user, row in rows.items()} == {1: "Bonn", 2: "city 2", 3: None}
+    assert {user: [brands[brand] for brand in row["brand"]] for user, row in rows.items()} == {
+        1: ["a brand"],
+        2: ["brand 3"],
+        3: [None],
+    }
+    assert all(after.ids[name].extends(ids.version) for name, ids in before.ids.items())
+    assert after.ids.keys() == {"user_id", "item_id", "city", "brand"}
 
 
 def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
@@ -118,7 +154,7 @@ def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
     run(s3.url("appended"), first)
     run(s3.url("appended"), second, append=True)
     run(tmp_path / "once", first, second)
-    assert s3.read("appended/manifest.json") == (tmp_path / "once" / "manifest.json").read_bytes()
+    assert without_versions(s3.read("appended/manifest.json")) == bytes_in(tmp_path / "once")["manifest.json"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +184,9 @@ def test_events_that_are_not_later_and_what_is_no_dataset_are_refused(tmp_path: 
     with pytest.raises(DataError, match=r"out is not a dataset: no such folder"):
         run(tmp_path / "out", second, append=True)
     run(tmp_path / "out", second)
-    for path in (first, second):
+    other = second.with_name("other.csv")
+    other.write_bytes(second.read_bytes())
+    for path in (first, other):
         with pytest.raises(DataError, match=r"^the new events begin at 2023-.*, and those of .*out end at 2023-11-15"):
             run(tmp_path / "out", path, append=True)
     part = next((tmp_path / "out" / "train").iterdir())

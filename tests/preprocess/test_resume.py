@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from evenrank.core.errors import DataError
 from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, preprocess
 from evenrank.preprocess.files import text_blocks
 from evenrank.preprocess.output import replace, resume
+from tests.preprocess.test_append import bytes_in
 
 
 def _config(folder: Path, out: str) -> PreprocessConfig:
@@ -86,10 +88,6 @@ def _run_and_die(config: PreprocessConfig, step: int) -> None:
         preprocess(config)
 
 
-def _bytes_in(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def _num_calls(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch) -> int:
     """Preprocess, and return how many calls of functions had no result yet."""
     calls: list[str] = []
@@ -114,9 +112,9 @@ def test_a_run_that_was_killed_is_continued_with_the_same_bytes(
     steps: list[None] = []
     with _small_parts(), _called_at_each_step(lambda: steps.append(None)):
         preprocess(_config(tmp_path, "counted"))
-    expected = _bytes_in(tmp_path / "whole")
+    expected = bytes_in(tmp_path / "whole")
     assert num_calls > 8
-    assert _bytes_in(tmp_path / "counted") == expected
+    assert bytes_in(tmp_path / "counted") == expected
     previous, last = num_calls, len(steps) - 1  # when the dataset is in place, but nothing was removed
     for number, step in enumerate([*range(0, last, last // 5), last - 1, last]):
         config = _config(tmp_path, f"killed {number}")
@@ -124,7 +122,35 @@ def test_a_run_that_was_killed_is_continued_with_the_same_bytes(
         left = _num_calls(config, monkeypatch)
         assert left <= previous + 2 if step < last else left == num_calls  # threads are ahead of each other
         previous = left if step < last else 0
-        assert _bytes_in(tmp_path / f"killed {number}") == expected
+        assert bytes_in(tmp_path / f"killed {number}") == expected
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
+
+
+@pytest.mark.processes
+def test_appending_that_was_killed_is_continued_also_at_the_very_end(tmp_path: Path) -> None:
+    _write_log(tmp_path)
+    (tmp_path / "day-2.csv").write_text("user,item,time\nu1,1,1700000000\nu99,99,1700000001\n")
+    configs = (_config(tmp_path, name) for name in ("first", "once", "second"))
+    first, once, second = (dataclasses.replace(config, filters=Filters()) for config in configs)
+    assert first.custom is not None
+    paths = (tmp_path / "log.csv", tmp_path / "day-2.csv")
+    once = dataclasses.replace(once, custom=dataclasses.replace(first.custom, events=paths))
+    second = dataclasses.replace(second, custom=dataclasses.replace(first.custom, events=paths[1:]), append=True)
+    with _small_parts():
+        preprocess(first)
+        preprocess(once)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    steps: list[None] = []
+    with _small_parts(), _called_at_each_step(lambda: steps.append(None)):
+        preprocess(second)
+    for number, step in enumerate((len(steps) // 2, len(steps) - 2, len(steps) - 1)):
+        config = dataclasses.replace(second, out=tmp_path / f"killed {number}")
+        shutil.copytree(tmp_path / "first", tmp_path / f"killed {number}")
+        _run_until_killed(_run_and_die, config, step)
+        with _small_parts():
+            preprocess(config)
+        killed = bytes_in(tmp_path / f"killed {number}")
+        assert killed == bytes_in(tmp_path / "second") == bytes_in(tmp_path / "once")
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
 
 
@@ -154,7 +180,7 @@ def test_a_run_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
     assert (tmp_path / ".out.partial").exists() == (code != errno.EIO)
     whole = _num_calls(_config(tmp_path, "whole"), monkeypatch)
     assert (_num_calls(config, monkeypatch) < whole) == (code != errno.EIO)
-    assert _bytes_in(tmp_path / "out") == _bytes_in(tmp_path / "whole")
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "whole")
 
 
 def test_a_run_goes_on_when_there_is_space(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +200,7 @@ def test_a_run_goes_on_when_there_is_space(tmp_path: Path, small_disk: Path, mon
     remedy = f"free some space and run it again: it goes on with what is in {small_disk / '.out.partial'}"
     assert {*messages} == {f"{config.out} could not be written: No space left on device; it is unchanged, {remedy}"}
     assert left < num_calls
-    assert _bytes_in(small_disk / "out") == _bytes_in(tmp_path / "whole")
+    assert bytes_in(small_disk / "out") == bytes_in(tmp_path / "whole")
 
 
 @pytest.mark.processes
