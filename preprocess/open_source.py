@@ -9,8 +9,9 @@ from types import MappingProxyType
 import numpy as np
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind
+from evenrank.datasets.schema import USER_ID, IdKind
 from evenrank.preprocess.build.buckets import Columns
+from evenrank.preprocess.build.ids import KEEP
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.log_config import TabularConfig
@@ -45,7 +46,7 @@ def open_source(
     if config.dataset in CATALOG:
         public = CATALOG[config.dataset]
         log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
-        known = {USER_ID: "int64", ITEM_ID: "int64"}
+        rules, known = dict.fromkeys(rules, KEEP), {}  # all ids are integers
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
     return _read_logs(log, parse_split(config.split).file, rules, known)

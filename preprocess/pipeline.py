@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, USER_ID, IdKind, Manifest
 from evenrank.preprocess.append import read_base
@@ -98,7 +98,13 @@ def _write(
             with wrap_write_errors(out, folder), _workers(config, count, [folder, *files]) as workers:
                 return Job(folder, config, source, rules, earlier, on_stage, base).run(workers)
         except TextIdsError as error:  # columns that began with integers
-            known |= dict.fromkeys(error.args, "text")
+            (found,) = error.args
+            for name in found.keys() & earlier.keys():
+                raise DataError(
+                    f"{found[name]}, and {name} of {datasets[0] or out} is {earlier[name].summary.kind}; write all ids "
+                    "alike, or preprocess both logs at once"
+                ) from None
+            known |= dict.fromkeys(found, "text")
 
 
 def _workers(config: PreprocessConfig, count: int, shared: Sequence[Path]) -> Workers:

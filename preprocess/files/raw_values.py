@@ -77,22 +77,30 @@ def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) 
 
 
 class TextIdsError(Exception):
-    """Columns of ids, the arguments, that were taken for integers have other texts."""
+    """Columns of ids that were taken for integers have others; the argument says where, by the name of the id."""
 
 
-def check_integers(table: Table, rows: pl.DataFrame, columns: Mapping[str, str], checks: Mapping[str, pl.Expr]) -> None:
-    """Raise a TextIdsError if columns of ids that were taken for integers have other texts, in rows that pass checks.
+def check_kinds(
+    table: Table,
+    rows: pl.DataFrame,
+    columns: Mapping[str, str],
+    kinds: Mapping[str, IdKind],
+    checks: Mapping[str, pl.Expr],
+) -> None:
+    """Raise a TextIdsError if columns of ids have others than integers of their kinds, in rows that pass checks.
 
     `columns` are those of the file by the name of the id.
     """
-    checked = rows.filter(pl.col(FAULT).is_null(), *checks.values())
-    other = {
-        name: ~is_missing(table, column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column))
-        for name, column in columns.items()
-        if table.dtypes[column] == pl.String
-    }
-    if found := [name for name, is_other in other.items() if len(checked.filter(is_other))]:
-        raise TextIdsError(*found)
+    checked, found = rows.filter(pl.col(FAULT).is_null(), *checks.values()), {}
+    for name, column in columns.items():
+        text = pl.col(column).cast(pl.String)
+        if table.dtypes[column].base_type() in (*TEXT_TYPES, pl.UInt64):
+            is_integer = is_plain_integer(text) | is_plain_integer(text, kinds[name])
+            is_other = ~is_integer & ~is_missing(table, column) & ~_has_bad_bytes(text)
+            for value in checked.select(text.filter(is_other).head(1)).to_series():
+                found[name] = f"{table.path} has {value[:80]!r} in column {column!r}"
+    if found:
+        raise TextIdsError(found)
 
 
 def as_integer(table: Table, column: str, kind: IdKind = "int64") -> pl.Expr:

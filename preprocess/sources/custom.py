@@ -13,8 +13,8 @@ from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import (
     as_integer,
     as_number,
-    check_integers,
     check_json_keys,
+    check_kinds,
     id_checks,
     id_kind,
     integer_bits,
@@ -42,7 +42,8 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
     Args:
         config: the files and their columns.
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
-        known: types of ids that the first rows do not decide.
+        known: types of ids that the first rows do not decide. A TextIdsError tells, while events are read, of ids that
+            are not of the type, known or not, unless only integers are kept.
     """
     files = find_files(config.events)
     tables = [
@@ -63,7 +64,8 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
         name: fixed.get(name) or id_kind(tables, column, lambda table: _values(config, table)[1])
         for name, column in columns.items()
     }
-    guessed = {name: column for name, column in columns.items() if name not in fixed and kinds[name] == "int64"}
+    may_differ = [name for name in columns if kinds[name] != "text" and (name in known or rules[name] != KEEP)]
+    guessed = {name: columns[name] for name in may_differ}
     others = [file.path for file in config.feature_files.values()]
     is_row = rules[ITEM_ID] == KEEP
 
@@ -117,7 +119,7 @@ def _read(
         typed = replace(table, dtypes=rows.frame.schema)
         events = rows.check(*_describe(typed, config, kinds, is_row))
         if events.num_bad:
-            check_integers(typed, rows.frame, guessed, _values(config, typed)[1])
+            check_kinds(typed, rows.frame, guessed, kinds, _values(config, typed)[1])
         yield events
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
 from evenrank.preprocess.build.ids import DENSE, KEEP
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary
+from tests.preprocess.sources.test_custom import write_table
 from tests.s3_server import S3
 
 BEGIN, DAY = 1_700_000_000, 86_400
@@ -230,6 +232,36 @@ def test_auto_cannot_choose_after_ids_that_were_not_counted(tmp_path: Path) -> N
         run(tmp_path / "out", second, append=True, ids="")
     run(tmp_path / "out", second, append=True, ids="keep")
     run(tmp_path / "once", first, second, ids="keep")
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+
+
+@pytest.mark.parametrize("column", ["user", "item"])
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("values", [pl.Series(["7", "u"]), pl.Series([7, 2**64 - 1], dtype=pl.UInt64)])
+def test_ids_of_another_kind_than_before_are_refused_and_never_left_out(
+    tmp_path: Path, column: str, suffix: str, values: pl.Series
+) -> None:
+    (first,) = write_days(tmp_path, [[(1, 2, 5, 1), (2, 3, 6, 1)]], user="")
+    second = tmp_path / f"second{suffix}"
+    row = {"user": 1, "item": 2, "time": BEGIN + DAY, "action": 1, "price": 1.5}
+    write_table(second, pl.DataFrame([row] * 2).with_columns(values.alias(column)))
+    run(tmp_path / "out", first)
+    before = bytes_in(tmp_path / "out")
+    options: list[dict[str, Any]] = [{"append": True}, {"vocabulary": tmp_path / "out", "ids": ""}]
+    message = f"second{suffix} has '{values[1]}' in column '{column}', and {column}_id of .*out is int64; write all ids"
+    for option in options:
+        with pytest.raises(DataError, match=message):
+            run(tmp_path / ("out" if "append" in option else "new"), second, **option)
+    assert bytes_in(tmp_path / "out") == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_integers_after_texts_are_texts(tmp_path: Path) -> None:
+    (first,) = write_days(tmp_path, [[(1, 2, 5, 1), (2, 3, 6, 1)]], user="u")
+    _, second = write_days(tmp_path, [[], [(7, 2, 5, 1)]], user="", name="later-{}.csv")
+    run(tmp_path / "out", first)
+    run(tmp_path / "out", second, append=True)
+    run(tmp_path / "once", first, second)
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
 
 

@@ -228,7 +228,7 @@ def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path
     if interactions.id_kinds["item_id"] != "text":  # the value is not among the first rows
         with pytest.raises(TextIdsError) as caught:
             _rows(interactions)
-        assert caught.value.args == ("item_id",)
+        assert caught.value.args == ({"item_id": f"{tmp_path / 'log.csv'} has {value!r} in column 'item'"},)
     interactions = _read(tmp_path, text, known={"item_id": "text"})
     assert _rows(interactions) == [(1, item, 0, 0) for item in ["10", "9"] * 1000 + [value]]
     assert interactions.id_kinds == {"user_id": "int64", "item_id": "text"}
