@@ -38,10 +38,11 @@ def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -
         versions = {str(name): str(version) for name, version in json.loads(entry).items()}
     except (ValueError, AttributeError, RecursionError):
         raise StateError(f"corrupt {source}: field 'vocabulary' cannot be decoded; use another checkpoint") from None
-    for name in versions.keys() & ids.keys():  # older datasets do not say what the ids of features mean
-        if not ids[name].extends(versions[name]):
+    for name, version in versions.items():
+        # Older datasets do not say what the ids of features mean.
+        if name in ids and not ids[name].extends(version):
             raise StateError(
-                f"{source} has {name} with {_shown(versions[name])}, which this dataset, with "
+                f"{source} has {name} with {_shown(version)}, which this dataset, with "
                 f"{_shown(ids[name].version)}, does not extend; preprocess it with --vocabulary of the dataset that "
                 "the state is of"
             )

@@ -12,6 +12,7 @@ import torch
 from evenrank.core.errors import DataError, StateError
 from evenrank.dataloader import LoaderConfig, Mixture, build_loader, build_stream_loader
 from evenrank.datasets import open_store
+from evenrank.datasets.schema import content_hash, read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 
 CONFIG = LoaderConfig(batch_size=2, seed=3)
@@ -121,5 +122,80 @@ def test_a_mixture_needs_vocabularies_of_which_one_extends_all(days: tuple[Path,
     loader = build_loader(Mixture(weights={days[0]: 1.0, days[1]: 1.0}), CONFIG, rank=0, world_size=1)
     build_loader(days[1], CONFIG, rank=0, world_size=1).begin_after(loader.state_dict())
     alone = write_day(tmp_path, 1)
-    with pytest.raises(DataError, match="number their ids differently; preprocess one with --vocabulary of the other"):
+    with pytest.raises(
+        DataError, match="number their user_id differently; preprocess one with --vocabulary of the other"
+    ):
         build_loader(Mixture(weights={days[0]: 1.0, alone: 1.0}), CONFIG, rank=0, world_size=1)
+
+
+def write_users(folder: Path, name: str, countries: dict[int, str], **options: Any) -> Path:
+    """Write a dataset of users and items whose ids are kept, and of which only the features differ."""
+    log = folder / "log.csv"
+    log.write_text("user,item,time\n" + "".join(f"{user},{user},{1_772_086_400 + user}\n" for user in countries))
+    features = folder / f"{name}.csv"
+    features.write_text("user,item,country\n" + "".join(f"{user},{user},{c}\n" for user, c in countries.items()))
+    columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+    of_users = {"context": features, "context_columns": ("country",)}
+    of_items = {"item_features": features, "item_columns": ("country",)}
+    named: dict[str, dict[str, Any]] = {
+        "ids of users": of_users,
+        "lists of users": of_users | {"context_columns": ("country:list",)},
+        "ids of items": of_items,
+        "table of items": of_items | {"item_columns": ("country:list",), "item_features_as": "table"},
+    }
+    custom = TabularConfig(events=(log,), **columns, **named[options.pop("of")])
+    options = ({} if "vocabulary" in options else {"ids": "keep"}) | options
+    out = folder / name
+    preprocess(PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, **options))
+    return out
+
+
+@pytest.mark.parametrize("of", ["ids of users", "lists of users", "ids of items", "table of items"])
+def test_values_of_features_mean_the_same_in_a_mixture_and_after_a_state(tmp_path: Path, of: str) -> None:
+    first = write_users(tmp_path, "first", {1: "DE", 2: "FR"}, of=of)
+    same = write_users(tmp_path, "same", {1: "FR", 2: "DE"}, of=of)
+    other = write_users(tmp_path, "other", {1: "AT", 2: "DE"}, of=of)
+    grown = write_users(tmp_path, "grown", {1: "AT", 2: "DE"}, of=of, vocabulary=first)
+    builders: list[Any] = [build_loader, build_stream_loader]
+    states = [build(first, CONFIG, rank=0, world_size=1).state_dict() for build in builders]
+    for later in (same, grown, other):
+        mixture = Mixture(weights={first: 1.0, later: 1.0})
+        loaders = [build(later, CONFIG, rank=0, world_size=1) for build in builders]
+        if later != other:
+            build_loader(mixture, CONFIG, rank=0, world_size=1)
+            for loader, state in zip(loaders, states, strict=True):
+                loader.begin_after(state)
+            continue
+        with pytest.raises(DataError, match=r"first, .*other number their country differently; preprocess one with"):
+            build_loader(mixture, CONFIG, rank=0, world_size=1)
+        for loader, state in zip(loaders, states, strict=True):
+            with pytest.raises(
+                StateError, match=r"state has country with the vocabulary .* does not extend; preprocess"
+            ):
+                loader.begin_after(state)
+    manifest = read_manifest(other)  # as older releases wrote it
+    older = replace(manifest, ids={name: manifest.ids[name] for name in ("user_id", "item_id")})
+    replace(older, content_hash=content_hash(older)).write(other)
+    build_loader(other, CONFIG, rank=0, world_size=1).begin_after(states[0])
+
+
+@pytest.mark.parametrize("kind", ["text", "int64", "uint64"])
+def test_a_state_is_continued_after_each_of_the_days_that_were_appended_since(tmp_path: Path, kind: str) -> None:
+    first_user = {"text": "u", "int64": "", "uint64": "1844674407370955160"}[kind]
+    states: list[Any] = []
+    for day in range(3):
+        log, users = tmp_path / f"day{day}.csv", tmp_path / "users.csv"
+        rows = "".join(f"{first_user}{user},{user}0,{1_772_086_400 + 86_400 * day}\n" for user in range(day, day + 2))
+        log.write_text(f"user,item,time\n{rows}")
+        users.write_text("user,city\n" + "".join(f"{first_user}{user},c{9 - user}\n" for user in range(day + 2)))
+        columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+        custom = TabularConfig(events=(log,), context=users, context_columns=("city",), **columns)
+        out, options = tmp_path / "out", {"ids": "dense", "append": day > 0}
+        manifest = preprocess(PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, **options))
+        assert manifest.ids["user_id"].kind == kind
+        assert [len(ids.versions) for ids in manifest.ids.values()] == [day + 1] * 3
+        for build in (build_loader, build_stream_loader):
+            for builder, state in states:
+                if builder is build:
+                    build(out, CONFIG, rank=0, world_size=1).begin_after(state)
+            states.append((build, build(out, CONFIG, rank=0, world_size=1).state_dict()))
