@@ -1,7 +1,6 @@
 """New days of a log after those of a dataset, with the same result as all of them at once."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,10 @@ from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.files.table import wrap_read_errors
 from evenrank.preprocess.files.times import utc_text
-from evenrank.preprocess.output.earlier_rows import EarlierRows, link_or_copy
+from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
 from evenrank.preprocess.sources.interactions import Interactions
 
+_OF_LOG = ("events", "delimiter", "timestamp_unit")  # options that files decide
 _AT_ONCE = "preprocess all of the log at once"
 
 
@@ -43,14 +43,11 @@ class Base:
         """Numbers of rows of its log that could not be read, by their descriptions."""
         return {what: count for what, count in self.manifest.options["audit"].items() if what.endswith("all skipped")}
 
-    def has(self, sources: tuple[SourceFile, ...]) -> bool:
-        """Return whether all of these files are among its own."""
-        return {*sources} <= {*self.manifest.sources}
-
     def copy_to(self, folder: Path) -> Manifest:
         """Put all its files into the folder of the new dataset, and return the manifest."""
-        hidden = shutil.ignore_patterns(CACHE_NAME)
-        shutil.copytree(self.folder, folder, copy_function=link_or_copy, ignore=hidden, dirs_exist_ok=True)
+        for path in filter(Path.is_file, self.folder.rglob("*")):
+            if not (name := path.relative_to(self.folder).as_posix()).startswith(CACHE_NAME):
+                keep_file(self.folder, name, folder)
         return self.manifest
 
     def with_logs(self, sources: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
@@ -70,9 +67,7 @@ class Base:
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise a ConfigError if the options of preprocessing are not those of this dataset."""
         for name, value in json.loads(json.dumps(options)).items():
-            if name not in ("events", "delimiter", "timestamp_unit") and value != (
-                old := self.manifest.options.get(name)
-            ):
+            if name not in _OF_LOG and value != (old := self.manifest.options.get(name)):
                 raise ConfigError(
                     f"{name} is {value!r}, and was {old!r} when {self.folder} was made; append with the same options"
                 )

@@ -133,7 +133,7 @@ class Job:
         # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
         with ThreadPoolExecutor(1) as background:
             pending_sources = background.submit(source.sources)
-            if self.base is not None and self.base.has(pending_sources.result()):
+            if self.base is not None and {*pending_sources.result()} <= {*self.base.manifest.sources}:
                 _LOGGER.warning("%s has these events already, and stays as it is", config.out)
                 return self.base.copy_to(self.folder)
             has_times = source.time_unit != "row"
@@ -141,14 +141,10 @@ class Job:
             pieces = [(part, piece) for part in source.parts for piece in part.pieces]
             tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
             read = engine.map(partial(read_piece, reading), tasks, stage="reading")
-            log = join_pieces(
-                source.parts,
-                read,
-                has_times=has_times,
-                on_error=config.on_error,
-                may_be_empty=self.base is not None,
-                on_stage=self.on_stage,
-            )
+            log = join_pieces(read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
+            if not log.runs and self.base is None:
+                reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in source.parts)
+                raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
             self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
             if self.base is not None:
                 if log.runs:

@@ -99,11 +99,10 @@ def _write(
                 return Job(folder, config, source, rules, earlier, on_stage, base).run(workers)
         except TextIdsError as error:  # columns that began with integers
             (found,) = error.args
-            for name in found.keys() & earlier.keys():
-                raise DataError(
-                    f"{found[name]}, and {name} of {datasets[0] or out} is {earlier[name].summary.kind}; write all ids "
-                    "alike, or preprocess both logs at once"
-                ) from None
+            for name in filter(earlier.__contains__, found):
+                kind = f"{name} of {config.vocabulary or out} is {earlier[name].summary.kind}"
+                remedy = "write all ids alike, or preprocess both logs at once"
+                raise DataError(f"{found[name]}, and {kind}; {remedy}") from None
             known |= dict.fromkeys(found, "text")
 
 

@@ -96,12 +96,10 @@ class Log(NamedTuple):
 
 
 def join_pieces(
-    parts: Sequence[EventPart],
     read: Iterable[tuple[ReadPiece, PieceSummary]],
     *,
     has_times: bool,
     on_error: OnError,
-    may_be_empty: bool,
     on_stage: Callable[[str], None],
 ) -> Log:
     """Join all pieces in their order, and raise a DataError about rows that cannot be read, unless they are skipped."""
@@ -126,7 +124,4 @@ def join_pieces(
             if on_error == "fail":
                 raise DataError(f"{name}: {description}; fix them, or skip them with --on-error skip")
             num_skipped[f"{source}: {description}; all skipped"] += num_bad
-    if num_events == 0 and not may_be_empty:
-        reasons = "; ".join(num_skipped) or ", ".join(part.name for part in parts)
-        raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
     return Log(runs, num_skipped, first_ms, last_ms)

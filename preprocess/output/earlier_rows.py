@@ -58,15 +58,16 @@ class EarlierRows:
 
     def keep(self, name: str, folder: Path) -> DataFile:
         """Put a file into the folder of the new dataset."""
-        (folder / name).parent.mkdir(exist_ok=True)
-        link_or_copy(self.folder / name, folder / name)
+        keep_file(self.folder, name, folder)
         return self.files[name]
 
 
-def link_or_copy(source: Path | str, path: Path | str) -> None:
-    """Give a file a second name, perhaps instead of another file."""
-    Path(path).unlink(missing_ok=True)
+def keep_file(old: Path, name: str, new: Path) -> None:
+    """Put a file of a folder into another one, perhaps in place of what a killed run has left."""
+    path = new / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
     try:
-        os.link(source, path)
+        os.link(old / name, path)
     except OSError:  # some file systems have no such links
-        shutil.copyfile(source, path)
+        shutil.copyfile(old / name, path)
