@@ -30,7 +30,8 @@ class PreprocessConfig:
     """Whether to replace a folder that contains something else than a dataset."""
     append: bool = False
     """Whether the events are later ones for the dataset that is at `out`, which becomes as if all were preprocessed at
-    once; its log is not read again. All other options are those by which it was made."""
+    once, with the ids that its features have; its log is not read again. All other options are those by which it was
+    made. Files that it has already change nothing."""
     raw_dir: Path = Path("raw")
     """Folder with a folder or an archive of raw files per public dataset. Missing ones are downloaded into it."""
     split: str = "user:0.3"
