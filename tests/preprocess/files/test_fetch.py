@@ -72,7 +72,7 @@ def test_logs_at_urls_give_the_same_bytes_as_local_files(logs: Path, s3: S3, tmp
     assert [source["path"] for source in json.loads(local["manifest.json"])["sources"]] == [
         "day=1/log.csv.gz",
         "day=2/log.csv.gz",
-        "json/deep/log.jsonl",
+        "deep/log.jsonl",
         "log.parquet",
         "users.csv",
         "items.jsonl",

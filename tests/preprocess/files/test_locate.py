@@ -31,7 +31,25 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_files_folders_and_patterns_are_found_in_order(logs: Path, paths: list[str], found: list[str]) -> None:
-    assert find_files([Path(path) for path in paths]) == tuple(logs / name for name in found)
+    assert list(find_files([Path(path) for path in paths])) == [logs / name for name in found]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["logs"], ["a.csv", "b.csv.gz", "day=1/p.csv", "day=2/sub/q.csv"]),
+        (["logs/day=1", "logs/day=2", "logs/a.csv"], ["day=1/p.csv", "day=2/sub/q.csv", "a.csv"]),
+        (["logs/day=1/p.csv", "logs/day=2/sub"], ["day=1/p.csv", "q.csv"]),
+        (["logs/**/*.csv"], ["a.csv", "day=1/p.csv", "day=2/sub/q.csv"]),
+    ],
+)
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_the_names_of_files_depend_neither_on_the_machine_nor_on_other_paths(
+    logs: Path, paths: list[str], names: list[str], is_absolute: bool
+) -> None:
+    given = [Path(path).absolute() if is_absolute else Path(path) for path in paths]
+    assert list(find_files(given).values()) == names
+    assert [name for path in given for name in find_files([path]).values()] == names
 
 
 @pytest.mark.parametrize(
