@@ -129,6 +129,29 @@ def test_files_of_users_without_later_events_stay_as_they_are(tmp_path: Path, mo
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
 
 
+def test_days_may_differ_in_what_files_decide_but_not_in_the_unit_of_times(tmp_path: Path) -> None:
+    write_days(tmp_path, [[]], user="")
+    header, row = "user,item,time,action,price", f"7,3,{BEGIN}001,1,0.5\n"
+    days = {
+        "empty.csv": "",
+        "more.csv": row.replace(",", ";").replace(str(BEGIN), str(BEGIN + DAY)),
+        "last.parquet": "",
+    }
+    first = tmp_path / "first.csv"
+    first.write_text(f"{header}\n{row}")
+    run(tmp_path / "out", first)
+    for name, text in days.items():
+        (tmp_path / name).write_text(f"{header.replace(',', ';' if text else ',')}\n{text}")
+    write_table(tmp_path / "last.parquet", pl.read_csv(first).with_columns(pl.col("time") + 2 * DAY * 1000))
+    for name in days:
+        run(tmp_path / "out", tmp_path / name, append=True)
+    run(tmp_path / "once", first, *(tmp_path / name for name in days))
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+    (tmp_path / "seconds.csv").write_text(f"{header}\n7,3,{BEGIN + 3 * DAY},1,0.5\n")
+    with pytest.raises(ConfigError, match=r"^timestamp_unit is 's', and was 'ms' when .*out was made; append with the"):
+        run(tmp_path / "out", tmp_path / "seconds.csv", append=True)
+
+
 def test_values_of_features_that_changed_are_in_all_files_and_keep_their_ids(tmp_path: Path) -> None:
     first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]], user="")
     run(tmp_path / "out", first)
@@ -154,7 +177,8 @@ def test_values_of_features_that_changed_are_in_all_files_and_keep_their_ids(tmp
 def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
     first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]], user="")
     run(s3.url("appended"), first)
-    run(s3.url("appended"), second, append=True)
+    for _ in range(2):  # the second time as after a kill at the very end
+        run(s3.url("appended"), second, append=True)
     run(tmp_path / "once", first, second)
     assert without_versions(s3.read("appended/manifest.json")) == bytes_in(tmp_path / "once")["manifest.json"]
 
