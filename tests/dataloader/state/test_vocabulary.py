@@ -134,7 +134,7 @@ def write_users(folder: Path, name: str, countries: dict[int, str], **options: A
     log.write_text("user,item,time\n" + "".join(f"{user},{user},{1_772_086_400 + user}\n" for user in countries))
     features = folder / f"{name}.csv"
     features.write_text("user,item,country\n" + "".join(f"{user},{user},{c}\n" for user, c in countries.items()))
-    columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+    columns: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     of_users = {"context": features, "context_columns": ("country",)}
     of_items = {"item_features": features, "item_columns": ("country",)}
     named: dict[str, dict[str, Any]] = {
@@ -188,10 +188,11 @@ def test_a_state_is_continued_after_each_of_the_days_that_were_appended_since(tm
         rows = "".join(f"{first_user}{user},{user}0,{1_772_086_400 + 86_400 * day}\n" for user in range(day, day + 2))
         log.write_text(f"user,item,time\n{rows}")
         users.write_text("user,city\n" + "".join(f"{first_user}{user},c{9 - user}\n" for user in range(day + 2)))
-        columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+        columns: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
         custom = TabularConfig(events=(log,), context=users, context_columns=("city",), **columns)
-        out, options = tmp_path / "out", {"ids": "dense", "append": day > 0}
-        manifest = preprocess(PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, **options))
+        out = tmp_path / "out"
+        config = PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, ids="dense", append=day > 0)
+        manifest = preprocess(config)
         assert manifest.ids["user_id"].kind == kind
         assert [len(ids.versions) for ids in manifest.ids.values()] == [day + 1] * 3
         for build in (build_loader, build_stream_loader):
