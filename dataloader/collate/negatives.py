@@ -35,7 +35,7 @@ Sources = Sequence[SequenceStore | StreamSource | LogSource]
 NEGATIVES, LOG_Q = "negatives", "log_q"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
 _ATTEMPTS = 64
-_SLOT_SHIFT = np.uint64(51)  # of hashes, to 2^13 slots, which fit into the first-level cache
+_MIN_SLOTS = 1 << 13  # of a table of the items of a sample; so many fit into the second-level cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,18 +196,20 @@ def _find_aliases(shares: NDArray[np.float64]) -> Ints:
 
 
 @compiled
-def _slot(item: int) -> np.uint64:
-    return (np.uint64(item) * _GOLDEN) >> _SLOT_SHIFT
+def _slot(item: int, own: Ints, before: int, slots: Ints) -> int:
+    """Return the slot of an item in the hash table of `own`, or the one where it would be.
+
+    Slots hold 1 + before + the item's index in `own`; up to `before` they are free, left from earlier samples.
+    """
+    slot = np.int64((np.uint64(item) * _GOLDEN) >> np.uint64(32)) & (len(slots) - 1)
+    while slots[slot] > before and own[slots[slot] - before - 1] != item:
+        slot = (slot + 1) & (len(slots) - 1)
+    return slot
 
 
 @compiled
-def _is_own(item: int, own: Ints, marks: NDArray[np.uint32], mark: np.uint32) -> bool:
-    if marks[_slot(item)] != mark:
-        return False
-    found = False
-    for other in own:  # without an early exit, it compiles to vector instructions
-        found |= other == item
-    return found
+def _is_own(item: int, own: Ints, before: int, slots: Ints) -> bool:
+    return bool(slots[_slot(item, own, before, slots)] > before)
 
 
 @compiled
@@ -239,37 +241,45 @@ def _draw(
 ) -> int:
     """Write the samples' negatives, the hard ones last, and the logs of probabilities: 0 of hard ones."""
     cells, thresholds, log_q, hard_begins, hard_ends, hard_items = tables
-    marks = np.zeros(1 << 13, dtype=np.uint32)  # by hash of item, the last sample that has one
-    touched = 0
+    num_slots = _MIN_SLOTS
+    for row in rows:
+        while exclude_own and num_slots < 2 * (offsets[row + 1] - offsets[row]):
+            num_slots *= 2
+    slots = np.zeros(num_slots, dtype=np.int64)
+    before, touched = 0, 0  # events of the samples before
     for index in range(len(rows)):
         if index % 64 == 0:  # fetches the cache lines of many samples at a time; see _copy_elements
             for row in rows[index : index + 64]:
                 for event in range(offsets[row], offsets[row + 1], 8):
                     touched ^= column[event]
-        sample, row, mark = sample_indices[index], rows[index], np.uint32(index + 1)
+        sample, row = sample_indices[index], rows[index]
         for event in range(begins[sample], ends[sample]):
             out_positive[starts[sample] + event - begins[sample]] = log_q[column[event]]
         own = column[offsets[row] : offsets[row + 1] if exclude_own else offsets[row]]
-        for item in own:
-            marks[_slot(item)] = mark
+        for event in range(len(own)):
+            slots[_slot(own[event], own, before, slots)] = before + event + 1
         word, first, last = words[sample], sample * width, (sample + 1) * width
         if num_hard and offsets[row] < ends[sample]:
             target = column[ends[sample] - 1]
             begin, size = hard_begins[target], hard_ends[target] - hard_begins[target]
             for number in range(size):  # from a random one on, in their order
                 item = hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
-                if last > first + width - num_hard and not _is_own(item, own, marks, mark):
+                if last > first + width - num_hard and not _is_own(item, own, before, slots):
                     last -= 1
                     out[last], out_negative[last] = item, 0
         for place in range(first, last):
             out[place] = _draw_item(word, (place - first) * _ATTEMPTS, cells, thresholds)
+        spare = -1  # what all draws that found own items only become
         for place in range(first, last):
             attempt = 1
-            while _is_own(out[place], own, marks, mark) and attempt < _ATTEMPTS + len(cells):
-                if attempt < _ATTEMPTS:
-                    out[place] = _draw_item(word, (place - first) * _ATTEMPTS + attempt, cells, thresholds)
-                else:
-                    out[place] = cells[(int(word >> np.uint64(1)) + attempt) % len(cells), 0]
+            while attempt < _ATTEMPTS and _is_own(out[place], own, before, slots):
+                out[place] = _draw_item(word, (place - first) * _ATTEMPTS + attempt, cells, thresholds)
                 attempt += 1
+            if attempt == _ATTEMPTS and _is_own(out[place], own, before, slots):
+                while spare < 0 or (attempt < _ATTEMPTS + len(cells) and _is_own(spare, own, before, slots)):
+                    spare = cells[(int(word >> np.uint64(1)) + attempt) % len(cells), 0]
+                    attempt += 1
+                out[place] = spare
             out_negative[place] = log_q[out[place]]
+        before += len(own)
     return touched  # so that the compiler does not remove the loads

@@ -141,12 +141,14 @@ def test_negatives_are_none_of_the_users_items_and_equally_many(
             assert {*drawn[:7]} <= drawable
 
 
-def test_a_long_history_and_one_rare_drawable_item_are_excluded_and_found() -> None:
-    own = [*range(2, 3000)]
-    store = _store([own, [1], own * 2], size=3000)
+@pytest.mark.parametrize("size", [3000, 400_000])  # of the larger, no test of all its items for each draw would end
+def test_a_long_history_and_one_rare_drawable_item_are_excluded_and_found(size: int) -> None:
+    own = [*range(2, size)]
+    store = _store([own, [1], own * 2, [1, *own]], size=size)
     for by in ("uniform", "popularity"):
         of_rows = rows_of(_batch(store, Negatives(count=20, by=by)).negatives, "item_id")
         assert of_rows[0] == of_rows[2] == [1] * 20
+        assert 0 not in of_rows[3]
     assert of_rows[1].count(1) == 0
 
 
