@@ -1,7 +1,9 @@
 """`JaggedCollate`: anyone's samples, as dicts of arrays -> JaggedBatches."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -102,7 +104,8 @@ class JaggedCollate:
         declarations: for each name that the batch has, `jagged()`, or `dense()`: one array per sample of the same
             shape, or a number. Samples may have other names too, which are left out. A dense `num_candidates` tells
             costs how many of the last items are candidates.
-        batch_size: pad to this many rows; None: as many rows as samples. A Balancer pads shorter batches itself.
+        batch_size: pad to this many rows; None: as many rows as samples, and one row of padding without samples. A
+            Balancer pads shorter batches itself.
         loss_key: the key whose lengths count the loss tokens, such as `LossKey("features", "item_id")`; None: each
             sample is one loss token.
 
@@ -157,10 +160,9 @@ class JaggedCollate:
         values: dict[str, KeyedJaggedTensor | Tensor | None] = {}
         lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
         for field, keys in self._jagged.items():
-            columns = {key: _concatenate(_column(samples, key), key, declared) for key, declared in keys.items()}
-            flat = torch.cat([flat for flat, _ in columns.values()])
-            values[field] = keyed_jagged_tensor(list(keys), flat, np.stack([counts for _, counts in columns.values()]))
-            lengths |= {(field, key): counts for key, (_, counts) in columns.items()}
+            flat, counts = _concatenate(samples, keys)
+            values[field] = keyed_jagged_tensor(list(keys), torch.from_numpy(flat), counts)
+            lengths |= {(field, key): of_key for key, of_key in zip(keys, counts, strict=True)}
         for name, declared in self._dense.items():
             values[name] = _stack(_column(samples, name), name, declared["dtype"], declared["shape"])
         batch = CollatedBatch(
@@ -173,7 +175,8 @@ class JaggedCollate:
             fills=dict(self._fills),
             counted=self._loss_key,
         )
-        return batch if self._batch_size is None else pad_batch(batch, self._batch_size)
+        # TorchRec takes no batch without rows.
+        return pad_batch(batch, self._batch_size or max(len(samples), 1))
 
 
 def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
@@ -185,8 +188,33 @@ def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
         raise _bad_sample(index, f"no {name!r}: {has}; samples must be dicts with all names") from None
 
 
-def _concatenate(column: Sequence[Any], name: str, declared: Jagged) -> tuple[Tensor, NDArray[np.int64]]:
-    """Return all samples' values, and how many each sample has: int64 [n]."""
+def _concatenate(
+    samples: Sequence[Mapping[str, Any]], keys: Mapping[str, Jagged]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return all samples' values of each of K keys, and how many each sample has: int64 [K, n]."""
+    columns = {key: _column(samples, key) for key in keys}
+    (dtype, *_), *_ = keys.values()
+    parts: list[Any] = []
+    lengths = np.ones((len(keys), len(samples)), dtype=np.int64)
+    for column, of_key in zip(columns.values(), lengths, strict=True):
+        try:
+            of_key[:] = np.fromiter(map(len, column), np.int64, len(column))
+        except TypeError:  # numbers
+            parts.append(_join(np.stack, column, dtype))
+        else:  # without empty lists, which are of floats
+            parts += column if of_key.all() else [value for value in column if len(value) or np.ndim(value) != 1]
+    flat = _join(np.concatenate, parts, dtype)
+    limits = zip((declared.max_length for declared in keys.values()), lengths, strict=True)
+    is_long = any(limit is not None and of_key.max(initial=0) > limit for limit, of_key in limits)
+    if flat is None or flat.shape != (lengths.sum(),) or is_long:
+        arrays = [_as_arrays(columns[key], key, declared) for key, declared in keys.items()]
+        flat = np.concatenate([np.empty(0, dtype=_numpy_dtype(dtype)), *chain.from_iterable(arrays)])
+        lengths = np.array([[len(array) for array in of_key] for of_key in arrays], dtype=np.int64)
+    return flat, lengths
+
+
+def _as_arrays(column: Sequence[Any], name: str, declared: Jagged) -> list[NDArray[Any]]:
+    """Return each sample's values, or raise an error that names the sample whose values do not fit."""
     arrays = [np.atleast_1d(_as_array(value, name, index, declared.dtype)) for index, value in enumerate(column)]
     for index, array in enumerate(arrays):
         if array.ndim != 1:
@@ -194,8 +222,7 @@ def _concatenate(column: Sequence[Any], name: str, declared: Jagged) -> tuple[Te
         if declared.max_length is not None and len(array) > declared.max_length:
             values = f"{len(array)} values of {name!r}, more than its max_length, {declared.max_length}"
             raise _bad_sample(index, f"{values}; cut them, or raise it")
-    flat = np.concatenate([np.empty(0, dtype=_numpy_dtype(declared.dtype)), *arrays])
-    return torch.from_numpy(flat), np.array([len(array) for array in arrays], dtype=np.int64)
+    return arrays
 
 
 def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> Tensor:
@@ -204,6 +231,13 @@ def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: t
         if dtype is None or shape is None:
             raise ConfigError(f"a batch without samples needs dense(dtype=..., shape=...) of {name!r}; declare both")
         return torch.empty((0, *shape), dtype=dtype, device="cpu")
+    common = dtype
+    types = {getattr(value, "dtype", type(value)) for value in column}
+    if dtype is None and len(types) == 1 and types.isdisjoint({list, tuple}):
+        common = _as_tensor(column[0], name, 0, None).dtype
+    stacked = None if common is None else _join(np.stack, column, common)
+    if stacked is not None and (shape is None or stacked.shape[1:] == shape):
+        return torch.from_numpy(stacked)
     tensors = [_as_tensor(value, name, index, dtype) for index, value in enumerate(column)]
     expected = (tuple(tensors[0].shape) if shape is None else shape, tensors[0].dtype)
     for index, tensor in enumerate(tensors):
@@ -211,6 +245,19 @@ def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: t
             differs = f"{name!r} of shape {actual[0]} and {actual[1]}, expected {expected[0]} and {expected[1]}"
             raise _bad_sample(index, f"{differs}; declare it as jagged(), or with dense(dtype=..., shape=...)")
     return torch.stack(tensors)
+
+
+def _join(function: Any, column: Sequence[Any], dtype: torch.dtype) -> NDArray[Any] | None:
+    """Return np.concatenate or np.stack of all samples' values; None: they have to be looked at one by one."""
+    if dtype == torch.bfloat16:
+        return None
+    target = _numpy_dtype(dtype)
+    try:
+        # Each is converted to a float by itself. To an integer it would be without an error, so its range is checked.
+        joined = function(column, dtype=None if target.kind in "iu" else target)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return joined.astype(target, copy=False) if _fits(joined, target) else None
 
 
 def _as_tensor(value: Any, name: str, index: int, dtype: torch.dtype | None) -> Tensor:
@@ -239,16 +286,22 @@ def _as_array(value: Any, name: str, index: int, dtype: torch.dtype) -> NDArray[
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
         raise _not_numbers(value, name, index, error) from None
-    fits = np.can_cast(array.dtype, target, "same_kind")
-    if fits and array.size and target.kind in "iu" and not np.can_cast(array.dtype, target):
-        limits = np.iinfo(target)
-        fits = limits.min <= int(array.min()) and int(array.max()) <= limits.max
-    if array.size and not fits:
+    if not _fits(array, target):
         values = f"{name!r} of dtype {array.dtype} with values that do not fit {dtype}"
         raise _bad_sample(index, f"{values}; declare another dtype")
     return array.astype(target)
 
 
+def _fits(array: NDArray[Any], target: np.dtype[Any]) -> bool:
+    if not array.size or not np.can_cast(array.dtype, target, "same_kind"):
+        return not array.size
+    if target.kind not in "iu" or np.can_cast(array.dtype, target):
+        return True
+    limits = np.iinfo(target)
+    return bool(limits.min <= int(array.min()) and int(array.max()) <= limits.max)
+
+
+@functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 

@@ -201,7 +201,7 @@ def _slot(item: int, own: Ints, before: int, slots: Ints) -> int:
 
     Slots hold 1 + before + the item's index in `own`; up to `before` they are free, left from earlier samples.
     """
-    slot = np.int64((np.uint64(item) * _GOLDEN) >> np.uint64(32)) & (len(slots) - 1)
+    slot = int((np.uint64(item) * _GOLDEN) >> np.uint64(32)) & (len(slots) - 1)
     while slots[slot] > before and own[slots[slot] - before - 1] != item:
         slot = (slot + 1) & (len(slots) - 1)
     return slot

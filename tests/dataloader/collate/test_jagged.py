@@ -1,9 +1,14 @@
 import pickle
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged, pad_batch
@@ -42,6 +47,72 @@ def test_batch_has_all_declared_values_and_padding(batch_size: int | None) -> No
     check_contents(batch, schema_of(batch))
     assert [spec.fill for spec in schema_of(batch).fields if spec.name == "label"] == [-1]
     assert schema_of(pad_batch(collate([]), 3 + padding)) == schema_of(batch)
+
+
+FORMS: list[Callable[[list[int]], Any]] = [
+    list,
+    tuple,
+    torch.tensor,
+    lambda values: np.array(values, dtype=np.int16),
+    lambda values: np.array(values, dtype=np.uint64),
+    lambda values: np.array(values, dtype=np.float32),
+    lambda values: values[0] if len(values) == 1 else values,
+]
+VALUES = st.tuples(st.lists(st.integers(0, 999), max_size=3), st.sampled_from(FORMS))
+
+
+@given(of_a=st.lists(VALUES, min_size=3, max_size=3), of_b=st.lists(VALUES, min_size=3, max_size=3))
+def test_a_batch_has_what_its_samples_have_in_whatever_forms_these_are(of_a: list[Any], of_b: list[Any]) -> None:
+    collate = JaggedCollate(
+        {"a": jagged(torch.float32), "b": jagged(torch.float32), "sum": dense(dtype=torch.int32, shape=())}
+    )
+    samples = [
+        {"a": form(a), "b": of_form(b), "sum": sum(a)} for (a, form), (b, of_form) in zip(of_a, of_b, strict=True)
+    ]
+    batch = collate(samples)
+    for key, column in (("a", of_a), ("b", of_b)):
+        assert _rows(batch.features, key) == [values for values, _ in column]
+    assert batch.sum.tolist() == [sum(values) for values, _ in of_a]
+
+
+@pytest.mark.parametrize(
+    ("declared", "value"),
+    [
+        (jagged(), [7, 3, 9]),
+        (jagged(), np.arange(3)),
+        (jagged(), 5),
+        (jagged(torch.int32), np.arange(3)),
+        (jagged(torch.float32), [0.5]),
+        (dense(), 1.5),
+        (dense(dtype=torch.float32), 1),
+        (dense(shape=(3,)), np.zeros(3, dtype=np.float32)),
+    ],
+)
+def test_collating_has_no_loop_in_python_over_the_samples(declared: Any, value: Any) -> None:
+    collate, counts = JaggedCollate({"a": declared}), []
+    for num_samples in (10, 10, 500):  # the first may import modules
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, _, calls=calls: calls.append(event))
+        try:
+            collate([{"a": value}] * num_samples)
+        finally:
+            sys.setprofile(None)
+        counts.append(calls.count("call"))
+    assert counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_torchrec_takes_a_batch_without_samples_whose_rows_do_not_count(batch_size: int | None) -> None:
+    batch = JaggedCollate(DECLARATIONS, batch_size=batch_size)([])
+    table = EmbeddingBagConfig(
+        name="t", embedding_dim=4, num_embeddings=10, feature_names=batch.features.keys(), init_fn=torch.nn.init.ones_
+    )
+    model = EmbeddingBagCollection(tables=[table])
+    pooled = model(batch.features).values()
+    assert pooled.shape == (batch.batch_size, 8)
+    pooled[: batch.num_real].sum().backward()
+    assert all((weights.grad == 0).all() for weights in model.parameters())
+    assert (batch.num_real, batch.loss_tokens, batch.label.tolist()) == (0, 0, [-1] * (batch_size or 1))
 
 
 def test_dense_values_have_the_shape_and_dtype_of_the_samples_or_the_declared_one() -> None:
