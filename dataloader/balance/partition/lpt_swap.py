@@ -1,6 +1,8 @@
 """LPT followed by local search, from up to three starts. The best balance of the strategies.
 
-The starts differ in the cost that an open place counts as in `lpt`; the first result within the target ends the search.
+Two starts differ in the cost that an open place counts as in `lpt`; the third is `karmarkar_karp`, which levels a few
+slots per rank of similar costs better. The first result within the target ends the search, and the best one is kept, so
+the heaviest rank is within the target or no heavier than by `karmarkar_karp`.
 
 Local search: the heaviest rank swaps a slot with another rank, until it is light enough or no swap helps. Interchange
 between two ranks, as in Finn and Horowitz, "A linear time approximation algorithm for multiprocessor scheduling", 1979,
@@ -17,18 +19,20 @@ from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.partition import rank_loads
+from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt
 
-# In the order in which they are tried. Found by trial over lognormal and Zipf lengths and batches of 4 to 128: the
-# first is enough except for some batches of 4 to 16.
-_OPEN_PLACE_PERCENTILES = (5, 0, 25)
+# In the order in which they are tried. Found by trial over lognormal, Zipf and uniform costs, batches of 2 to 128: the
+# first is enough except for some batches of 2 to 16.
+_KARMARKAR_KARP = -1
+_OPEN_PLACE_PERCENTILES = (5, 25, _KARMARKAR_KARP)
 _LIGHTEST_RANKS = 16  # partners that are tried first
 _CHEAPEST_SLOTS = 256  # candidates that are tried if no partner helps
 
 
 @compiled
 def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int, target: int) -> NDArray[np.int32]:
-    """Assign slots by LPT and swaps, from another start as long as a rank is above `target`; the best result is kept.
+    """Assign slots by swaps from a start, from another as long as a rank is above `target`; the best result is kept.
 
     All slots stay if no rank is above `target` before balancing, or if the result would not be lighter.
     """
@@ -40,7 +44,10 @@ def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int
     for percentile in _OPEN_PLACE_PERCENTILES:
         if best_load <= target:
             break
-        rank_of = lpt(costs, order, world_size, percentile, IGNORE_HOME)
+        if percentile == _KARMARKAR_KARP:
+            rank_of = karmarkar_karp(costs, order, world_size)
+        else:
+            rank_of = lpt(costs, order, world_size, percentile, IGNORE_HOME)
         state = rank_loads.make_rank_loads(costs, order, rank_of, world_size)
         local_search(state, costs, order, target)
         if state.loads.max() < best_load:

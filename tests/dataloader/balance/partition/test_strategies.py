@@ -105,6 +105,21 @@ def test_skewed_lengths_are_levelled_to_a_thousandth(world_size: int, lengths: D
     assert median["lpt-swap"] < median["karmarkar-karp"] < median["none"]
 
 
+@settings(max_examples=1000)
+@given(
+    world_size=st.integers(2, 64), batch_size=st.integers(1, 8), low=st.integers(0, 10_000), seed=st.integers(0, 10**6)
+)
+def test_lpt_swap_is_within_the_tolerance_or_as_even_as_karmarkar_karp(
+    world_size: int, batch_size: int, low: int, seed: int
+) -> None:
+    costs = np.random.default_rng(seed).integers(low, 10_001, world_size * batch_size)
+    swapped, differenced = (
+        partition(costs, world_size, strategy=strategy).loads(costs).max()
+        for strategy in ("lpt-swap", "karmarkar-karp")
+    )
+    assert swapped <= max(1.001 * lower_bound(costs, world_size), differenced)
+
+
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_min_move_reaches_a_hundredth_with_a_tenth_of_the_tokens(world_size: int) -> None:
     moved: dict[str, list[float]] = {"lpt-swap": [], "min-move": []}
