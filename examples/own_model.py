@@ -51,7 +51,8 @@ def evaluate(model: NextItem, data: Path, rank: int, world_size: int) -> dict[st
         history = batch.features["item_id"]
         last = last_events(history, min_length=2)
         scores = model(history)[last - 1]  # after the event before the last one
-        metrics.update(1 + (scores > scores.gather(1, history.values()[last, None])).sum(dim=1))  # 1: the best place
+        of_target = scores.gather(1, history.values()[last, None])
+        metrics.update(1 + (~(scores <= of_target)).sum(dim=1))  # 1: the best place; of NaN it is the last
     return metrics.compute()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.cli.main import run_command
+from evenrank.core.errors import DataError
 from evenrank.dataloader import CodeTable, SemanticIdBatch, SemanticIdConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
@@ -93,6 +94,8 @@ class CodePredictor(nn.Module):
             scores, chosen = extended.flatten(1).topk(min(width, extended[0].numel()))
             parents = beams.gather(1, (chosen // self.codebook_size)[:, :, None].expand(-1, -1, beams.shape[2]))
             beams = torch.cat([parents, (chosen % self.codebook_size)[:, :, None]], dim=2)
+        if scores.isnan().any():  # in which order they are is no ranking
+            raise DataError("the scores of the model are NaN; train with a lower learning rate")
         return beams
 
     def _embed(self, tokens: Tensor) -> Tensor:

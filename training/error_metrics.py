@@ -28,6 +28,7 @@ class _ErrorMetrics(MeanMetrics):
         """Add samples of this rank: scores and targets [n, num_tasks], of any dtype, and weights as of `BinaryAUC`."""
         check_scores(scores, targets, len(self._suffixes))
         scores, targets = (values.detach().to(self._device, torch.float64) for values in (scores, targets))
+        scores = scores.masked_fill(targets.isnan(), math.nan)
         self.add_terms(torch.cat([term(scores, targets) for term in self._terms.values()], dim=1), weights)
 
 

@@ -1,13 +1,14 @@
 """`MeanMetrics`: means over the samples of all ranks, with equal bits however these are distributed."""
 
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 
@@ -48,10 +49,12 @@ class MeanMetrics:
         Collective: every rank must call this, also without samples.
 
         Raises:
-            RankError: ranks have different metrics, arguments or kinds of devices.
+            RankError: ranks have different metrics, arguments or kinds of devices, or one has a weight below 0.
         """
         own = [_join(*of_column) for of_column in self._bins.view(3, -1, _EXPONENTS).transpose(0, 1).tolist()]
-        *sums, weight = map(sum, zip(*gather_checked(self._settings, own, self._group), strict=True))
+        of_ranks = gather_checked(self._settings, own, self._group)
+        check_weights(weight for *_, weight in of_ranks)
+        *sums, weight = map(sum, zip(*of_ranks, strict=True))
         means = [float(total / weight) if weight else math.nan for total in sums]
         return dict(zip(self._names, means, strict=True))
 
@@ -66,9 +69,16 @@ def _join(counts: list[int], upper: list[int], lower: list[int]) -> Fraction | f
 
 
 def weights_of(num_samples: int, weights: Tensor | None, device: torch.device) -> Tensor:
-    """Return a copy of weights [n] in float64; without any, ones in int64, which take no memory."""
+    """Return a copy of weights [n] in float64, NaN for those below 0; without any, ones in int64, without memory."""
     if weights is None:
         return torch.ones(1, dtype=torch.int64, device=device).expand(num_samples)
     if weights.shape != (num_samples,):
         raise ConfigError(f"weights must be [{num_samples}], one per sample, got {list(weights.shape)}")
-    return weights.detach().to(device, torch.float64, copy=True)
+    weights = weights.detach().to(device, torch.float64)
+    return weights.where(weights >= 0, math.nan)  # without a synchronization; see `check_weights`
+
+
+def check_weights(totals: Iterable[float | Fraction]) -> None:
+    """Raise a RankError, on every rank, unless the sum of each rank's weights is a number."""
+    if wrong := [rank for rank, total in enumerate(totals) if isinstance(total, float) and not math.isfinite(total)]:
+        raise RankError(f"rank {wrong[0]} has weights below 0, infinite or NaN; pass finite ones of at least 0")

@@ -20,7 +20,7 @@ from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.routing.owners import owner_rank
-from evenrank.training.mean_metrics import MeanMetrics, weights_of
+from evenrank.training.mean_metrics import MeanMetrics, check_weights, weights_of
 
 
 class BinaryAUC:
@@ -66,7 +66,8 @@ class BinaryAUC:
         if groups is not None and (groups.shape != scores.shape[:1] or groups.is_floating_point()):
             raise ConfigError(f"groups must be integers [{len(scores)}], got {groups.dtype} {list(groups.shape)}")
         # Copies, because callers may write the next batch's scores to the same buffer.
-        self._scores.append(scores.detach().to(self._device, torch.float32, copy=True))
+        values = scores.detach().to(self._device, torch.float32)
+        self._scores.append(values.masked_fill(targets.isnan().to(self._device), math.nan))
         self._is_positive.append((targets > 0).to(self._device))
         self._weights.append(weights_of(len(scores), weights, self._device))
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device).expand(len(scores))  # which take no memory
@@ -74,25 +75,26 @@ class BinaryAUC:
 
     @torch.no_grad()
     def compute(self) -> list[float]:
-        """Return the AUC of each task over all ranks; NaN if it has samples of one class only, or a score that is NaN.
+        """Return the AUC of each task over all ranks; NaN with one class only, or a score or target that is NaN.
 
         Collective: every rank must call this, also without samples.
 
         Raises:
-            RankError: ranks have different metrics, tasks or kinds of devices.
+            RankError: ranks have different metrics, tasks or kinds of devices, or one has a weight below 0.
         """
         scores, is_positive, weights = map(torch.cat, (self._scores, self._is_positive, self._weights))
         self._scores, self._is_positive = [scores], [is_positive]
-        own = (weights.is_floating_point(), is_positive.sum(dim=0).tolist())
+        own = (weights.is_floating_point(), is_positive.sum(dim=0).tolist(), weights.sum().item())
         of_ranks = gather_checked(self._settings, own, self._group)
-        is_weighted = any(rank_is_weighted for rank_is_weighted, _ in of_ranks)
+        check_weights(total for *_, total in of_ranks)
+        is_weighted = any(rank_is_weighted for rank_is_weighted, *_ in of_ranks)
         weights = weights.double() if is_weighted else weights
         masks = is_positive.unbind(1)
         positives = [scores[mask, task] for task, mask in enumerate(masks)]
         factors = [weights[mask] for mask in masks] if is_weighted else []
         negatives = [_sort(scores[~mask, task], weights[~mask]) for task, mask in enumerate(masks)]
         totals = weights.new_zeros(self._num_tasks, 4)
-        for rank, (_, sizes) in enumerate(of_ranks):
+        for rank, (_, sizes, _) in enumerate(of_ranks):
             of_rank = zip(self._broadcast(positives, rank, sizes), negatives, strict=True)
             wins = [_count_wins_twice(above, *below) for above, below in of_rank]
             if is_weighted:
@@ -114,15 +116,17 @@ class BinaryAUC:
     def compute_grouped(self) -> list[float]:
         """Return the GAUC of each task: the mean AUC of groups, weighted by their samples (DIN, Zhou et al., 2018).
 
-        Groups with one class only are left out; NaN if none is left, or if a score is NaN. Samples are sent to the rank
-        that a hash of their group chooses, 16 bytes each and 5 per task, and compared there, on the CPU, in one order:
-        so any distribution gives equal bits, also with weights. Collective, and raises, as `compute`.
+        Groups with one class only are left out; NaN if none is left, or if a score or target is NaN. Samples are sent
+        to the rank that a hash of their group chooses, 16 bytes each and 5 per task, and compared there, on the CPU, in
+        one order: so any distribution gives equal bits, also with weights. Collective, and raises, as `compute`.
         """
         parts = [torch.cat(self._weights).double(), *map(torch.cat, (self._is_positive, self._scores, self._groups))]
         num_ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
         owners = owner_rank(parts[-1].cpu().numpy(), num_ranks, "hash_roundrobin")
         sent = np.bincount(owners, minlength=num_ranks).tolist()
-        received = [of_rank[rank] for of_rank in gather_checked(self._settings, sent, self._group)]
+        of_ranks = gather_checked(self._settings, (sent, parts[0].sum().item()), self._group)
+        check_weights(total for _, total in of_ranks)
+        received = [sizes[rank] for sizes, _ in of_ranks]
         order = torch.from_numpy(owners.argsort()).to(self._device)
         for index, part in enumerate(parts if self._group is not None else ()):
             parts[index] = part.new_empty(sum(received), *part.shape[1:])

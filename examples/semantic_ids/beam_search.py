@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import SemanticIdBatch
 from evenrank.dataloader.collate.semantic_ids import SEMANTIC_ID, CodeTable
 from semantic_ids.attention import Attend, beam_attention, causal_attention
@@ -117,6 +117,7 @@ def beam_search(model: SemanticIdModel, batch: SemanticIdBatch, catalogue: Catal
 
     Raises:
         ConfigError: `beams` is below 1, or the catalogue has other codebooks than the model.
+        DataError: the model's outputs are NaN, of which any order would be some ranking.
     """
     if beams < 1:
         raise ConfigError(f"beams must be at least 1, got {beams}")
@@ -139,6 +140,8 @@ def beam_search(model: SemanticIdModel, batch: SemanticIdBatch, catalogue: Catal
         prefixes = continued.flatten(1).gather(1, best)
         kept = codes.gather(1, (best // size)[..., None].expand(-1, -1, level))
         codes = torch.cat([kept, (best % size)[..., None]], dim=-1)
+    if totals.isnan().any():
+        raise DataError("the scores of the model are NaN; load an earlier checkpoint, and train with a FiniteCheck")
     return catalogue.merge(Beams(items=catalogue.items(prefixes), codes=codes, log_probabilities=totals))
 
 

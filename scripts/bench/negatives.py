@@ -90,7 +90,7 @@ def evaluate(model: SASRec, data: Path) -> dict[str, float]:
         last = history.offsets()[1:][: batch.num_real] - 1
         scores = model.encode(history, longest(batch), "padded")[last - 1] @ model.items.weight.T
         scores[:, 0] = -torch.inf  # id 0 stands for no item
-        metrics.update(1 + (scores > scores.gather(1, history.values()[last, None])).sum(dim=1))
+        metrics.update(1 + (~(scores <= scores.gather(1, history.values()[last, None]))).sum(dim=1))  # NaN is last
     return {name: round(value, 4) for name, value in metrics.compute().items() if "recall" in name}
 
 

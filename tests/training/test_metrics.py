@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.training import BinaryAUC, RankingMetrics
+from evenrank.training import BinaryAUC, ClassificationMetrics, RankingMetrics, RegressionMetrics
 from tests.ranks import RankPool
 
 SCORES = st.one_of(
@@ -132,6 +132,41 @@ def test_weighted_metrics_are_those_of_all_ranks(ranks: RankPool) -> None:
     owners = torch.randint(1, 3, (800,))
     parts = [tuple(tensor[owners == rank] for tensor in samples) for rank in range(3)]
     assert ranks.run(3, _compute_weighted, parts) == [pytest.approx(expected, rel=1e-12)] * 3
+
+
+def _compute_with_a_wrong_weight(rank: int, world_size: int, weight: float) -> list[str]:
+    scores, targets, weights = torch.rand(3, 1), torch.tensor([[1], [0], [1]]), torch.tensor([1, weight, 2])
+    if rank < world_size - 1:
+        weights[1] = 0
+    auc, ranking = BinaryAUC(), RankingMetrics()
+    others = ClassificationMetrics(), RegressionMetrics()
+    for metric in (auc, *others):
+        metric.update(scores, targets, weights)
+    ranking.update(targets[:, 0], weights)
+    messages = []
+    for compute in (auc.compute, auc.compute_grouped, *(metric.compute for metric in (ranking, *others))):
+        with pytest.raises(RankError) as error:
+            compute()
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
+def test_a_weight_that_is_no_number_of_at_least_0_is_an_error_on_every_rank(ranks: RankPool, weight: float) -> None:
+    message = "rank 1 has weights below 0, infinite or NaN; pass finite ones of at least 0"
+    assert ranks.run(2, _compute_with_a_wrong_weight, weight) == [[message] * 5] * 2
+
+
+@pytest.mark.parametrize("target", [math.nan, 1.0])
+@pytest.mark.parametrize("score", [math.nan, 0.5])
+def test_a_score_or_target_that_is_nan_makes_metrics_nan(score: float, target: float) -> None:
+    auc, others = BinaryAUC(), (ClassificationMetrics(), RegressionMetrics())
+    for metric in (auc, *others):
+        metric.update(torch.tensor([[score], [0.1], [0.7]]), torch.tensor([[target], [0.0], [1.0]]))
+    of_others = {name: value for metric in others for name, value in metric.compute().items() if name != "base_rate"}
+    assert {math.isnan(value) for value in (*auc.compute(), *auc.compute_grouped(), *of_others.values())} == {
+        math.isnan(score) or math.isnan(target)
+    }
 
 
 Samples = tuple[Tensor, Tensor, Tensor]  # scores, targets, places

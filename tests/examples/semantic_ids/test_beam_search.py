@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from semantic_ids.beam_search import Beams, Catalogue, beam_search
 from semantic_ids.config import DecoderConfig
@@ -110,6 +110,13 @@ def test_places_of_targets_are_those_of_their_codes() -> None:
     assert beams.places_of_targets(batch).tolist() == [2, 1, 0, 0]
     only_padding = Beams(items=items[4:], codes=codes[4:], log_probabilities=torch.zeros(1, 2))
     assert only_padding.places_of_targets(batch.index_select([4])).tolist() == []
+
+
+def test_a_model_of_nan_is_an_error_and_ranks_nothing() -> None:
+    model, batch = _model(), batch_of(random_samples(2, SIZES, max_history=1), SIZES)
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    with pytest.raises(DataError, match="the scores of the model are NaN"):
+        beam_search(model, batch, Catalogue(_table([5, 9])), beams=2)
 
 
 def test_mistakes_are_refused() -> None:
