@@ -32,10 +32,13 @@ class ValueCounts:
             self._table = self._table.astype(np.int64, copy=False)
         if values.min(initial=0) < 0 or values.max(initial=0) >= len(self._table):
             is_other: NDArray[np.bool_] = (values < 0) | (values >= len(self._table))
-            others = np.concatenate((self._others, values.compress(is_other)))
-            self._others, places = np.unique(others, return_inverse=True)
-            old_counts, self._other_counts = self._other_counts, np.zeros(len(self._others), dtype=np.int64)
-            np.add.at(self._other_counts, places, np.concatenate((old_counts, counts.compress(is_other))))
+            others, indices = np.unique(values.compress(is_other), return_inverse=True)
+            places, is_known = self._find(others)
+            new, added = places[~is_known], np.zeros(len(others), dtype=np.int64)
+            np.add.at(added, indices, counts.compress(is_other))
+            self._other_counts[places[is_known]] += added[is_known]
+            self._other_counts = np.insert(self._other_counts, new, added[~is_known])
+            self._others = np.insert(self._others, new, others[~is_known])
             values, counts = values.compress(~is_other), counts.compress(~is_other)
         self._used = max(self._used, int(values.max(initial=-1)) + 1)
         _add_into(self._table, values, counts)
@@ -59,11 +62,16 @@ class ValueCounts:
         counts = np.zeros(len(values), dtype=np.int64)
         in_table = (values >= 0) & (values < len(self._table))
         counts[in_table] = self._table[values[in_table]]
-        places = np.searchsorted(self._others, values)
-        is_other = ~in_table & (places < len(self._others))
-        is_other[is_other] = self._others[places[is_other]] == values.compress(is_other)
+        places, is_other = self._find(values)
         counts[is_other] = self._other_counts[places[is_other]]
         return counts
+
+    def _find(self, values: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return where each value [n] is or would be among those that are not in the table, and which are there."""
+        places = np.searchsorted(self._others, values)
+        is_known = places < len(self._others)
+        is_known[is_known] = self._others[places[is_known]] == values.compress(is_known)
+        return places, is_known
 
 
 @compiled

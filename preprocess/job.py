@@ -248,8 +248,9 @@ class Job:
         Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
         """
         config, num_ranges = self.config, 1 << rules.num_bits
+        num_items = None if rules.item_ids.table is None else rules.item_ids.size  # few of all hashes occur, perhaps
         statistics = EventCounter(
-            _shown_split(config.split, rules.rule), rules.rule.by, rules.item_ids.size, config.filters.overlap
+            _shown_split(config.split, rules.rule), rules.rule.by, num_items, config.filters.overlap
         )
         written: list[RangeSummary] = []
         with contextlib.ExitStack() as stack:

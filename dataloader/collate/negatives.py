@@ -35,6 +35,7 @@ Sources = Sequence[SequenceStore | StreamSource | LogSource]
 NEGATIVES, LOG_Q = "negatives", "log_q"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
 _ATTEMPTS = 64
+_MAX_ITEMS = 1 << 31  # 36 bytes each
 _MIN_SLOTS = 1 << 13  # of a table of the items of a sample; so many fit into the second-level cache
 
 
@@ -96,6 +97,8 @@ class NegativeSampler:
         if any(isinstance(source, SequenceStore) and ITEM_ID in source.column_maps for source in sources):
             raise ConfigError("negatives are drawn before items are mapped; pass key_maps, and a store without them")
         size = max(source.manifest.vocabulary_sizes[ITEM_ID] for source in sources)
+        if size > _MAX_ITEMS:
+            raise ConfigError(f"negatives need tables of all {size:,} ids of items; preprocess with --ids item=dense")
         is_dense = all(source.manifest.ids[ITEM_ID].rule == "dense" for source in sources)
         weights = np.ones(size)
         if settings.by == "popularity" or not is_dense:

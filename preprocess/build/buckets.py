@@ -71,7 +71,8 @@ class Buckets:
                     if name == TIMESTAMP_MS and run.first_ms:
                         values = values.astype(np.int64) + run.first_ms
                     parts[name].append(values)
-        columns = {name: np.concatenate(values, dtype=self.dtypes[name]) for name, values in parts.items()}
+        # One column after the other, because the bucket of a user with very many events is as large as these.
+        columns = {name: np.concatenate(parts.pop(name), dtype=self.dtypes[name]) for name in names}
         if not (reasons := self._reasons(index)).exists():
             return columns
         is_read = np.fromfile(reasons, dtype=np.uint8) == reason
@@ -82,7 +83,11 @@ class Buckets:
         shift = self.num_bits - num_bits
         if shift >= 0:
             parts = [self.read(bucket) for bucket in range(index << shift, (index + 1) << shift)]
-            return {name: np.concatenate([part[name] for part in parts]) for name in self.dtypes}
+            return (
+                {name: np.concatenate([part.pop(name) for part in parts]) for name in self.dtypes}
+                if shift
+                else parts[0]
+            )
         columns = self.read(index >> -shift)
         is_in = user_hash(columns[self.key]) >> np.uint64(64 - num_bits) == index
         return {name: values[is_in] for name, values in columns.items()}

@@ -74,7 +74,7 @@ class EventCounter:
     Args:
         split: text of the rule.
         by: what it divides; see SplitRule.
-        num_items: largest item id + 1, if it is known.
+        num_items: largest item id + 1, if nearly all ids up to it occur.
         overlap: number of events that a window shares with the one before.
     """
 

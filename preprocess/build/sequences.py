@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
@@ -149,16 +148,32 @@ def build_sequences(
         windows=np.zeros(len(users), dtype=np.int32),
         num_targets=np.zeros(len(users), dtype=np.int32),
     )
-    return sequences, _count_duplicates(columns, order)
+    return sequences, _count_duplicates(offsets, order, columns[TIMESTAMP_MS], columns[ITEM_ID], columns[ACTION])
 
 
-def _count_duplicates(columns: Columns, order: NDArray[np.int32]) -> int:
+@compiled
+def _count_duplicates(
+    offsets: NDArray[np.int64],
+    order: NDArray[np.int32],
+    times: NDArray[np.int64],
+    items: NDArray[np.int64],
+    actions: NDArray[np.int32],
+) -> int:
     """Count events that repeat another one with the same user, time, item and action."""
-    times = columns[TIMESTAMP_MS][order]
-    has_equal_time = np.zeros(len(order), dtype=bool)  # as one of its neighbours in `order`: few events have, usually
-    has_equal_time[1:] = times[1:] == times[:-1]
-    has_equal_time[:-1] |= has_equal_time[1:]
-    tied = order[has_equal_time]
-    keys = pl.DataFrame({name: columns[name][tied] for name in (USER_ID, TIMESTAMP_MS, ITEM_ID, ACTION)})
-    distinct = pl.struct(TIMESTAMP_MS, ITEM_ID, ACTION).n_unique().alias("distinct")  # per user: in little memory
-    return len(tied) - int(keys.group_by(USER_ID).agg(distinct).get_column("distinct").sum())
+    count = 0
+    for user in range(len(offsets) - 1):
+        begin = offsets[user]
+        for end in range(begin + 1, offsets[user + 1] + 1):
+            if end < offsets[user + 1] and times[order[end]] == times[order[begin]]:
+                continue
+            if end - begin > 1:
+                tied = order[begin:end]
+                tied = tied[np.argsort(items[tied])]
+                first = 0
+                for last in range(1, len(tied) + 1):
+                    if last == len(tied) or items[tied[last]] != items[tied[first]]:
+                        if last - first > 1:
+                            count += last - first - len(np.unique(actions[tied[first:last]]))
+                        first = last
+            begin = end
+    return count

@@ -95,6 +95,8 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
     events = {name: column.to_numpy() for name, column in zip(features.columns, features.iter_columns(), strict=True)}
     events = {**sequences.events, ITEM_ID: rules.item_ids.encode(columns[ITEM_ID]), **events}
     sequences = replace(sequences, events=events)
+    # Which leaves no reference to the keys of users and items.
+    columns = {name: sequences.events[name] for name in (ITEM_ID, ACTION)} | {USER_ID: sequences.user_ids}
     divided = rule.divide(sequences, rules.facts)
     files, lengths, seen = {}, {}, []
     for split, rows in divided.items():
@@ -108,7 +110,6 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
             files[split] = earlier.keep(name, rules.folder)
         elif len(rows):
             files[split] = write_rows(rules.folder, name, schema_of(rules, split), rows, context)
-    columns = {name: sequences.events[name] for name in (ITEM_ID, ACTION)} | {USER_ID: sequences.user_ids}
     known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
     largest = {name: int(values.max(initial=-1)) for name, values in columns.items()}
     return WrittenRange(

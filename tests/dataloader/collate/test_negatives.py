@@ -349,6 +349,8 @@ def test_loaders_that_cannot_draw_negatives_say_so(small_dataset: Path) -> None:
         build_loader(mapped, _config(), rank=0, world_size=1)
     with pytest.raises(ConfigError, match="the split 'train', which has none"):
         NegativeSampler.create(POPULAR, [_store([[]], size=3)], None)
+    with pytest.raises(ConfigError, match="need tables of all 4,611,686,018,427,387,904 ids of items; preprocess with"):
+        NegativeSampler.create(POPULAR, [_store([[]], size=2**62, rule="hash:4611686018427387904")], None)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import tracemalloc
 from operator import itemgetter
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def test_a_range_has_the_events_of_its_users_of_each_in_the_order_of_the_runs(
         expected = [event for event in log if range_bits == 0 or _hash(event[0]) >> (64 - range_bits) == index]
         found = [*zip(*(values.tolist() for values in columns.values()), strict=True)]
         assert sorted(found, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+
+
+def test_a_range_is_read_in_little_more_memory_than_its_events_take(tmp_path: Path) -> None:
+    columns = {"user_id": np.zeros(1 << 18, dtype=np.int64), "timestamp_ms": np.arange(1 << 18) << 13}
+    columns["price"] = columns["user_id"].astype(np.float32)
+    runs = [write_run(tmp_path / f"{number}", columns, 0) for number in range(4)]
+    buckets = Buckets(folder=tmp_path, runs=runs, dtypes=DTYPES, num_bits=0)
+    tracemalloc.start()
+    try:
+        read = buckets.read_range(0, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.6 * sum(values.nbytes for values in read.values())
 
 
 @pytest.mark.processes
