@@ -1,6 +1,7 @@
 """Atomic output: the folder of a dataset is replaced completely or not at all."""
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -22,13 +23,15 @@ ITEM_FEATURES_NAME = "item_features.parquet"
 _OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME)
 
 DATASET_NAME = "dataset"  # folder of the new dataset in that of a run
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _Result = TypeVar("_Result")
 
 
 def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bool = False) -> _Result:
     """Let `write` fill a folder DATASET_NAME in its argument, put it in the place of `out`, and return its result.
 
-    The old folder is renamed, then the new one, and the old one is deleted last. If anything fails, `out` is unchanged.
+    The folders are exchanged in one step or, where the system cannot, renamed one after the other, and the old one is
+    deleted last. If anything fails, `out` is unchanged.
 
     If `out` is a symbolic link, the link is kept and its target replaced. A folder that contains something else than a
     dataset is only replaced with `overwrite`; a file or a mount point never.
@@ -45,6 +48,7 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
                 _flush(path)
             _check_replaceable(out, overwrite=overwrite)  # again, because a run can take hours
             _put_in_place(dataset, out, out.with_name(f".{out.name}.old"))
+            _flush(out.parent)
     return result
 
 
@@ -169,9 +173,18 @@ def is_of_dataset(content: bytes) -> Callable[[str], bool]:
 
 def _put_in_place(dataset: Path, out: Path, old: Path) -> None:
     if out.exists():
+        dataset.rename(old)
+        if _exchange(old, out):
+            return
+        old.rename(dataset)
         out.rename(old)
     dataset.rename(out)
-    _flush(out.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Give two folders each other's names in one step, and return whether the system and the file system can."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def _put_back(out: Path, old: Path) -> None:
@@ -189,6 +202,9 @@ def _clean_up(out: Path, partial: Path, old: Path, *, keep: bool) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
+        for folder, *_ in os.walk(path):  # of datasets that were made read-only
+            with contextlib.suppress(OSError):
+                os.chmod(folder, 0o700)
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ written last. Object stores have no locks: two jobs that write to the same URL m
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -30,6 +31,7 @@ from evenrank.preprocess.output.replace import (
 if TYPE_CHECKING:
     from pyarrow import fs
 
+_LOGGER = logging.getLogger("evenrank.preprocess")
 _IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
 
 
@@ -38,6 +40,7 @@ def replace_remote(
 ) -> Manifest:
     """Let `write` fill a temporary folder, upload it, remove what was at `out` before, and return the manifest.
 
+    What cannot be removed stays, with a warning: the manifest leads to the new files, and the next run tries again.
     Files of a killed upload are not uploaded again if they are of this version, else removed.
     """
     _check_replaceable(out, overwrite=overwrite)
@@ -67,7 +70,10 @@ def replace_remote(
         parent.rmdir()
     for entry in sorted({name.partition("/")[0] for name in earlier} - {MANIFEST_NAME, version.name}):
         on_stage(f"removing {out / entry}")
-        (out / entry).delete(is_folder=entry not in earlier)
+        try:
+            (out / entry).delete(is_folder=entry not in earlier)
+        except DataError as error:
+            _LOGGER.warning("the dataset is complete, but %s", error)
     return manifest
 
 

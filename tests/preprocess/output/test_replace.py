@@ -3,6 +3,9 @@ import errno
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -147,8 +150,61 @@ def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_dataset_is_there_after_each_step_of_its_replacement(
+    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename, found = tmp_path / "out", Path.rename, []
+    manifests = [preprocess(_config(out))]
+
+    def rename_and_look(path: Path, target: Path) -> Path:
+        rename(path, target)
+        found.append(read_manifest(out) if out.exists() else None)
+        return target
+
+    if not can_exchange:
+        monkeypatch.setattr(replace, "_exchange", lambda *_: False)
+    monkeypatch.setattr(Path, "rename", rename_and_look)
+    manifests.append(preprocess(_config(out, num_users=20)))
+    assert read_manifest(out) == manifests[1]
+    assert (None in found) is not can_exchange  # where the next run puts the old one back
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# Replaces a dataset that was made read-only, twice, as a user whom that stops.
+_READ_ONLY = """
+import os, sys
+from pathlib import Path
+from evenrank.preprocess.output.replace import replace_folder
+def write(run):
+    (run / "dataset" / "train").mkdir(parents=True)
+    (run / "dataset" / "train" / "part").write_text("rows")
+os.chdir(sys.argv[1])
+if os.geteuid() == 0:
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+for _ in range(3):
+    replace_folder(Path("out").absolute(), write, overwrite=True)
+    for path in (*Path("out").rglob("*"), Path("out")):
+        path.chmod(0o555)
+    print(os.listdir())
+"""
+
+
+@pytest.mark.processes
+def test_a_read_only_dataset_is_replaced_and_removed() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o777)
+        command = [sys.executable, "-P", "-c", _READ_ONLY, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("['out']\n" * 3, "")
+
+
 @pytest.mark.parametrize("failing", ["dataset", "out"])
-def test_a_rename_that_fails_leaves_the_old_dataset(tmp_path: Path, failing: str) -> None:
+def test_a_rename_that_fails_leaves_the_old_dataset(
+    tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replace, "_exchange", lambda *_: False)
     out = tmp_path / "out"
     old = preprocess(_config(out))
     rename = Path.rename

@@ -1,9 +1,12 @@
+import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,32 @@ def test_a_new_version_replaces_the_old_one_and_a_copied_folder(s3: S3, tmp_path
         version = version_name(s3.read("new/manifest.json"))
         assert {name.partition("/")[0] for name in s3.keys("new")} == {"manifest.json", version}
         assert len(open_store(s3.url("new"))) == read_manifest(s3.url("new")).splits["train"].rows
+
+
+def test_where_nothing_may_be_deleted_the_new_version_is_complete_and_the_old_one_stays(
+    s3: S3, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = {
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": "s3:DeleteObject",
+        "Resource": f"arn:aws:s3:::{BUCKET}/kept/*",
+    }
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [refused]}).encode()
+    url, headers = f"http://127.0.0.1:{s3.port}/{BUCKET}?policy", {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(url, policy, headers, method="PUT")).close()
+    versions: list[str] = []
+    for seed in (1, 2, 3):
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            _make(s3.url("kept"), seed)
+        assert [record.message.partition(": ")[0] for record in caplog.records] == [
+            f"the dataset is complete, but s3://{BUCKET}/kept/{version} cannot be deleted"
+            for version in sorted(versions)
+        ]
+        versions.append(version_name(s3.read("kept/manifest.json")))
+        assert {name.partition("/")[0] for name in s3.keys("kept")} == {"manifest.json", *versions}
+        assert len(open_store(s3.url("kept"))) == read_manifest(s3.url("kept")).splits["train"].rows
 
 
 @pytest.mark.parametrize("num_uploaded", [1, 3])
