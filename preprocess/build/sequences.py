@@ -167,13 +167,7 @@ def _count_duplicates(
             if end < offsets[user + 1] and times[order[end]] == times[order[begin]]:
                 continue
             if end - begin > 1:
-                tied = order[begin:end]
-                tied = tied[np.argsort(items[tied])]
-                first = 0
-                for last in range(1, len(tied) + 1):
-                    if last == len(tied) or items[tied[last]] != items[tied[first]]:
-                        if last - first > 1:
-                            count += last - first - len(np.unique(actions[tied[first:last]]))
-                        first = last
+                tied = [(items[event], actions[event]) for event in order[begin:end]]
+                count += len(tied) - len(set(tied))
             begin = end
     return count
