@@ -1,8 +1,16 @@
-"""`construct`: objects from settings by name, such as those of a file."""
+"""Options, declared once: their types are the annotations of a record or a function.
 
+`check_record` and `check_types` check what a program passes, `construct` makes objects from settings by name, such as
+those of a file.
+"""
+
+import dataclasses
 import inspect
+import re
+import reprlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -24,36 +32,72 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
         signature.bind(**settings)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; its settings are {', '.join(signature.parameters)}") from error
-    converted = dict(settings)
-    for key, parameter in signature.parameters.items():
-        if key in settings and not _is_a(settings[key], parameter.annotation):
-            converted[key] = _converted(settings[key])
-            if not _is_a(converted[key], parameter.annotation):
-                wanted = inspect.formatannotation(parameter.annotation)
-                raise ConfigError(f"{name}: {key} must be of type {wanted}, got {settings[key]!r}")
+    kinds = {key: parameter.annotation for key, parameter in signature.parameters.items()}
+    converted = {key: _converted(value, kinds.get(key)) for key, value in settings.items()}
+    check_types(make, converted, name)
     return make(**converted)
 
 
-def _converted(value: object) -> object:
-    if isinstance(value, list):
-        return tuple(value)
+def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name: str | None = None) -> None:
+    """Check arguments of a function or a class against its annotations; messages begin with `name`, or its own.
+
+    Arguments that it does not have are ignored, so `locals()` will do. A ConfigError names the first of another type.
+    """
+    for key, parameter in inspect.signature(make).parameters.items():
+        if key in arguments and not _is_a(arguments[key], kind := parameter.annotation):
+            # Without the modules of types.
+            wanted = "of type " + re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(kind))
+            if get_origin(kind) is Literal:
+                wanted = f"one of {', '.join(map(str, get_args(kind)))}"
+            raise ConfigError(f"{name or make.__name__}: {key} must be {wanted}, got {reprlib.repr(arguments[key])}")
+
+
+def check_record(record: Any) -> None:
+    """Check the fields of a dataclass as `check_types` does, and make tuples of lists in the place of tuples."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    for field in dataclasses.fields(record):
+        if isinstance(values[field.name], list):
+            values[field.name] = _converted(values[field.name], field.type)
+            object.__setattr__(record, field.name, values[field.name])
+    check_types(type(record), values)
+
+
+def check_at_least(minimum: int, **values: object) -> dict[str, object]:
+    """Return values, by the names of their options; a ConfigError unless all are integers of at least `minimum`."""
+    for name, value in values.items():
+        if type(value) is not int or value < minimum:
+            kind = "" if type(value) is int else "an integer of "
+            raise ConfigError(f"{name} must be {kind}at least {minimum}, got {reprlib.repr(value)}")
+    return values
+
+
+def _converted(value: object, kind: Any) -> object:
+    """Return a list as a tuple, and a number as a time, where that is of the type, and the value itself is not."""
+    if _is_a(value, kind):
+        return value
     try:
-        return timedelta(seconds=value)  # type: ignore[arg-type]
+        made: Any = tuple(value) if isinstance(value, list) else timedelta(seconds=value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return value
+    return made if _is_a(made, kind) else value
 
 
 def _is_a(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type; true for types that cannot be checked, such as protocols."""
+    """Return whether a value is of a type; true for types that cannot be checked, such as protocols without a call."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return any(_is_a(value, one) for one in arguments)
     if origin is Literal:
-        return value in arguments
+        return any(type(value) is type(one) and value == one for one in arguments)
     if origin is tuple and arguments and isinstance(value, tuple):
         is_long = arguments[-1] is ... or len(value) == len(arguments)
         return is_long and all(_is_a(one, arguments[0]) for one in value)
+    if origin is Mapping and arguments and isinstance(value, Mapping):
+        return all(_is_a(one, of) for entry in value.items() for one, of in zip(entry, arguments, strict=True))
     if origin in (int, float):  # `True` is no number, but a whole number is a float
-        return type(value) in (int, origin)
-    is_checked = isinstance(origin, type) and origin not in (Any, inspect.Parameter.empty)
-    return not is_checked or getattr(origin, "_is_protocol", False) or isinstance(value, origin)
+        return isinstance(value, int | origin) and not isinstance(value, bool)
+    if origin is Path:
+        return isinstance(value, str | Path)
+    if getattr(origin, "_is_protocol", False):
+        return callable(value) or "__call__" not in vars(origin)
+    return not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty) or isinstance(value, origin)

@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, get_args
+from typing import Any, ClassVar, Generic, Literal
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_at_least, check_record
 from evenrank.dataloader.batches.batch import Batch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.negatives import Negatives, NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
@@ -62,21 +63,13 @@ class ReadConfig(ABC, Generic[Batch]):
             names = getattr(self, name)
             if isinstance(names, str):
                 raise ConfigError(f"{name} must be a tuple of names, got {names!r}; write ({names!r},)")
-        for name, minimum in self._MINIMUMS.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < minimum:
-                raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
         if (expected := SEED(self.seed)) is not None:
             raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
-        if not isinstance(self.order, TimeWindows | Requests) and self.order not in get_args(Order):
-            known = ", ".join(get_args(Order))
-            raise ConfigError(f"order must be one of {known}, TimeWindows(every=...) or Requests(), got {self.order!r}")
-        if not isinstance(self.key_maps, Mapping):
-            raise ConfigError(f"key_maps must be a dict of KeyMaps by feature, got {show(self.key_maps)}")
+        check_record(self)
+        for name, minimum in self._MINIMUMS.items():
+            check_at_least(minimum, **{name: getattr(self, name)})
         object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy that no caller changes later
-        for name, key_map in self.key_maps.items():
-            if not isinstance(key_map, KeyMap):
-                raise ConfigError(f"key_maps must have a KeyMap for {name!r}, got {show(key_map)}")
+        for name in self.key_maps:
             if name in (ACTION, TIMESTAMP_MS):
                 raise ConfigError(f"key_maps cannot have {name!r}: actions are labels too, and times are no keys")
 
@@ -132,8 +125,6 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
         if self.num_tasks > _MAX_TASKS:
             raise ConfigError(f"num_tasks must be at most {_MAX_TASKS}, the bits of an action, got {self.num_tasks}")
-        if self.negatives is not None and not isinstance(self.negatives, Negatives):
-            raise ConfigError(f"negatives must be a Negatives or None, got {show(self.negatives)}")
         if self.negatives and not self.max_num_candidates and (self.num_tasks or self.label or self.target):
             raise ConfigError("negatives are for items that are predicted, not actions; set max_num_candidates to 1")
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.errors import StateError
+from evenrank.core.settings import check_at_least, check_record, check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
@@ -46,8 +47,8 @@ class RandomFeature:
     """Limit to `lengths`; larger draws are clipped."""
 
     def __post_init__(self) -> None:
-        if self.max_length < 0:
-            raise ConfigError(f"max_length must be at least 0, got {self.max_length}")
+        check_record(self)
+        check_at_least(0, max_length=self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,7 @@ class RandomData:
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         check_names(self.contextual)
 
 
@@ -153,9 +155,8 @@ class RandomBatches(RankLoader[Batch]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        for name, value in (("num_batches", num_batches), ("num_distinct", num_distinct)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_types(RandomBatches, locals())
+        check_at_least(1, num_batches=num_batches, num_distinct=1 if num_distinct is None else num_distinct)
         super().__init__(config, rank=rank, world_size=world_size)
         self._data = RandomData() if data is None else data
         self._num_batches = num_batches
@@ -258,8 +259,6 @@ class RandomBatches(RankLoader[Batch]):
 
 def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:
     """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for a SemanticIdConfig."""
-    for name, value in (("num_items", num_items), ("levels", levels), ("codebook_size", codebook_size)):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
+    check_at_least(1, num_items=num_items, levels=levels, codebook_size=codebook_size)
     codes = np.random.default_rng(seed).integers(0, codebook_size, (num_items, levels), dtype=np.int32)
     return CodeTable(codes=codes, codebook_sizes=(codebook_size,) * levels)

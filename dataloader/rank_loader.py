@@ -36,10 +36,7 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         transform: Transform[Batch] | None = None,
         sources: Sources = (),
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
-            )
+        check_rank(rank, world_size)
         super().__init__()
         self._config = config
         self._collate = config.make_collate(sources)
@@ -89,6 +86,15 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
                 raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
             batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
         return batch.pin_memory() if self._config.pin_memory else batch
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise a ConfigError unless both are integers, and the rank is one of 0..world_size-1."""
+    if not (type(rank) is type(world_size) is int and 0 <= rank < world_size):
+        raise ConfigError(
+            f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank, an "
+            "integer"
+        )
 
 
 def shared_settings(*records: Any) -> dict[str, Any]:

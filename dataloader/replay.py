@@ -8,6 +8,7 @@ from typing import Generic
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch
 
 
@@ -33,6 +34,7 @@ class Replay(Generic[Batch]):
     """How late the batch yielded last was, because batches are consumed or made more slowly than they are due."""
 
     def __init__(self, batches: Iterable[Batch], *, speed: float = 1.0) -> None:
+        check_types(Replay, {"speed": speed})
         if not 0 < speed < math.inf:
             raise ConfigError(f"speed must be a positive number, got {speed}")
         self._batches = batches

@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.config import ReadConfig
@@ -111,6 +112,7 @@ def build_stream_loader(
         ConfigError: the rank or the order is not supported, or the settings do not fit the dataset.
         DataError: the dataset, or the file of codes, is missing or malformed.
     """
+    check_types(build_stream_loader, locals())
     stream = StreamConfig() if stream is None else stream
     if follow:
         log = url if isinstance(url, LogSource) else open_log(url, config.split)

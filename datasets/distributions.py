@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.settings import check_record
 from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
 from evenrank.datasets.store import open_store
@@ -47,7 +48,7 @@ class Uniform:
     high: int = 1024
 
     def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
+        _check_range(self, self.high)
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -64,7 +65,7 @@ class Normal:
     high: int = 4096
 
     def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
+        _check_range(self, self.high)
         if not (math.isfinite(self.mean) and 0 <= self.std < math.inf):
             raise ConfigError(
                 f"mean and std must be finite and std at least 0, got mean={self.mean} and std={self.std}"
@@ -88,7 +89,7 @@ class Lognormal:
     high: int = 4096
 
     def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
+        _check_range(self, self.high)
         if not (0 < self.mean < math.inf and 0 <= self.std < math.inf and self.std / self.mean <= _MAX_STD_OVER_MEAN):
             raise ConfigError(
                 "mean must be positive, std at least 0 and at most 10^100 times the mean, and both finite; got "
@@ -205,6 +206,7 @@ class Histogram:
     """Where the values were observed, for messages and manifests."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         if not len(self.values) or len(self.values) != len(self.counts):
             raise ConfigError(
                 f"a histogram needs as many counts as values and at least one, got {len(self.values)} values and "
@@ -327,13 +329,14 @@ def _parse_value(key: str, value: str, kind: object, text: str) -> int | float |
         raise ConfigError(f"{key} must be {number.__name__}, got {value!r} (in {text!r})") from error
 
 
-def _check_range(low: int, high: int) -> None:
-    if not 0 <= low <= high <= _MAX_VALUE:
+def _check_range(record: Any, high: int) -> None:
+    check_record(record)
+    if not 0 <= (low := record.low) <= high <= _MAX_VALUE:
         raise ConfigError(f"low must be between 0 and high, and high at most 2^63 - 1024, got low={low} high={high}")
 
 
 def _check_zipf(zipf: Zipf | ClippedZipf, least_exponent: float) -> None:
-    _check_range(zipf.low, _MAX_VALUE if zipf.high is None else zipf.high)
+    _check_range(zipf, _MAX_VALUE if zipf.high is None else zipf.high)
     if not least_exponent <= zipf.exponent <= _MAX_EXPONENT:
         rule = "above 1, for values without a limit to have probabilities" if least_exponent else "at least 0"
         raise ConfigError(f"exponent must be {rule}, and at most {_MAX_EXPONENT}, got {zipf.exponent}")

@@ -27,6 +27,7 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
+from evenrank.core.settings import check_at_least, check_record
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.remote import latest_version
@@ -96,9 +97,8 @@ class StreamConfig:
     """With `follow`, the only option that applies: how often a rank that waits looks for new records."""
 
     def __post_init__(self) -> None:
-        for name in ("num_shards", "buffer_rows", "open_shards"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_record(self)
+        check_at_least(1, num_shards=self.num_shards, buffer_rows=self.buffer_rows, open_shards=self.open_shards)
         if not 0 < self.poll_seconds < math.inf:
             raise ConfigError(f"poll_seconds must be positive, got {self.poll_seconds}")
 

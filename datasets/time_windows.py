@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.numba_cache import compiled
+from evenrank.core.settings import check_record
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore, Slices
@@ -37,7 +38,8 @@ class TimeWindows:
     """Take the samples of a window in another order each time, else by the time of their first target."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, str) or not _EVERY.fullmatch(self.every):
+        check_record(self)
+        if not _EVERY.fullmatch(self.every):
             raise ConfigError(
                 f"every must be a number of hours, days or weeks, such as 6h, 1d or 1w, got {self.every!r}"
             )

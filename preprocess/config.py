@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_record
 from evenrank.core.storage import is_url
 from evenrank.preprocess.build.filters import Filters
 from evenrank.preprocess.build.ids import parse_ids, parse_unknown
@@ -69,6 +69,7 @@ class PreprocessConfig:
     """Files and columns of dataset `custom`."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         if self.dataset not in DATASETS:
             raise ConfigError(f"unknown dataset {self.dataset!r}; known: {', '.join(DATASETS)}")
         parse_split(self.split)
@@ -88,13 +89,9 @@ class PreprocessConfig:
             raise ConfigError(f"the name of the folder {self.out} is not UTF-8; choose another name")
         if is_url(self.raw_dir):
             raise ConfigError(f"raw_dir {self.raw_dir} is a URL; choose a folder of this host")
-        if self.engine not in get_args(EngineName):
-            raise ConfigError(f"engine must be one of {', '.join(get_args(EngineName))}, got {self.engine!r}")
         if self.ray_address is not None and self.engine != "ray":
             raise ConfigError(f"ray_address {self.ray_address!r} has no effect without engine='ray'; give both")
         if self.ray_address is not None and self.memory_limit is not None:
             raise ConfigError(
                 f"memory_limit {self.memory_limit} is of this machine, not of a Ray cluster; leave it out"
             )
-        if self.on_error not in get_args(OnError):
-            raise ConfigError(f"on_error must be one of {', '.join(get_args(OnError))}, got {self.on_error!r}")

@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_record
 from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
@@ -134,11 +135,9 @@ class TabularConfig:
     """`events`: columns of events; `table`: item_features.parquet, one row per item, also with lists."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         if not self.events:
             raise ConfigError("events is empty; give at least one file")
-        if self.timestamp_unit not in get_args(TimestampUnit):
-            units = ", ".join(get_args(TimestampUnit))
-            raise ConfigError(f"timestamp_unit must be one of {units}, got {self.timestamp_unit!r}")
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
             raise ConfigError("give either timestamp_column or timestamp_unit 'row', for logs in order without times")
         if len(self.action_columns) > _MAX_FLAGS:
@@ -148,8 +147,6 @@ class TabularConfig:
         for path, columns in (("context", "context_columns"), ("item_features", "item_columns")):
             if (getattr(self, path) is None) != (not getattr(self, columns)):
                 raise ConfigError(f"{path} and {columns} go together; give both or none")
-        if self.item_features_as not in get_args(ItemFeaturesAs):
-            raise ConfigError(f"item_features_as must be events or table, got {self.item_features_as!r}")
         if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
             raise ConfigError(f"delimiter must be a punctuation mark or a tab, or one repeated, got {self.delimiter!r}")
         features = [(file.key, *(column.name for column in file.columns)) for file in self.feature_files.values()]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_at_least
 from evenrank.dataloader.balance.ranks.process_group import Group
 from evenrank.training.mean_metrics import MeanMetrics
 from evenrank.training.metrics import check_scores
@@ -18,8 +18,7 @@ class _ErrorMetrics(MeanMetrics):
     _terms: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]]  # from scores and targets, float64 [n, num_tasks]
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
-        if num_tasks < 1:
-            raise ConfigError(f"num_tasks must be at least 1, got {num_tasks}")
+        check_at_least(1, num_tasks=num_tasks)
         self._suffixes = [""] if num_tasks == 1 else [f"_{task}" for task in range(num_tasks)]
         names = [name + suffix for name in self._terms for suffix in self._suffixes]
         super().__init__(names, {"num_tasks": num_tasks}, group, device)

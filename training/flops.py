@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_at_least
 from evenrank.dataloader.batches.batch import SequenceBatch
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
@@ -114,7 +115,7 @@ def hstu_flops(
         head: widths of the MLP of a prediction, such as (256, 512, tasks), or (hidden, scored items) for a sampled
             softmax with negatives of its own for each prediction.
     """
-    _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
+    check_at_least(1, hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
     width = heads * head_dim
     per_token = mlp_flops(embedding) + layers * (mlp_flops((hidden, 4 * width)) + mlp_flops((width, hidden)))
     return ModelFlops(per_token=per_token, per_pair=layers * 4 * width, per_prediction=mlp_flops(head))
@@ -127,7 +128,7 @@ def decoder_flops(
 
     See `hstu_flops`; `ffn_hidden` is the inner width of the feed-forward network.
     """
-    _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers, ffn_hidden=ffn_hidden)
+    check_at_least(1, hidden=hidden, heads=heads, head_dim=head_dim, layers=layers, ffn_hidden=ffn_hidden)
     width = heads * head_dim
     layer = mlp_flops((hidden, 3 * width)) + mlp_flops((width, hidden)) + mlp_flops((hidden, ffn_hidden, hidden))
     return ModelFlops(per_token=layers * layer, per_pair=layers * 4 * width, per_prediction=mlp_flops(head))
@@ -197,9 +198,3 @@ def _lengths(batch: SequenceBatch, key: str) -> Tensor:
         raise ConfigError(f"the work needs the key {key!r}; batches have {', '.join(keys)}")
     lengths: Tensor = batch.features.lengths().view(len(keys), -1)[keys.index(key)]
     return lengths.long()
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} must be at least 1, got {size}")

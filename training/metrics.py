@@ -17,6 +17,7 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
+from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.routing.owners import owner_rank
@@ -39,8 +40,7 @@ class BinaryAUC:
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
-        if num_tasks < 1:
-            raise ConfigError(f"num_tasks must be at least 1, got {num_tasks}")
+        check_at_least(1, num_tasks=num_tasks)
         self._num_tasks = num_tasks
         self._device = torch.device(device)
         self._group = process_group_of(group)
@@ -164,8 +164,9 @@ class RankingMetrics(MeanMetrics):
     def __init__(
         self, ks: Sequence[int] = (10, 50), *, group: Group | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        if not ks or min(ks) < 1:
-            raise ConfigError(f"ks must be numbers of at least 1, got {list(ks)}")
+        check_types(RankingMetrics, {"ks": ks})
+        for k in ks or [0]:
+            check_at_least(1, ks=k)
         names = [f"{name}@{k}" for k in ks for name in ("recall", "ndcg", "mrr")]
         super().__init__(names, {"ks": list(ks)}, group, device)
         # Place 0 stands for all places that do not count.

@@ -19,8 +19,9 @@ def in_batch_mask(batch: SequenceBatch) -> Tensor:
     rows = torch.arange(len(lengths), device=items.device)
     row_of_target = torch.repeat_interleave(rows, targets, output_size=batch.loss_tokens)
     from_end = targets.cumsum(0)[row_of_target] - torch.arange(batch.loss_tokens, device=items.device)
+    items = torch.searchsorted(items.sort().values, items)  # because ids of 63 bits leave no room for the row
     target_items = items[lengths.cumsum(0)[row_of_target] - from_end]
-    # Pairs of an item and a row that has it, as single numbers, sorted to be found.
+    # Pairs of an item, by its place in order, and a row that has it, as single numbers, sorted to be found.
     row_of_item = torch.repeat_interleave(rows, lengths, output_size=len(items))
     pairs = (items * len(rows) + row_of_item).sort().values
     asked = target_items * len(rows) + rows[:, None]  # [batch_size, N]

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 
 GIB = 2**30
@@ -101,6 +102,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
     """
 
     def __init__(self, seconds: float = 300.0, *, group: Group | None = None, file: TextIO | None = None) -> None:
+        check_types(StallWatch, {"seconds": seconds})
         if not 0 < seconds < math.inf:
             raise ConfigError(f"seconds must be positive and finite, got {seconds}")
         self._alarm = Alarm(seconds)
@@ -242,6 +244,7 @@ class MemoryWatch:
         self._device = torch.device(device)
         if self._device.type != "cuda":
             raise ConfigError(f"device is {device}; memory is watched on cuda")
+        check_types(MemoryWatch, {"min_free_gib": min_free_gib, "max_unallocated": max_unallocated})
         if not (min_free_gib >= 0 and 0 <= max_unallocated <= 1):
             limits = f"{min_free_gib} and {max_unallocated}"
             raise ConfigError(f"min_free_gib must be at least 0, and max_unallocated a share from 0 to 1, got {limits}")

@@ -11,6 +11,7 @@ from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
@@ -92,8 +93,8 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         drop_last: bool = False,
         num_batches: int | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        check_types(PaddedBatches, locals())
+        check_at_least(1, batch_size=batch_size)
         self._samples = samples
         self._batch_size = batch_size
         self._collate = collate

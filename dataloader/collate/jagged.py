@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, one_line
+from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.batches.batch import (
     JaggedBatch,
     LossKey,
@@ -44,6 +45,7 @@ def jagged(dtype: torch.dtype = torch.int64, *, field: str = "features", max_len
         field: the KeyedJaggedTensor of the batch that the key belongs to.
         max_length: most values that a sample may have, for `length_limits` of the batches; None: any number.
     """
+    check_types(jagged, locals())
     return Jagged(dtype, field, max_length)
 
 
@@ -116,8 +118,8 @@ class JaggedCollate:
     def __init__(
         self, declarations: Mapping[str, Any], *, batch_size: int | None = None, loss_key: LossKey | None = None
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        if batch_size is not None:
+            check_at_least(1, batch_size=batch_size)
         self._batch_size = batch_size
         self._loss_key = loss_key
         self._jagged: dict[str, dict[str, Jagged]] = {}  # by field and key

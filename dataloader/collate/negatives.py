@@ -22,6 +22,7 @@ from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.core.hashing import mix_word
 from evenrank.core.numba_cache import compiled
+from evenrank.core.settings import check_at_least, check_record
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.continuous_log import LogSource
@@ -58,12 +59,10 @@ class Negatives:
     """Hard negatives of a sample's last event, without replacement; where there are fewer, others are drawn."""
 
     def __post_init__(self) -> None:
-        for name, value, minimum in (("count", self.count, 1), ("num_hard", self.num_hard, 0)):
-            if type(value) is not int or value < minimum:
-                raise ConfigError(f"{name} of negatives must be an integer of at least {minimum}, got {value!r}")
-        if self.by not in ("uniform", "popularity"):
-            raise ConfigError(f"negatives must be drawn by 'uniform' or 'popularity', got {self.by!r}")
-        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 8:
+        check_record(self)
+        check_at_least(1, count=self.count)
+        check_at_least(0, num_hard=self.num_hard)
+        if not 0 <= self.alpha <= 8:
             raise ConfigError(f"alpha of negatives must be a number from 0 to 8, got {self.alpha!r}")
         if (self.hard is None) != (self.num_hard == 0):
             raise ConfigError(

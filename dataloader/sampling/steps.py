@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.settings import check_at_least, check_record
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.batches.schema import BatchSchema, schema_of
@@ -43,10 +44,11 @@ class Mixture:
     """Samples of an epoch, over all ranks; None: the number of samples of all datasets."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         if not self.weights:
             raise ConfigError("a mixture needs at least one dataset, got no weights; pass weights as {folder: weight}")
-        if self.num_samples is not None and self.num_samples < 1:
-            raise ConfigError(f"num_samples of a mixture must be at least 1, got {self.num_samples}")
+        if self.num_samples is not None:
+            check_at_least(1, num_samples=self.num_samples)
 
 
 def find_samples(

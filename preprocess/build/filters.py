@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_record
 from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 from evenrank.preprocess.build.buckets import Buckets
@@ -37,6 +38,7 @@ class Filters:
     """Distance between the starts of consecutive windows; None: `window`."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         for name, value in asdict(self).items():
             if value is not None and not 1 <= value <= _MAX_EVENTS:
                 raise ConfigError(f"{name} must be between 1 and {_MAX_EVENTS}, got {value}")

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
+from evenrank.core.settings import check_record
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import REQUEST_COLUMNS, TIMESTAMP_MS
 from evenrank.preprocess.build.sequences import Sequences
@@ -25,6 +26,7 @@ class RequestRule:
     """Whether the histories and requests of each UTC day are separate."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         if not 0 < self.seconds < 1e9:
             raise ConfigError(f"seconds between requests must be above 0 and below 10^9, got {self.seconds:g}")
 

@@ -9,6 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_record
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names, user_hash
 from evenrank.preprocess.files.table import EventPart, Events, Piece
@@ -44,6 +45,7 @@ class Drift:
     """Share of items that appear after the start; the first one of each category is always there."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         limits = {"categories": (1, _MAX_ITEMS), "days": (0.01, 1e6), "share": (0, 1), "new_items": (0, 0.9)}
         for name, (low, high) in limits.items():
             if not low <= (value := getattr(self, name)) <= high:
@@ -67,6 +69,7 @@ class SyntheticConfig:
     """None: nothing evolves. Otherwise events have a column `category` too, and `items` are Zipf."""
 
     def __post_init__(self) -> None:
+        check_record(self)
         if not 1 <= self.num_users <= _MAX_USERS:
             raise ConfigError(f"num_users must be between 1 and {_MAX_USERS:,}, got {self.num_users}")
         check_new_names([*self.contextual, *[CATEGORY] * (self.drift is not None)])

@@ -107,16 +107,16 @@ def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_o
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
-        ({"max_num_candidates": -1}, "max_num_candidates must be an integer of at least 0, got -1"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"max_num_candidates": -1}, "max_num_candidates must be at least 0, got -1"),
         (
             {"order": "random"},
-            r"order must be one of shuffle, rows, TimeWindows\(every=...\) or Requests\(\), got 'random'",
+            r"LoaderConfig: order must be of type .*\['shuffle', 'rows'\], TimeWindows, Requests\], got 'random'",
         ),
         ({"num_tasks": 32}, "num_tasks must be at most 31"),
         ({"context": "age"}, r"context must be a tuple of names, got 'age'; write \('age',\)"),
         ({"extra_events": "price"}, r"extra_events must be a tuple of names, got 'price'; write \('price',\)"),
-        ({"prefetch": 0}, "prefetch must be an integer of at least 1, got 0"),
+        ({"prefetch": 0}, "prefetch must be at least 1, got 0"),
         *(
             ({"seed": seed}, "seed must be an integer from -9223372036854775808 to 92233720368547758")
             for seed in (1 << 63, 0.5, True, None)

@@ -76,11 +76,11 @@ def test_windows_begin_at_multiples_of_their_length_or_at_the_start() -> None:
 
 
 def test_windows_that_cannot_be_are_refused() -> None:
-    for every in ("0d", "1y", "d", "1 d", 5):
+    for every in ("0d", "1y", "d", "1 d"):
         with pytest.raises(
             ConfigError, match="every must be a number of hours, days or weeks, such as 6h, 1d or 1w, got"
         ):
-            TimeWindows(every=every)  # type: ignore[arg-type]
+            TimeWindows(every=every)
     with pytest.raises(ConfigError, match="start must be a time in ISO 8601, such as 2015-01-06, got 'today'"):
         TimeWindows(every="1d", start="today")
     with pytest.raises(ConfigError, match="start 2000-01-01 is after the last event, at 1970-01-02T00:00:00"):

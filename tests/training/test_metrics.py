@@ -255,7 +255,7 @@ def test_gpus_over_nccl_give_equal_bits(gpu_ranks: RankPool) -> None:
         (lambda: BinaryAUC(0), "num_tasks must be at least 1, got 0"),
         (lambda: BinaryAUC(2).update(torch.zeros(3), torch.zeros(3)), r"\[n, 2\], got scores \[3\] and targets \[3\]"),
         (lambda: BinaryAUC(2).update(torch.zeros(3, 2), torch.zeros(4, 2)), r"scores \[3, 2\] and targets \[4, 2\]"),
-        (lambda: RankingMetrics((5, 0)), r"ks must be numbers of at least 1, got \[5, 0\]"),
+        (lambda: RankingMetrics((5, 0)), "ks must be at least 1, got 0"),
         (
             lambda: RankingMetrics().update(torch.ones(3).int(), torch.ones(2)),
             r"weights must be \[3\], one per .*\[2\]",

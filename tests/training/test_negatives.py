@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.training import in_batch_mask
@@ -28,3 +30,13 @@ def test_a_batch_of_padding_has_an_empty_mask(small_dataset: Path) -> None:
     loader = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=0, world_size=1)
     batch = next(iter(loader))
     assert in_batch_mask(batch.index_select([])).shape == (0, 0)
+
+
+def test_ids_of_63_bits_have_the_mask_of_small_ones(small_dataset: Path) -> None:
+    loader = build_loader(small_dataset, LoaderConfig(batch_size=24, max_num_candidates=2), rank=0, world_size=1)
+    for batch in loader:
+        features = batch.features
+        items = features["item_id"].values()
+        # Ids that differ by a multiple of 2^61, which times 24 rows is 0 in int64.
+        large = KeyedJaggedTensor(["item_id"], items // 4 + (items % 4 << 61), lengths=features["item_id"].lengths())
+        assert torch.equal(in_batch_mask(batch.replace(features=large)), in_batch_mask(batch))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.settings import check_at_least
 from evenrank.dataloader.balance.costs.cost import register_cost
 from evenrank.dataloader.balance.costs.model_costs import TokenCost, attended_pairs
 from evenrank.datasets.schema import ITEM_ID
@@ -111,8 +112,7 @@ class MeasuredCost(TokenCost):
         Raises:
             ConfigError: the fit would be poor; the message says why, and which steps to time instead.
         """
-        if max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
+        check_at_least(1, max_tokens=max_tokens)
         tokens, pairs = _sums(lengths, candidates, max_tokens).T
         return cls.fit_sums(
             tokens,

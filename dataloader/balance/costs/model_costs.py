@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_at_least, check_record
 from evenrank.dataloader.balance.costs.cost import COST_BITS, register_cost
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
@@ -35,9 +36,8 @@ class TokenCost(ABC):
     _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     def __post_init__(self) -> None:
-        for name in self._AT_LEAST_ONE:
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_record(self)
+        check_at_least(1, **{name: getattr(self, name) for name in self._AT_LEAST_ONE})
 
     @property
     def max_cost(self) -> int:
@@ -228,6 +228,9 @@ class PaddedCost:
 
     row: TokenCost
     """Cost of one row."""
+
+    def __post_init__(self) -> None:
+        check_record(self)
 
     @property
     def max_cost(self) -> int:

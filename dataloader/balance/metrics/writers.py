@@ -25,6 +25,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.optional_imports import naming_extras
+from evenrank.core.settings import check_at_least
 from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
 
@@ -49,9 +50,7 @@ class Writer(ABC):
     """
 
     def __init__(self, every: int, window: int) -> None:
-        for name, value in (("every", every), ("window", window)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_at_least(1, every=every, window=window)
         self._every = every
         self._last_steps: deque[StepMetrics] = deque(maxlen=window)
         self._options: Mapping[str, Any] = {}

@@ -326,8 +326,11 @@ def test_ranks_compare_what_is_drawn_and_files_by_their_contents(small_dataset: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 0}, "count of negatives must be an integer of at least 1, got 0"),
-        ({"count": 1, "by": "events"}, "negatives must be drawn by 'uniform' or 'popularity', got 'events'"),
+        ({"count": 0}, "count must be at least 1, got 0"),
+        (
+            {"count": 1, "by": "events"},
+            "Negatives: by must be one of uniform, popularity, got 'events'",
+        ),
         ({"count": 1, "alpha": -1}, "alpha of negatives must be a number from 0 to 8, got -1"),
         ({"count": 1, "num_hard": 2}, "hard negatives need hard and num_hard, got None and 2; pass both"),
     ],
@@ -338,7 +341,7 @@ def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> No
 
 
 def test_loaders_that_cannot_draw_negatives_say_so(small_dataset: Path) -> None:
-    with pytest.raises(ConfigError, match="negatives must be a Negatives or None, got 5"):
+    with pytest.raises(ConfigError, match=r"^LoaderConfig: negatives must be of type Negatives \| None, got 5$"):
         _config(negatives=5)
     with pytest.raises(ConfigError, match="set max_num_candidates to 1"):
         _config(max_num_candidates=0, num_tasks=1)

@@ -114,12 +114,15 @@ NINE_ROWS = KeyMap(num_embeddings=9, world_size=2, mode="roundrobin")
 @pytest.mark.parametrize(
     ("key_maps", "message"),
     [
-        (NINE_ROWS, "key_maps must be a dict of KeyMaps by feature, got a KeyMap"),
+        (NINE_ROWS, "LoaderConfig: key_maps must be of type Mapping[str, KeyMap], got KeyMap("),
         *(
             ({name: NINE_ROWS}, f"key_maps cannot have '{name}': actions are labels too, and times are no keys")
             for name in ("action", "timestamp_ms")
         ),
-        ({"item_id": "roundrobin"}, "key_maps must have a KeyMap for 'item_id', got 'roundrobin'"),
+        (
+            {"item_id": "roundrobin"},
+            "LoaderConfig: key_maps must be of type Mapping[str, KeyMap], got {'item_id': 'roundrobin'}",
+        ),
         *(
             ({name: NINE_ROWS}, f"key_maps has '{name}', which is no feature of the batches; they have segment, item_")
             for name in ("video_id", "user_id")

@@ -362,7 +362,7 @@ FILE = Path("f.csv")
         (of_items(FILE, "b", "genres:list"), "item_columns has 'genres:list', no column of events; set item_features_"),
         ({"item_columns": ("a",)}, "item_features and item_columns go together; give both or none"),
         ({"context": FILE}, "context and context_columns go together; give both or none"),
-        ({"item_features_as": "rows"}, "item_features_as must be events or table, got 'rows'"),
+        ({"item_features_as": "rows"}, "item_features_as must be one of events, table, got 'rows'"),
         ({"context": FILE, "context_columns": ("a", "a:float")}, "column 'a' is given twice"),
         ({"context": FILE, "context_columns": ("length:float",)}, "no feature can be called 'length'"),
         ({"context": FILE, "context_columns": ("user:list",)}, "column 'user' is given twice"),

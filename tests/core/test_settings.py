@@ -1,0 +1,167 @@
+"""Every option of every public record is checked against its annotation, at one place."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_types
+from evenrank.dataloader import (
+    ElasticSampler,
+    JaggedCollate,
+    LoaderConfig,
+    Mixture,
+    Negatives,
+    PaddedBatches,
+    RandomBatches,
+    RandomData,
+    RandomFeature,
+    Replay,
+    SemanticIdConfig,
+    StreamConfig,
+    TimeWindows,
+    build_loader,
+    build_stream_loader,
+    jagged,
+)
+from evenrank.dataloader.balance import (
+    BalanceConfig,
+    HSTUCost,
+    LinearCost,
+    MeasuredCost,
+    PaddedCost,
+    SelfAttentionCost,
+)
+from evenrank.datasets.distributions import ClippedZipf, Lognormal, Normal, Uniform, Zipf
+from evenrank.preprocess import Drift, Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig
+from evenrank.training import MemoryWatch, RankingMetrics, StallWatch, StepTimer
+
+LAYERS: dict[str, Any] = {"interleave_actions": True, "hidden": 8, "heads": 1, "head_dim": 8, "layers": 1}
+LINEAR = LinearCost(interleave_actions=False)
+FIT: dict[str, Any] = {"linear": 1, "quadratic": 1, "fraction_bits": 1, "seconds_per_step": 0.5, "steps": 9, "r2": 0.9}
+
+
+def _checked_balance(**options: Any) -> BalanceConfig:
+    """A BalanceConfig is checked where it is used, so that all ranks learn of a mistake."""
+    config = BalanceConfig(**options)
+    config.check(exchanges=True)
+    return config
+
+
+# With the options that have no default.
+RECORDS: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
+    (LoaderConfig, LoaderConfig, {"batch_size": 1}),
+    (SemanticIdConfig, SemanticIdConfig, {"batch_size": 1, "codes": "codes.npy"}),
+    (StreamConfig, StreamConfig, {}),
+    (TimeWindows, TimeWindows, {"every": "1d"}),
+    (Mixture, Mixture, {"weights": {"a": 1.0}}),
+    (Negatives, Negatives, {"count": 1}),
+    (RandomData, RandomData, {}),
+    (RandomFeature, RandomFeature, {"values": Uniform(), "lengths": Uniform(), "max_length": 1}),
+    (_checked_balance, BalanceConfig, {"cost": LINEAR}),
+    (HSTUCost, HSTUCost, LAYERS),
+    (SelfAttentionCost, SelfAttentionCost, LAYERS | {"ffn_multiplier": 4}),
+    (MeasuredCost, MeasuredCost, FIT | {"interleave_actions": True}),
+    (PaddedCost, PaddedCost, {"row": LINEAR}),
+    *((each, each, {}) for each in (Uniform, Normal, Lognormal, Zipf, ClippedZipf, Filters, Drift, SyntheticConfig)),
+    (RequestRule, RequestRule, {"seconds": 1.0}),
+    (PreprocessConfig, PreprocessConfig, {"dataset": "ml-1m", "out": "out"}),
+    (
+        TabularConfig,
+        TabularConfig,
+        {"events": (Path("a.csv"),), "user_column": "u", "item_column": "i", "timestamp_column": "t"},
+    ),
+]
+WRONG: dict[Any, list[Any]] = {bool: ["False", 0, 1.0], int: ["1", 0.5, True], float: ["1", True], str: [1, b"a"]}
+
+
+@pytest.mark.parametrize(("make", "record", "options"), RECORDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_an_option_of_another_type_is_an_error_of_one_line(
+    make: Callable[..., Any], record: Any, options: dict[str, Any]
+) -> None:
+    make(**options)
+    for field in dataclasses.fields(record):
+        # Whether an object that is no distribution can draw is not known.
+        for wrong in [*([] if "Distribution" in str(field.type) else [object()]), *WRONG.get(field.type, [])]:
+            with pytest.raises(ConfigError, match=rf"\b{field.name} must be ") as raised:
+                make(**{**options, field.name: wrong})
+            assert "\n" not in str(raised.value)
+
+
+def test_types_are_those_of_the_annotations() -> None:
+    def call(
+        one: Literal[1, "a"], many: tuple[int, ...] | None, table: Mapping[str, float], ready: Callable[[], int]
+    ) -> None:
+        pass
+
+    good = {"one": 1, "many": (1, 2), "table": {"a": 1, "b": np.float64(0.5)}, "ready": print}
+    check_types(call, {**good, "other": 1})
+    array = np.arange(3)
+    for name, wrong in (
+        ("one", True),
+        ("one", array),
+        ("many", [1]),
+        ("many", (1, "2")),
+        ("table", {"a": "1"}),
+        ("table", {1: 1}),
+        ("ready", 3),
+    ):
+        with pytest.raises(ConfigError, match=f"^call: {name} must be "):
+            check_types(call, {**good, name: wrong})
+
+
+def test_lists_are_accepted_in_the_place_of_tuples_and_become_tuples() -> None:
+    context: Any = ["age", "country"]
+    config = LoaderConfig(batch_size=1, context=context)
+    assert config == LoaderConfig(batch_size=1, context=("age", "country"))
+    assert hash(config)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda wrong: build_loader("x", LoaderConfig(batch_size=1), rank=wrong, world_size=2),
+            "rank must be of type int",
+        ),
+        (
+            lambda wrong: build_stream_loader("x", LoaderConfig(batch_size=1), rank=0, world_size=1, follow=wrong),
+            "follow must be of type bool",
+        ),
+        (lambda wrong: ElasticSampler(8, batch_size=1, rank=wrong, world_size=2), "rank must be of type int"),
+        (
+            lambda wrong: ElasticSampler(8, batch_size=1, rank=0, world_size=1, shuffle=wrong),
+            "shuffle must be of type bool",
+        ),
+        (
+            lambda wrong: ElasticSampler(8, batch_size=1, rank=0, world_size=1, drop_last=wrong),
+            "drop_last must be of type bool",
+        ),
+        (lambda wrong: ElasticSampler(8, batch_size=1, rank=0, world_size=1, seed=wrong), "seed must be of type int"),
+        (lambda wrong: RandomBatches(LoaderConfig(batch_size=1), num_batches=wrong), "num_batches must be of type int"),
+        (
+            lambda wrong: RandomBatches(LoaderConfig(batch_size=1), num_batches=1, rank=wrong, world_size=2),
+            "rank must be of type int",
+        ),
+        (
+            lambda wrong: PaddedBatches([], batch_size=1, collate=JaggedCollate({}), drop_last=wrong),
+            "drop_last must be of type bool",
+        ),
+        (lambda wrong: jagged(max_length=wrong), "max_length must be of type int | None"),
+        (lambda wrong: Replay([], speed=wrong), "speed must be of type float"),
+        (lambda wrong: StepTimer(every=wrong), "every must be an integer of at least 1"),
+        (lambda wrong: StepTimer(wrong), "writers must be of type Callable["),
+        (lambda wrong: StallWatch(wrong), "seconds must be of type float"),
+        (lambda wrong: MemoryWatch("cuda", min_free_gib=wrong), "min_free_gib must be of type float"),
+        (lambda wrong: RankingMetrics(wrong), "ks must be "),
+    ],
+)
+def test_arguments_are_checked_as_records_are(call: Callable[[Any], Any], message: str) -> None:
+    for wrong in ("False", True if "bool" not in message else 1):
+        with pytest.raises(ConfigError) as raised:
+            call(wrong)
+        assert message in str(raised.value)
