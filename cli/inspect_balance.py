@@ -134,8 +134,14 @@ def walk_epoch(
             on_stage(f"opening {config.split}")
             from evenrank.dataloader import build_loader
             from evenrank.dataloader.balance import Balancer
+            from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 
-            loader = build_loader(path, config, rank=rank, world_size=world_size)
+            loader = create_on_all_ranks(
+                lambda _: build_loader(path, config, rank=rank, world_size=world_size),
+                group=None,
+                world_size=world_size,
+                balance=balance,
+            )
             batches: Iterable[SequenceBatch]
             if has_exchange:
                 batches = stack.enter_context(Balancer(loader, balance))

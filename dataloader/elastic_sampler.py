@@ -19,10 +19,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
@@ -33,6 +36,7 @@ from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.collate.jagged import jagged
+from evenrank.dataloader.rank_loader import check_rank
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import StepSampler, StepShape
@@ -87,50 +91,48 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        lengths: Mapping[str, NDArray[np.integer]] | None = None,
+        lengths: Mapping[str, ArrayLike] | None = None,
         balance: BalanceConfig | None = None,
         loss_key: LossKey | None = None,
         group: Group | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
-            )
-        if num_samples < 0 or batch_size < 1:
-            raise ConfigError(
-                f"num_samples must be at least 0 and batch_size at least 1, got {num_samples} and {batch_size}"
-            )
-        if (lengths is None) != (balance is None):
-            raise ConfigError(
-                "lengths and balance belong together: pass lengths={...} and balance=BalanceConfig(cost=...), or "
-                "neither, and a Balancer over the DataLoader"
-            )
-        EpochPositions.__init__(self)
-        self._order = (ShuffledOrder if shuffle else RowOrder)(
-            samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
-        )
-        self._fingerprint = hashlib.sha256(repr(self._order.fingerprint()).encode()).hexdigest()
-        self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
-        self._seed = seed
-        self._loss_key = loss_key
-        self._ids, self._key_maps = {}, {}
-        self._balance = balance
-        # DataLoaders ask for indices on the training thread.
-        self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
-        self._handed_out: deque[_Step] | None = None  # to an ElasticLoader, and not yet by it
-        self._plan_check: PlanCheck | None = None
+        arguments = locals()
 
         def create(members: Members | None) -> ElasticSampler:
-            given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
-            self._sampler = make_step_sampler(given, self._shape, balance)
+            check_types(ElasticSampler, arguments)
+            check_rank(rank, world_size)
+            check_at_least(0, num_samples=num_samples)
+            check_at_least(1, batch_size=batch_size)
+            if (lengths is None) != (balance is None):
+                raise ConfigError(
+                    "lengths and balance belong together: pass lengths={...} and balance=BalanceConfig(cost=...), or "
+                    "neither, and a Balancer over the DataLoader"
+                )
+            EpochPositions.__init__(self)
+            self._order = (ShuffledOrder if shuffle else RowOrder)(
+                samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
+            )
+            self._fingerprint = hashlib.sha256(repr(self._order.fingerprint()).encode()).hexdigest()
+            self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
+            self._seed = seed
+            self._loss_key = loss_key
+            self._ids, self._key_maps = {}, {}
+            self._balance = balance
+            # DataLoaders ask for indices on the training thread.
+            self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
+            self._handed_out: deque[_Step] | None = None  # to an ElasticLoader, and not yet by it
+            self._given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
+            self._sampler = make_step_sampler(self._given, self._shape, balance)
             self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
+            self._observe = (
+                None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
+            )
             return self
 
-        if balance is None:
+        if lengths is None and balance is None:
             create(None)
         else:
-            create_on_all_ranks(create, group=group, world_size=world_size, timeout=balance.timeout)
-        self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
+            create_on_all_ranks(create, group=group, world_size=world_size, balance=balance)
 
     def __iter__(self) -> Iterator[list[int]]:
         iteration = self._begin_epoch()
@@ -141,8 +143,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         for step, samples in enumerate(chain.from_iterable(planned)):
             self._after_last = Position(epoch, schedule.position_after(step))
             if self._handed_out is not None:
-                num_real = len(samples.sample_ids)
-                self._handed_out.append(_Step(self._after_last, step, num_real, samples.fields, samples.metrics))
+                self._handed_out.append(_Step(self._after_last, step, *samples))
             yield samples.sample_ids.tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -183,7 +184,7 @@ class _Step(NamedTuple):
 
     position: Position  # after it
     step: int
-    num_real: int
+    sample_ids: NDArray[np.int64]
     fields: dict[str, Any]  # of the batch
     metrics: StepMetrics | None
 
@@ -233,6 +234,10 @@ class ElasticLoader(Generic[Batch]):
         return self._sampler.remaining_batches()
 
     def __iter__(self) -> Iterator[Batch]:
+        check = self._sampler._plan_check
+        return self._iterate() if check is None else check.telling(self._iterate())
+
+    def _iterate(self) -> Iterator[Batch]:
         sampler, check, observe = self._sampler, self._sampler._plan_check, self._sampler._observe
         plans = None if check is None else check.begin_epoch(sampler.epoch, sampler.remaining_batches())
         handed_out: deque[_Step] = deque()
@@ -249,15 +254,17 @@ class ElasticLoader(Generic[Batch]):
             check.end_epoch(plans)
 
     def _placed(self, batch: Any, step: _Step) -> Any:
-        if batch.num_real != step.num_real:
+        if batch.num_real != len(step.sample_ids):
             raise ConfigError(
-                f"collate_fn made {batch.num_real} rows of {step.num_real} samples; make one row of each sample"
+                f"collate_fn made {batch.num_real} rows of {len(step.sample_ids)} samples; make one row of each sample"
             )
         if step.fields and batch.loss_key() != self._sampler._loss_key:
             raise ConfigError(
                 f"the batch has loss_key {batch.loss_key()}, its ElasticSampler {self._sampler._loss_key}; pass both "
                 "the same"
             )
+        if (given := self._sampler._given) is not None:
+            given.check(batch, step.sample_ids)
         (epoch, position), number = step.position, step.step
         return batch.replace(epoch=epoch, step=number, position=position, **step.fields)
 
@@ -298,7 +305,7 @@ class _GivenLengths:
     """Samples whose lengths a user knows."""
 
     def __init__(
-        self, lengths: Mapping[str, NDArray[np.integer]], num_samples: int, batch_size: int, loss_key: LossKey | None
+        self, lengths: Mapping[str, ArrayLike], num_samples: int, batch_size: int, loss_key: LossKey | None
     ) -> None:
         arrays = {name: np.asarray(values) for name, values in lengths.items()}
         for name, values in arrays.items():
@@ -307,6 +314,7 @@ class _GivenLengths:
                 raise ConfigError(f"lengths[{name!r}] must be integers of shape ({num_samples},), got {found}")
             if values.min(initial=0) < 0:
                 raise ConfigError(f"lengths[{name!r}] must not be negative, got {values.min()}")
+        self._arrays = dict(arrays)
         zeros = np.zeros(num_samples, dtype=np.int64)
         self._num_candidates = arrays.pop(_NUM_CANDIDATES, zeros).astype(np.int64)
         fields = {name: jagged().field for name in arrays}
@@ -319,6 +327,23 @@ class _GivenLengths:
             for field, name in self._of_keys
         )
         self.schema = BatchSchema(batch_type=JaggedBatch, batch_size=batch_size, fields=specs, loss_key=loss_key)
+
+    def check(self, batch: JaggedBatch, sample_ids: NDArray[np.int64]) -> None:
+        """Raise a ConfigError if these samples have other lengths in their batch."""
+        found: dict[str, Tensor] = {}
+        for field, value in batch.tensors():
+            if isinstance(value, KeyedJaggedTensor):
+                of_keys = zip(value.keys(), value.lengths().view(len(value.keys()), -1), strict=True)
+                found |= {key: each for key, each in of_keys if key not in found or (field, key) in self._of_keys}
+            elif field == _NUM_CANDIDATES and value is not None:
+                found[field] = value
+        for name in self._arrays.keys() & found.keys():
+            given, made = self._arrays[name][sample_ids], found[name][: len(sample_ids)].cpu().numpy()
+            for index in np.flatnonzero(given != made)[:1]:
+                raise ConfigError(
+                    f"sample {sample_ids[index]} has {made[index]} for {name!r} in its batch, but lengths[{name!r}] "
+                    f"says {given[index]}; pass the lengths of what collate_fn makes"
+                )
 
     def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
         """Return the lengths of samples."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
@@ -83,7 +84,10 @@ def build_loader(
         RankError: with `balance`, another rank failed, or has other data or settings.
     """
 
+    arguments = locals()
+
     def make(members: Members | None = None) -> Loader[Batch]:
+        check_types(build_loader, arguments)
         opened, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
         kind = TimeWindowLoader if isinstance(config.order, TimeWindows) else Loader
         if isinstance(config.order, Requests):
@@ -105,7 +109,7 @@ def build_loader(
 
     if balance is None:
         return make()
-    return create_on_all_ranks(make, group=group, world_size=world_size, timeout=balance.timeout)
+    return create_on_all_ranks(make, group=group, world_size=world_size, balance=balance)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -220,6 +224,9 @@ class Loader(EpochPositions, RankLoader[Batch]):
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
+        return self._iterate() if self._plan_check is None else self._plan_check.telling(self._iterate())
+
+    def _iterate(self) -> Iterator[Batch]:
         seed, iteration, is_measured = self._seed, self._begin_epoch(), self._on_step is not None
         epoch, schedule = iteration.point.epoch, iteration.schedule
         opened = self._open_epoch(epoch)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.core.settings import check_at_least
+from evenrank.dataloader.balance.ranks.consistency import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
 
@@ -129,28 +130,29 @@ def accumulate(
         ConfigError: batches are not balanced, or `task_tokens` returns something else.
         RankError: `num_steps` or the tasks differ between ranks; while iterating, on every rank.
     """
-    if num_steps < 1:
-        raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
     process_group = process_group_of(group)
 
     def optimizer_steps() -> Iterator[list[Batch]]:
+        counts: Tensor | None = None
+
+        def count() -> dict[str, Any]:
+            nonlocal counts
+            assert task_tokens is not None
+            counts = torch.stack([_checked_counts(task_tokens(batch)) for batch in pulled]).sum(dim=0)
+            return {"the shape of task_tokens": list(counts.shape), "the dtype of task_tokens": str(counts.dtype)}
+
         # A rank that pulls another number of batches would wait for the others, and they for its gradients.
-        settings = {"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}
-        gather_checked(settings, None, process_group)
-        is_first, iterator = True, iter(batches)
+        given = {"task_tokens": "None" if task_tokens is None else "given"}
+        compare_settings(lambda: check_at_least(1, num_steps=num_steps) | given, process_group)
+        iterator = iter(batches)
         while pulled := list(islice(iterator, num_steps)):
             world_loss_tokens = 0
             for batch in pulled:
                 if batch.world_loss_tokens is None:
                     raise ConfigError("a batch has no world_loss_tokens; balance the loader, or use a Balancer")
                 world_loss_tokens += batch.world_loss_tokens
-            counts = None
             if task_tokens is not None:
-                counts = torch.stack([_checked_counts(task_tokens(batch)) for batch in pulled]).sum(dim=0)
-                if is_first:
-                    kind = {"shape": list(counts.shape), "dtype": str(counts.dtype)}
-                    gather_checked({f"the {name} of task_tokens": kind[name] for name in kind}, None, process_group)
-                    is_first = False
+                compare_settings(count, process_group) if counts is None else count()
                 if process_group is not None:
                     dist.all_reduce(counts, group=process_group)
             yield [batch.replace(world_loss_tokens=world_loss_tokens, world_task_tokens=counts) for batch in pulled]
@@ -190,10 +192,8 @@ class LossAverage:
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
-        if num_tasks < 1:
-            raise ConfigError(f"num_tasks must be at least 1, got {num_tasks}")
         self._group = process_group_of(group)
-        gather_checked({"num_tasks": num_tasks}, None, self._group)
+        compare_settings(lambda: check_at_least(1, num_tasks=num_tasks), self._group)
         # Sums, then loss tokens. In float64, which adds up 2^53 tokens exactly.
         self._totals = torch.zeros(2, num_tasks, dtype=torch.float64, device=device)
         self.reset()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within
@@ -51,7 +52,7 @@ class StepTimer:
         writers: called on rank 0 with the metrics of each step, in their order, up to two intervals late: an `on_step`
             of any kind, such as `JsonLines`.
         device: where steps are trained.
-        every: steps from one exchange of times to the next, the same on all ranks.
+        every: steps from one exchange of times to the next; that of rank 0 counts.
         group: the ranks that wait for one another; None: the default process group or, without one, this process alone.
 
     Raises:
@@ -66,13 +67,16 @@ class StepTimer:
         every: int = 50,
         group: Group | None = None,
     ) -> None:
-        if every < 1:
-            raise ConfigError(f"every must be at least 1, got {every}")
+        check_at_least(1, every=every)
+        for writer in writers:
+            check_types(StepTimer, {"writers": writer})
         self._clock = Clock(device)
-        self._every = every
         self._members = members_of(group, _STORE_TIMEOUT, "step-timer")
         self._writers = writers if self._members.rank == 0 else ()
         self._store = HashStore() if self._members.store is None else self._members.substore("times")
+        self._every = every if self._members.rank == 0 else 0  # until that of rank 0 is known
+        if self._every:
+            within(_STORE_TIMEOUT, partial(self._store.set, "every", str(every)))
         self._last_release: Any = None
         self._arrival: Any = None
         self._marks: deque[tuple[Any, Any, Any]] = deque()  # release before, arrival and release of each step
@@ -139,6 +143,7 @@ class StepTimer:
         if not self._closed:
             self._closed = True
             self._clock.wait()
+            self._knows_every(waits=True)
             self._publish(final=True)
             self._merge(final=True)
 
@@ -158,9 +163,15 @@ class StepTimer:
         self._untrained = max(self._untrained - 1, 0)
         self._marks.append((self._last_release, self._arrival, release))
         self._last_release = release
-        if len(self._marks) >= self._every:
+        if self._knows_every() and len(self._marks) >= self._every:
             self._publish()
             self._merge()
+
+    def _knows_every(self, *, waits: bool = False) -> bool:
+        """Return whether the interval of rank 0 is known, which may create its timer later."""
+        if not self._every and (waits or within(_STORE_TIMEOUT, partial(self._store.check, ["every"]))):
+            self._every = int(within(_STORE_TIMEOUT, partial(self._store.get, "every")))
+        return self._every > 0
 
     def _publish(self, *, final: bool = False) -> None:
         """Publish the times of blocks of steps, milliseconds [steps, 2]; NaN where a step was not measured."""

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.core.settings import check_at_least, check_types
+from evenrank.dataloader.balance.ranks.consistency import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.flops import ModelFlops, Work
 
@@ -82,13 +83,15 @@ class ThroughputMeter:
         group: Group | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if every < 1:
-            raise ConfigError(f"every must be at least 1, got {every}")
-        if peak_flops is not None and peak_flops <= 0:
-            raise ConfigError(f"peak_flops must be positive, got {peak_flops}")
+        def check() -> dict[str, object]:
+            check_types(ThroughputMeter, {"peak_flops": peak_flops})
+            if peak_flops is not None and not peak_flops > 0:
+                raise ConfigError(f"peak_flops must be positive, got {peak_flops}")
+            return check_at_least(1, every=every)
+
         self._flops, self._every, self._peak_flops = flops, every, peak_flops
         self._group = process_group_of(group)
-        gather_checked({"every": every}, None, self._group)
+        compare_settings(check, self._group)
         self._clock = clock
         self._sums = torch.zeros(3, dtype=torch.int64, device=device)  # tokens, pairs, predictions
         self._num_steps = 0

@@ -22,13 +22,14 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 
 from evenrank.core.errors import RankError
-from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.core.settings import check_types
+from evenrank.dataloader.balance.config import BalanceConfig, timeout_of
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.own_steps import LoadedStep
 from evenrank.dataloader.balance.ranks.connection import Connection
-from evenrank.dataloader.balance.ranks.handshake import HandshakeResult, RankReport, handshake
+from evenrank.dataloader.balance.ranks.handshake import RankReport, agree
 from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
@@ -43,27 +44,22 @@ from evenrank.dataloader.state.resume_point import Position
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-def _check_on_all_ranks(
+def _check(
     batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
-) -> tuple[ExchangeDevice, LoaderAdapter[Batch], Callable[[StepMetrics], None] | None, HandshakeResult]:
-    """Check this rank's arguments and compare them between ranks, before any process group is created. Collective."""
-    exchange_device, source, observe, report, error = None, None, None, None, None
-    try:
-        config.check(exchanges=True)
-        source = LoaderAdapter(
-            batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + MAX_STEPS
-        )
-        num_batches = source.length()
-        exchange_device = make_device(device)
-        observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
-        settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
-        report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=num_batches)
-    except Exception as raised:  # reported to all ranks
-        error = raised
-    settled = handshake(report, error, members, config.timeout)
-    assert source is not None
-    assert exchange_device is not None
-    return exchange_device, source, observe, settled
+) -> tuple[tuple[ExchangeDevice, LoaderAdapter[Batch], Callable[[StepMetrics], None] | None], RankReport]:
+    """Check this rank's arguments; return what is made of them, and what ranks compare before they create groups."""
+    check_types(Balancer, {"config": config})
+    config.check(exchanges=True)
+    warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None, exchanges=True)
+    source = LoaderAdapter(
+        batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + MAX_STEPS
+    )
+    num_batches = source.length()
+    exchange_device = make_device(device)
+    observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
+    settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
+    report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=num_batches)
+    return (exchange_device, source, observe), report
 
 
 class Balancer(EpochNode[Batch], Generic[Batch]):
@@ -102,9 +98,9 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._config = config
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         suppress_fx_tracing_warning()  # before the batches of any other loader
-        warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None, exchanges=True)
-        members = members_of(group, config.timeout)
-        self._device, self._source, self._observe, result = _check_on_all_ranks(batches, config, device, members)
+        members = members_of(group, timeout := timeout_of(config))
+        made, result = agree(lambda: _check(batches, config, device, members), members, timeout, of="Balancer")
+        self._device, self._source, self._observe = made
         self._num_steps = result.num_steps
         backend, use_in_thread = self._device.backend, self._device.use_in_thread
         self._connection = Connection(members, result.hosts, config.timeout, backend, use_in_thread)

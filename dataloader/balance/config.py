@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, Self
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import construct
+from evenrank.core.settings import check_at_least, check_record, construct
 from evenrank.dataloader.balance.costs.cost import Cost, describe_cost, resolve_cost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
@@ -21,6 +21,7 @@ from evenrank.dataloader.balance.partition.strategies import (
     check_options,
 )
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 EXCHANGES = ("all-to-all", "all-gather")
 
 _NO_EXCHANGE_ONLY = ("pack", "window")
@@ -69,7 +70,7 @@ class BalanceConfig:
     """`Balancer` only. Steps that are planned ahead of the step that trains, at least 1. Up to 7 more batches are
     loaded, because metadata is gathered for 8 steps at once. Device memory does not grow with it: on a GPU the next
     step takes twice its batch; with `all-gather`, its batch and one of every rank."""
-    timeout: timedelta = timedelta(minutes=30)
+    timeout: timedelta = DEFAULT_TIMEOUT
     """How long a collective or a comparison waits for other ranks; in `from_dict` also in seconds."""
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
     """Called on the training thread with the metrics of each step, before its batch is handed out; see
@@ -100,16 +101,20 @@ class BalanceConfig:
         """Check the options for a Balancer, which exchanges samples, or for `build_loader`.
 
         Raises:
-            ConfigError: an option is out of range, contradicts another one, or has no effect.
+            ConfigError: an option is of another type, out of range, contradicts another one, or has no effect.
         """
+        check_record(self)
+        if self.timeout <= timedelta():
+            raise ConfigError(f"timeout must be positive, got {self.timeout}")
         check_options(
             tolerance=self.tolerance, max_tokens_per_rank=self.max_tokens_per_rank, on_overflow=self.on_overflow
         )
+        for name in ("window", "batch_size", "lookahead", "log_every"):
+            if (value := getattr(self, name)) is not None:
+                check_at_least(1, **{name: value})
         STRATEGIES.check(self.strategy)
         if self.exchange not in EXCHANGES:
             raise ConfigError(f"exchange must be one of {', '.join(EXCHANGES)}, got {self.exchange!r}")
-        if type(self.window) is not int or self.window < 1:
-            raise ConfigError(f"window must be an integer of at least 1, got {self.window!r}")
         if self.strategy == "none" and (self.window > 1 or self.pack):
             option = "pack=True" if self.pack else f"window={self.window}"
             raise ConfigError(f"{option} needs a strategy that assigns samples to ranks, got 'none'; choose another")
@@ -118,9 +123,7 @@ class BalanceConfig:
         if self.pack and self.max_tokens_per_rank is None:
             raise ConfigError("pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it")
         limited = self.max_tokens_per_rank is not None or self.window > 1
-        if self.compare_every is not None and (
-            type(self.compare_every) is not int or self.compare_every < 2 or limited
-        ):
+        if self.compare_every is not None and (self.compare_every < 2 or limited):
             raise ConfigError(
                 f"compare_every must be an integer of at least 2, without window and max_tokens_per_rank, which change "
                 f"which samples a step has or may have, got {self.compare_every!r}"
@@ -130,9 +133,6 @@ class BalanceConfig:
                 f"max_tokens_per_rank = {self.max_tokens_per_rank} limits sums of tokens, but a PaddedCost is of "
                 "rows x longest; leave it out, and lower the loader's max_history_length"
             )
-        for name in ("batch_size", "lookahead", "log_every"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.log_window is not None:
             start, stop = self.log_window
             if not 0 <= start < stop:
@@ -193,3 +193,9 @@ class BalanceConfig:
         left_out = {"cost", *_PER_RANK, *(_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY)}
         names = [option.name for option in dataclasses.fields(self) if option.name not in left_out]
         return {name: getattr(self, name) for name in names} | {"cost": describe_cost(self.cost)}
+
+
+def timeout_of(config: object) -> timedelta:
+    """Return the timeout of a config or, until it was reported that this is none, the default."""
+    timeout = getattr(config, "timeout", None)
+    return timeout if isinstance(timeout, timedelta) and timeout > timedelta() else DEFAULT_TIMEOUT

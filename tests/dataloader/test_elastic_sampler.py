@@ -229,7 +229,7 @@ def test_ranks_with_other_lengths_are_found_before_the_first_step(ranks: RankPoo
     ("options", "message"),
     [
         ({"rank": 2}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
-        ({"batch_size": 0}, "batch_size at least 1, got 101 and 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"lengths": LENGTHS}, "lengths and balance belong together"),
         ({"balance": BALANCES["steps"]}, "lengths and balance belong together"),
         ({"balance": BALANCES["steps"], "lengths": {"item_id": -LENGTHS["item_id"]}}, "must not be negative, got -"),
@@ -260,6 +260,36 @@ def test_batches_that_do_not_fit_the_plan_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="collate_fn made 3 rows of 4 samples"):
         next(iter(ElasticLoader(DataLoader(Histories(), batch_sampler=sampler, collate_fn=drop_one))))
+
+
+def _train_with_lengths(rank: int, world_size: int, key: str, wrong: int | None) -> int:
+    lengths = {"item_id": LENGTHS["item_id"].copy(), "num_candidates": np.ones(101, dtype=np.int64)}
+    if wrong is not None:
+        lengths[key][wrong] += 1
+    sampler = ElasticSampler(
+        101, batch_size=4, rank=rank, world_size=world_size, lengths=lengths, balance=BALANCES["steps"]
+    )
+    collate = JaggedCollate({"item_id": jagged(), "num_candidates": dense(dtype=torch.int64, shape=())})
+
+    def with_candidates(samples: Sequence[dict[str, Any]]) -> JaggedBatch:
+        return collate([{**sample, "num_candidates": 1} for sample in samples])
+
+    loader: ElasticLoader[Any] = ElasticLoader(
+        DataLoader(Histories(), batch_sampler=sampler, collate_fn=with_candidates)
+    )
+    return sum(batch.num_real for batch in loader)
+
+
+@pytest.mark.parametrize("key", ["item_id", "num_candidates"])
+def test_a_length_that_is_not_that_of_its_sample_is_an_error_of_all_ranks(ranks: RankPool, key: str) -> None:
+    """One rank reads the sample; the other one would wait for it at the end of the epoch, for 30 minutes."""
+    assert sum(ranks.run(2, _train_with_lengths, key, None)) == 101
+    failures = ranks.try_run(2, _train_with_lengths, key, 77)
+    errors = {failure.type_name: failure.message for failure in failures}
+    length = LENGTHS["item_id"][77] if key == "item_id" else 1
+    found = f"sample 77 has {length} for '{key}' in its batch, but lengths['{key}'] says {length + 1}; pass the lengths"
+    assert errors["ConfigError"].startswith(found)
+    assert errors["RankError"].endswith(f" failed: {errors['ConfigError']}")
 
 
 def test_other_batches_are_passed_on_as_they_are() -> None:

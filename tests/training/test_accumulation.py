@@ -78,7 +78,7 @@ def test_what_differs_between_ranks_is_an_error_on_all_before_they_wait_for_each
 
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_steps must be at least 1, got 0"):
-        accumulate(_batches([1]), 0)
+        list(accumulate(_batches([1]), 0))
     wrong: Any = "dp"
     with pytest.raises(ConfigError, match="group must be a process group or a device mesh, got str"):
         accumulate(_batches([1]), 1, group=wrong)

@@ -19,10 +19,10 @@ import itertools
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from evenrank.dataloader.balance.ranks.process_group import Members, within
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
+
+Batch = TypeVar("Batch")
 
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
@@ -67,6 +69,24 @@ def gather_checked(settings: Mapping[str, Any], value: Any, group: dist.ProcessG
     dist.all_gather_object(reports, (dict(settings), value), group)
     check_settings([settings for settings, _ in reports])
     return [of_rank for _, of_rank in reports]
+
+
+def compare_settings(check: Callable[[], Mapping[str, Any]], group: dist.ProcessGroup | None) -> None:
+    """Compare the settings that `check` returns between ranks; an error that it raises on one is raised on all of them.
+
+    `group` as for `gather_checked`. Collective: every rank must call this.
+    """
+    settings: Mapping[str, Any] = {}
+    error: Exception | None = None
+    try:
+        settings = check()
+    except Exception as raised:  # reported to all ranks
+        error = raised
+    reports = gather_checked({}, (None if error is None else one_line(error), settings), group)
+    if error is not None:
+        raise error
+    raise_reported_errors([text for text, _ in reports])
+    check_settings([of_rank for _, of_rank in reports])
 
 
 def raise_reported_errors(errors: Sequence[str | None]) -> None:
@@ -204,14 +224,27 @@ class PlanCheck:
                 try:
                     return store.wait([complete], _WAIT)
                 except RuntimeError:  # not yet complete, or the store is lost, in which case the next call raises
-                    if store.check([_NOTE]):
-                        raise RankError(store.get(_NOTE).decode()) from None
+                    for note in (_NOTE, f"{iteration.number}/{_NOTE}"):
+                        if store.check([note]):
+                            raise RankError(store.get(note).decode()) from None
             raise RankError(
                 f"{world_size - store.add(ranks, 0)} of {world_size} ranks have not reached the end of epoch {epoch} "
                 f"within {self._timeout}; leave loops at the same step on all ranks, or raise timeout"
             )
 
         within(self._timeout + _WAIT, wait)
+
+    def telling(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an iteration, and tell its error to the ranks that wait at its end."""
+        try:
+            yield from batches
+        except Exception as error:
+            if self._members is not None and self._process == os.getpid():
+                store, key = self._members.substore("plans"), f"{self._latest.number}/{_NOTE}"
+                text = f"rank {self._members.rank} failed: {one_line(error)}"
+                with contextlib.suppress(RuntimeError):  # the store is lost
+                    within(10 * _WAIT, lambda: store.compare_set(key, "", text))
+            raise
 
     def compare(self) -> None:
         """Compare the plans so far with those of ranks that have done so after as many steps, if the store answers."""

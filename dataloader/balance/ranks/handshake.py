@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from evenrank.core.errors import ConfigError, RankError, first_line, one_line
+from evenrank.dataloader.balance.config import timeout_of
 from evenrank.dataloader.balance.ranks.consistency import check_settings, raise_reported_errors
 from evenrank.dataloader.balance.ranks.metadata import MAX_RANKS_OF_FLAT_ALL_GATHER
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
@@ -22,7 +23,8 @@ from evenrank.dataloader.state.node import HasRankInvariants
 
 _WAIT = timedelta(seconds=10)  # at a time, because a client of a TCPStore serves no other thread while it waits
 
-Created = TypeVar("Created", bound=HasRankInvariants)
+Created = TypeVar("Created")
+Loader = TypeVar("Loader", bound=HasRankInvariants)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,27 +124,43 @@ def _get(store: Store, key: str, rank: int, deadline: float, of: str) -> Any:
             )
 
 
-def create_on_all_ranks(
-    make: Callable[[Members], Created], *, group: Group | None, world_size: int, timeout: timedelta
-) -> Created:
-    """Return the loader that `make` creates, once it does so on all ranks, with the same rank invariants.
+def agree(
+    make: Callable[[], tuple[Created, RankReport]], members: Members, timeout: timedelta, *, of: str
+) -> tuple[Created, HandshakeResult]:
+    """Return what `make` creates, once it does so on all ranks, and what follows from the reports of all.
 
-    Collective: every rank must call this; without a process group, it only calls `make`.
+    Whatever can be wrong on one rank alone is checked in `make`, whose error every rank raises. For `of` see
+    `handshake`. Collective: every rank must call this.
     """
-    members = members_of(group, timeout, "loader")
-    if members.store is None:
-        return make(members)
     created, report, error = None, None, None
     try:
+        created, report = make()
+    except Exception as raised:  # reported to all ranks
+        error = raised
+    result = handshake(report, error, members, timeout, of=of)
+    assert created is not None
+    return created, result
+
+
+def create_on_all_ranks(
+    make: Callable[[Members], Loader], *, group: Group | None, world_size: int, balance: object
+) -> Loader:
+    """Return the loader that `make` creates, once it does so on all ranks, with the same rank invariants.
+
+    `make` checks `balance`, which may be anything. Collective: every rank must call this; without a process group, it
+    only calls `make`.
+    """
+    members = members_of(group, timeout := timeout_of(balance), "loader")
+    if members.store is None:
+        return make(members)
+
+    def create() -> tuple[Loader, RankReport]:
+        loader = make(members)
         if members.world_size != world_size:
             raise ConfigError(
                 f"the loader is created for world_size {world_size}, but {members.world_size} ranks would balance "
                 "together; pass the data-parallel ranks as group, and their number as world_size"
             )
-        created = make(members)
-        report = RankReport(settings=dict(created.rank_invariants()))
-    except Exception as raised:  # reported to all ranks
-        error = raised
-    handshake(report, error, members, timeout, of="loader")
-    assert created is not None
-    return created
+        return loader, RankReport(settings=dict(loader.rank_invariants()))
+
+    return agree(create, members, timeout, of="loader")[0]

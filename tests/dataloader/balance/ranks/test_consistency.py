@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, partition, register_strategy
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.partition.strategies import PartitionProblem
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck, confirm
@@ -315,6 +315,22 @@ def test_ranks_that_agree_are_never_refused(ranks: RankPool, small_dataset: Path
     trained = Counter(sample for ids in by_rank for sample in ids)
     assert len(trained) > 100
     assert set(trained.values()) == {1}
+
+
+def _fail_in_epoch(rank: int, world_size: int, path: Path) -> None:
+    def observe(metrics: StepMetrics) -> None:
+        if rank == 1 and metrics.step == 3:
+            raise OSError("disk full")
+
+    balance = BalanceConfig(cost=one_per_sample, on_step=observe)
+    for _ in build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance):
+        pass
+
+
+def test_an_error_within_an_epoch_ends_the_wait_of_the_others_at_its_end(ranks: RankPool, small_dataset: Path) -> None:
+    waiting, failed = ranks.try_run(2, _fail_in_epoch, small_dataset)
+    assert (failed.type_name, failed.message) == ("OSError", "disk full")
+    assert (waiting.type_name, waiting.message) == ("RankError", "rank 1 failed: OSError: disk full")
 
 
 def _leaves(rank: int, world_size: int, path: Path) -> str | None:

@@ -2,11 +2,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig
-from tests.dataloader.balance.costs import COST, Ints, Lengths
+from evenrank.cli.inspect_balance import walk_epoch
+from evenrank.dataloader import ElasticSampler, JaggedBatch, LoaderConfig, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.training import LossAverage, ModelFlops, ThroughputMeter, accumulate
+from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample
 from tests.ranks import RankPool
 
 
@@ -48,3 +52,81 @@ def test_what_differs_is_told(ranks: RankPool, small_dataset: Path, change: Any,
     first, second = ranks.try_run(2, _create, small_dataset, change)
     assert (first.type_name, second.type_name) == ("RankError", own)
     assert message in first.message
+
+
+def _balancer(options: Any) -> None:
+    Balancer([], BalanceConfig(**{"cost": COST, **options}))
+
+
+def _loader(path: Path, rank: int, options: Any) -> None:
+    balance = BalanceConfig(**{"cost": COST, **options.pop("balance", {})})
+    given = {"config": LoaderConfig(batch_size=4), "rank": rank, "world_size": 2, "balance": balance, **options}
+    build_loader(path, **given)
+
+
+def _sampler(rank: int, options: Any) -> None:
+    lengths = {"item_id": np.arange(8)}
+    balance = BalanceConfig(cost=one_per_sample)
+    given = {"batch_size": 2, "rank": rank, "world_size": 2, "lengths": lengths, "balance": balance, **options}
+    ElasticSampler(**{"num_samples": 8, **given})
+
+
+# What is wrong on rank 1 alone, and the error there. Rank 0 would wait for the default timeout, 30 minutes.
+MISTAKES: list[tuple[str, dict[str, Any], str]] = [
+    ("Balancer", {"timeout": 60}, "BalanceConfig: timeout must be of type timedelta, got 60"),
+    ("Balancer", {"timeout": timedelta(seconds=-1)}, "timeout must be positive, got -1 day, 23:59:59"),
+    ("Balancer", {"on_step": 3}, "BalanceConfig: on_step must be of type Callable[["),
+    ("Balancer", {"lookahead": "2"}, "BalanceConfig: lookahead must be of type int, got '2'"),
+    ("Balancer", {"strategy": 5}, "BalanceConfig: strategy must be of type str, got 5"),
+    ("build_loader", {"balance": {"timeout": 60}}, "BalanceConfig: timeout must be of type timedelta, got 60"),
+    (
+        "build_loader",
+        {"balance": {"log_every": float("nan")}},
+        "BalanceConfig: log_every must be of type int | None, g",
+    ),
+    ("build_loader", {"rank": 0.5}, "build_loader: rank must be of type int, got 0.5"),
+    ("build_loader", {"config": {"batch_size": 4}}, "build_loader: config must be of type ReadConfig["),
+    ("ElasticSampler", {"rank": 2}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
+    ("ElasticSampler", {"rank": 0.5}, "ElasticSampler: rank must be of type int, got 0.5"),
+    ("ElasticSampler", {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ("ElasticSampler", {"num_samples": "8"}, "ElasticSampler: num_samples must be of type int, got '8'"),
+    ("ElasticSampler", {"drop_last": "False"}, "ElasticSampler: drop_last must be of type bool, got 'False'"),
+    ("ElasticSampler", {"lengths": None}, "lengths and balance belong together"),
+    ("ElasticSampler", {"lengths": {"item_id": [1, 2]}}, "lengths['item_id'] must be integers of shape (8,), got int"),
+    ("ElasticSampler", {"balance": None}, "lengths and balance belong together"),
+    ("ElasticSampler", {"balance": {"cost": 1}}, "ElasticSampler: balance must be of type BalanceConfig | None, got {"),
+    ("LossAverage", {"num_tasks": 0}, "num_tasks must be at least 1, got 0"),
+    ("ThroughputMeter", {"every": 1.5}, "every must be an integer of at least 1, got 1.5"),
+    ("ThroughputMeter", {"every": 1, "peak_flops": 0}, "peak_flops must be positive, got 0"),
+    ("accumulate", {"num_steps": 0}, "num_steps must be at least 1, got 0"),
+    ("accumulate", {"task_tokens": lambda batch: 3}, "task_tokens must return a tensor [tasks], got int"),
+    ("inspect-balance", {"path": Path("/nowhere")}, "/nowhere"),
+]
+
+
+def _make(rank: int, world_size: int, path: Path, number: int) -> None:
+    name, mistake, _ = MISTAKES[number]
+    options: dict[str, Any] = dict(mistake) if rank == 1 else {}
+    batch = JaggedBatch(batch_size=1, num_real=0, world_loss_tokens=1)
+    if name == "Balancer":
+        _balancer(options)
+    elif name == "build_loader":
+        _loader(path, rank, options)
+    elif name == "ElasticSampler":
+        _sampler(rank, options)
+    elif name == "LossAverage":
+        LossAverage(**options)
+    elif name == "ThroughputMeter":
+        ThroughputMeter(ModelFlops(per_token=1, per_pair=1), **{"every": 1, **options})
+    elif name == "accumulate":
+        list(accumulate([batch], **{"num_steps": 1, "task_tokens": lambda batch: torch.ones(1), **options}))
+    else:
+        walk_epoch(options.get("path", path), LoaderConfig(batch_size=4), BalanceConfig(cost=COST))
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda number: "-".join(map(str, MISTAKES[number][:2])))
+def test_a_mistake_of_one_rank_is_an_error_of_all_at_once(ranks: RankPool, small_dataset: Path, number: int) -> None:
+    first, second = ranks.try_run(2, _make, small_dataset, number)
+    assert (first.type_name, second.type_name) in (("RankError", "ConfigError"), ("RankError", "DataError"))
+    assert second.message.startswith(MISTAKES[number][2])
+    assert first.message == f"rank 1 failed: {second.message}"
