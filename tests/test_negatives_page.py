@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from evenrank.dataloader import LoaderConfig, Negatives, build_loader
-from evenrank.training import in_batch_mask, scale_loss
+from evenrank.training import RankingMetrics, in_batch_mask, scale_loss
 from tests.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "how-to" / "negatives.md"
@@ -17,14 +17,14 @@ def test_the_losses_of_the_page_are_those_of_plain_formulas(small_dataset: Path)
     embedding = torch.nn.Embedding(501, 8)
     rank = {"data": small_dataset, "rank": 0, "world_size": 1}
     names: dict[str, Any] = {"torch": torch, "embedding": embedding, "scale_loss": scale_loss, **rank}
-    names |= {each.__name__: each for each in (LoaderConfig, Negatives, build_loader, in_batch_mask)}
+    names |= {each.__name__: each for each in (LoaderConfig, Negatives, RankingMetrics, build_loader, in_batch_mask)}
 
     def encode(items: Any) -> torch.Tensor:
         history = [row[:-1] for row in items.values().split(items.lengths().tolist())]
         return torch.stack([embedding(row).sum(dim=0) for row in history])
 
     names["encode"] = encode
-    settings, sampled, in_batch = blocks(PAGE)
+    settings, sampled, in_batch, evaluation = blocks(PAGE)
     for code in (settings, sampled):
         exec(code, names)
     batch, expected = names["batch"], torch.zeros(())
@@ -44,3 +44,11 @@ def test_the_losses_of_the_page_are_those_of_plain_formulas(small_dataset: Path)
     exec(in_batch, names)
     assert names["loss_sum"].isfinite()
     assert (names["scores"] == -torch.inf).any()
+
+    recalls = []
+    for _ in range(2):
+        exec(evaluation, names)
+        recalls.append(names["recall"])
+    drawn = [[batch.negatives["item_id"].values().tolist() for batch in names["eval_loader"]] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert 0 < recalls[0] == recalls[1] < 1

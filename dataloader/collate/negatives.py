@@ -56,7 +56,10 @@ class Negatives:
     hard: Path | str | None = None
     """Parquet file of hard negatives: `item_id` int64, one row per item, and `negatives` list<int64>."""
     num_hard: int = 0
-    """Hard negatives of a sample's last event, without replacement; where there are fewer, others are drawn."""
+    """Hard negatives of a sample's last event, without replacement and without its targets; where there are fewer,
+    others are drawn."""
+    fixed: bool = False
+    """Give a sample the same negatives each time, as evaluation needs them. False: other ones in each epoch."""
 
     def __post_init__(self) -> None:
         check_record(self)
@@ -125,7 +128,9 @@ class NegativeSampler:
     def describe(self) -> str:
         """Return the settings, without the path of the file, and a hash of all that is drawn from."""
         digest = hashlib.sha256(b"".join(array.tobytes() for array in self.tables))
-        settings = [getattr(self.settings, name) for name in ("count", "by", "alpha", "exclude_own", "num_hard")]
+        settings = [
+            getattr(self.settings, name) for name in ("count", "by", "alpha", "exclude_own", "num_hard", "fixed")
+        ]
         return f"{settings} {digest.hexdigest()[:16]}"
 
     def values(
@@ -141,11 +146,12 @@ class NegativeSampler:
         shape = (len(begins) * width, int(sizes.sum())) if key else (0, 0)
         items, negative, positive = np.empty(shape[0], dtype=np.int64), *(np.empty(n, np.float32) for n in shape)
         if key:
+            words = (key._replace(epoch=0) if self.settings.fixed else key).words()
             for store, of_store, samples in groups:
                 of_store = store.rows_of(of_store)
                 places = (store.events[ITEM_ID], samples, begins, ends, starts, store.offsets, of_store)
                 shares = (width, self.settings.num_hard, self.settings.exclude_own)
-                _draw(*places, key.words(), *shares, self.tables, items, negative, positive)
+                _draw(*places, words, *shares, self.tables, items, negative, positive)
         drawn = KeyValues(ITEM_ID, rows, widths, width, array=items)
         of_positives = KeyValues(LOG_Q, starts, sizes, limit, array=positive)
         return {
@@ -266,6 +272,8 @@ def _draw(
             begin, size = hard_begins[target], hard_ends[target] - hard_begins[target]
             for number in range(size):  # from a random one on, in their order
                 item = hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
+                if not exclude_own and (column[begins[sample] : ends[sample]] == item).any():
+                    continue  # no target is its own negative
                 if last > first + width - num_hard and not _is_own(item, own, before, slots):
                     last -= 1
                     out[last], out_negative[last] = item, 0

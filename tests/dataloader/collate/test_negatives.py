@@ -184,6 +184,23 @@ def test_hard_negatives_are_of_the_last_item_and_come_last(tmp_path: Path, key_m
     assert len(seen) == 3  # consecutive ones in the file's order, from any on
 
 
+@pytest.mark.parametrize("max_num_candidates", [0, 1, 3])
+def test_a_target_is_never_its_own_hard_negative(tmp_path: Path, max_num_candidates: int) -> None:
+    """A file of nearest neighbors lists each item itself; the user's items before the targets may be drawn."""
+    hard = _write_hard(tmp_path / "hard.parquet", {item: list(range(1, 9)) for item in range(1, 9)})
+    store = _store([[1, 2, 3, 4, 5], [8, 7, 6]], size=9)
+    negatives = Negatives(count=1, exclude_own=False, hard=hard, num_hard=8)
+    batch = _batch(store, negatives, max_num_candidates=max_num_candidates)
+    for items, drawn, log_q in zip(
+        rows_of(batch.features, "item_id"),
+        rows_of(batch.negatives, "item_id"),
+        rows_of(batch.log_q, "negative"),
+        strict=True,
+    ):
+        is_target = {*items[len(items) - max_num_candidates :]} if max_num_candidates else {*items[1:]}
+        assert {item for item, q in zip(drawn, log_q, strict=True) if q == 0} == {*range(1, 9)} - is_target or not items
+
+
 def _samples(batches: Iterable[SequenceBatch]) -> dict[int, Any]:
     """Return each sample's negatives and logarithms, and check that padding has none."""
     samples: dict[int, Any] = {}
@@ -232,6 +249,17 @@ def test_a_sample_has_the_same_negatives_on_any_number_of_ranks_and_others_in_th
     batch = next(iter(loader))
     again = loader.collate(batch.sample_ids.numpy(), epoch=batch.epoch)
     assert _samples([again]) == _samples([batch])
+
+
+def test_fixed_negatives_are_the_same_in_every_epoch(small_dataset: Path) -> None:
+    """As evaluation needs them: the metrics of a model that is not trained in between are equal."""
+    config = _config(split="eval", negatives=Negatives(count=8, by="popularity", fixed=True))
+    loader = build_loader(small_dataset, config, rank=0, world_size=1)
+    first, again = _samples(loader), _samples(loader)
+    assert (loader.epoch, first) == (2, again)
+    anew = build_loader(small_dataset, _config(split="eval", negatives=POPULAR), rank=0, world_size=1)
+    first, again = _samples(anew), _samples(anew)
+    assert all(first[sample] != again[sample] for sample in first)
 
 
 def _balanced(rank: int, world_size: int, path: Path) -> tuple[dict[int, Any], list[int]]:
