@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.settings import check_at_least
+from evenrank.dataloader.balance.loss_scaling import SCALING, warn
 from evenrank.dataloader.balance.ranks.consistency import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -53,6 +54,14 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
         return scaled
     if not isinstance(loss_sums, Tensor):
         raise ConfigError(f"loss_sums must be a tensor, got {type(loss_sums).__name__}; pass the sums alone")
+    SCALING.is_scaled = True
+    if not (torch.compiler.is_compiling() or SCALING.is_sum) and loss_sums.requires_grad and batch.num_real > 1:
+        SCALING.is_sum = True
+        if _is_mean(loss_sums, batch.num_real):
+            warn(
+                "scale_loss was given the mean of losses, so they are divided twice, and gradients are too small; pass "
+                'their sum, as with reduction="sum"'
+            )
     if batch.world_loss_tokens is None:
         raise ConfigError("the batch has no world_loss_tokens; pass balance to build_loader, or use a Balancer")
     if (dp_size := batch.dp_size if dp_size is None else dp_size) is None:
@@ -69,6 +78,15 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     if batch.world_loss_tokens == 0:
         return loss_sums * 0.0
     return loss_sums * (dp_size / batch.world_loss_tokens)
+
+
+def _is_mean(loss_sums: Tensor, num_samples: int) -> bool:
+    """Return whether losses of that many samples were averaged last, as far as the graph tells, on any device."""
+    node: Any = loss_sums.grad_fn
+    while type(node).__name__.startswith(("View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy")):
+        node = node.next_functions[0][0]
+    averaged = getattr(node, "_saved_self_sym_numel", 0) if type(node).__name__.startswith("MeanBackward") else 0
+    return averaged >= num_samples * loss_sums.numel() or getattr(node, "_saved_reduction", 0) == 1
 
 
 def label_bits(labels: Tensor, num_tasks: int) -> Tensor:

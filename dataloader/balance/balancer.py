@@ -26,6 +26,7 @@ from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig, timeout_of
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
+from evenrank.dataloader.balance.loss_scaling import SCALING
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.own_steps import LoadedStep
 from evenrank.dataloader.balance.ranks.connection import Connection
@@ -134,6 +135,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         self._connection.check_open()
+        SCALING.watch()
         source = iter(self._source)
         ahead = StepsAhead(lambda: self._load(source), self._start, self._config.lookahead)
         launched: deque[Handle] = deque()

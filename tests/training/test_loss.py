@@ -1,5 +1,7 @@
 import contextlib
+import logging
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline import Tracer
 
 import evenrank.training
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, LinearCost
+from evenrank.dataloader.balance.loss_scaling import SCALING
 from evenrank.training import LossAverage, accumulate, label_bits, scale_loss
-from tests.dataloader.balance.costs import COST
+from tests.dataloader.balance.costs import COST, rich_tokens
+from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
 
 WORLD_SIZE = 4
@@ -296,3 +301,73 @@ def test_the_first_use_may_be_while_tracing(tracer: torch.fx.Tracer, monkeypatch
     traced = _traced(tracer, by_package=True)
     assert "evenrank.training.loss" in sys.modules
     assert traced(_batch(world_loss_tokens=8, dp_size=4)).tolist() == [4 / 8, 4 / 8]
+
+
+@pytest.fixture
+def scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not trained yet."""
+    monkeypatch.setattr(SCALING, "is_scaled", False)
+    monkeypatch.setattr(SCALING, "is_sum", False)
+
+
+def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor]) -> None:
+    """Evaluate, which needs no scaling, and train."""
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    balance = BalanceConfig(cost=LinearCost(interleave_actions=False))
+    loader = build_loader(path, LoaderConfig(batch_size=8), rank=0, world_size=1, balance=balance)
+    with torch.no_grad():
+        assert len(list(loader)) > 2
+    for batch in loader:
+        loss_of(weight * torch.ones(batch.loss_tokens), batch).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "warning"),
+    [
+        (lambda losses, batch: losses.mean(), "an optimizer steps on balanced batches, and scale_loss was not called"),
+        (lambda losses, batch: scale_loss(losses.mean(), batch), "scale_loss was given the mean of losses"),
+        (lambda losses, batch: scale_loss(losses.mean().float().view(1), batch)[0], "scale_loss was given the mean of"),
+        (
+            lambda losses, batch: scale_loss(mse_loss(losses, losses * 0), batch),
+            "scale_loss was given the mean of loss",
+        ),
+        (lambda losses, batch: scale_loss(mse_loss(losses, losses * 0, reduction="sum"), batch), None),
+        (lambda losses, batch: scale_loss(losses.sum(), batch), None),
+        (lambda losses, batch: scale_loss(losses.view(1, -1).mean(dim=0).sum(), batch), None),
+        (lambda losses, batch: scale_loss(torch.stack([losses.sum()] * 2).mean(), batch), None),
+        (lambda losses, batch: scale_loss(losses.mean() * len(losses), batch), None),
+    ],
+)
+@pytest.mark.usefixtures("scaling")
+def test_a_loss_that_is_not_a_scaled_sum_is_one_warning(
+    small_dataset: Path, caplog: pytest.LogCaptureFixture, loss_of: Any, warning: str | None
+) -> None:
+    _train_on(small_dataset, loss_of)
+    found = [record.message for record in caplog.records if "scale_loss" in record.message]
+    assert len(found) == (warning is not None)
+    assert all(message.startswith(str(warning)) for message in found)
+
+
+def _train_unscaled(rank: int, world_size: int) -> list[str]:
+    """Behind a Balancer; return the warnings."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evenrank").addHandler(handler)
+    SCALING.is_scaled = False
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 3, BalanceConfig(cost=rich_tokens)) as balancer:
+        for _ in balancer:
+            weight.square().backward()
+            optimizer.step()
+    logging.getLogger("evenrank").removeHandler(handler)
+    return messages
+
+
+def test_rank_0_warns_of_losses_behind_a_balancer_that_are_not_scaled(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _train_unscaled)
+    assert [message[:46] for message in first] == ["an optimizer steps on balanced batches, and sc"]
+    assert second == []

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
+from evenrank.dataloader.balance.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.metadata import HEADER, MetadataAllGather, all_gather_objects
 from evenrank.dataloader.balance.ranks.process_group import Members, within
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -236,6 +237,7 @@ class PlanCheck:
 
     def telling(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an iteration, and tell its error to the ranks that wait at its end."""
+        SCALING.watch()
         try:
             yield from batches
         except Exception as error:
