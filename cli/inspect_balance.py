@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -136,17 +137,13 @@ def walk_epoch(
             from evenrank.dataloader.balance import Balancer
             from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 
-            loader = create_on_all_ranks(
-                lambda _: build_loader(path, config, rank=rank, world_size=world_size),
-                group=None,
-                world_size=world_size,
-                balance=balance,
-            )
+            build = partial(build_loader, path, config, rank=rank, world_size=world_size)
+            loader = create_on_all_ranks(lambda _: build(), group=None, world_size=world_size, balance=balance)
             batches: Iterable[SequenceBatch]
             if has_exchange:
                 batches = stack.enter_context(Balancer(loader, balance))
             else:
-                batches = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+                batches = build(balance=balance)
         walk = Walk(
             strategy=balance.strategy, metrics=metrics, num_samples=loader.num_samples, has_exchange=has_exchange
         )

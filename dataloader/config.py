@@ -56,13 +56,8 @@ class ReadConfig(ABC, Generic[Batch]):
     """Features whose keys are replaced by the rows of their tables. A machine's first loader caches a mapped column."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {"batch_size": 1, "max_history_length": 0, "num_workers": 0, "prefetch": 1}
-    _NAMES: ClassVar[tuple[str, ...]] = ("context",)
 
     def __post_init__(self) -> None:
-        for name in self._NAMES:
-            names = getattr(self, name)
-            if isinstance(names, str):
-                raise ConfigError(f"{name} must be a tuple of names, got {names!r}; write ({names!r},)")
         if (expected := SEED(self.seed)) is not None:
             raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
         check_record(self)
@@ -114,7 +109,6 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
     """Draw negatives for the candidates or, without candidates and labels, for the items after the first."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {**ReadConfig._MINIMUMS, "max_num_candidates": 0, "num_tasks": 0}
-    _NAMES: ClassVar[tuple[str, ...]] = ("context", "extra_events")
 
     def __post_init__(self) -> None:
         ReadConfig.__post_init__(self)

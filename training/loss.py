@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.settings import check_at_least
-from evenrank.dataloader.balance.loss_scaling import SCALING, warn
+from evenrank.dataloader.balance.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.consistency import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -58,10 +58,7 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     if not (torch.compiler.is_compiling() or SCALING.is_sum) and loss_sums.requires_grad and batch.num_real > 1:
         SCALING.is_sum = True
         if _is_mean(loss_sums, batch.num_real):
-            warn(
-                "scale_loss was given the mean of losses, so they are divided twice, and gradients are too small; pass "
-                'their sum, as with reduction="sum"'
-            )
+            SCALING.warn("scale_loss was given the mean of losses, and divides them again; pass the sum of them")
     if batch.world_loss_tokens is None:
         raise ConfigError("the batch has no world_loss_tokens; pass balance to build_loader, or use a Balancer")
     if (dp_size := batch.dp_size if dp_size is None else dp_size) is None:

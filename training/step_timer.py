@@ -143,7 +143,7 @@ class StepTimer:
         if not self._closed:
             self._closed = True
             self._clock.wait()
-            self._knows_every(waits=True)
+            self._every = self._every or int(within(_STORE_TIMEOUT, partial(self._store.get, "every")))
             self._publish(final=True)
             self._merge(final=True)
 
@@ -163,15 +163,11 @@ class StepTimer:
         self._untrained = max(self._untrained - 1, 0)
         self._marks.append((self._last_release, self._arrival, release))
         self._last_release = release
-        if self._knows_every() and len(self._marks) >= self._every:
+        if not self._every and within(_STORE_TIMEOUT, partial(self._store.check, ["every"])):
+            self._every = int(self._store.get("every"))  # rank 0 has created its timer
+        if 0 < self._every <= len(self._marks):
             self._publish()
             self._merge()
-
-    def _knows_every(self, *, waits: bool = False) -> bool:
-        """Return whether the interval of rank 0 is known, which may create its timer later."""
-        if not self._every and (waits or within(_STORE_TIMEOUT, partial(self._store.check, ["every"]))):
-            self._every = int(within(_STORE_TIMEOUT, partial(self._store.get, "every")))
-        return self._every > 0
 
     def _publish(self, *, final: bool = False) -> None:
         """Publish the times of blocks of steps, milliseconds [steps, 2]; NaN where a step was not measured."""

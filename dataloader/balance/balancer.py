@@ -30,7 +30,7 @@ from evenrank.dataloader.balance.loss_scaling import SCALING
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.own_steps import LoadedStep
 from evenrank.dataloader.balance.ranks.connection import Connection
-from evenrank.dataloader.balance.ranks.handshake import RankReport, agree
+from evenrank.dataloader.balance.ranks.handshake import RankReport, handshake
 from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
@@ -100,7 +100,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         suppress_fx_tracing_warning()  # before the batches of any other loader
         members = members_of(group, timeout := timeout_of(config))
-        made, result = agree(lambda: _check(batches, config, device, members), members, timeout, of="Balancer")
+        made, result = handshake(lambda: _check(batches, config, device, members), members, timeout)
         self._device, self._source, self._observe = made
         self._num_steps = result.num_steps
         backend, use_in_thread = self._device.backend, self._device.use_in_thread

@@ -128,9 +128,8 @@ class NegativeSampler:
     def describe(self) -> str:
         """Return the settings, without the path of the file, and a hash of all that is drawn from."""
         digest = hashlib.sha256(b"".join(array.tobytes() for array in self.tables))
-        settings = [
-            getattr(self.settings, name) for name in ("count", "by", "alpha", "exclude_own", "num_hard", "fixed")
-        ]
+        names = ("count", "by", "alpha", "exclude_own", "num_hard", "fixed")
+        settings = [getattr(self.settings, name) for name in names]
         return f"{settings} {digest.hexdigest()[:16]}"
 
     def values(

@@ -114,8 +114,8 @@ def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_o
             r"LoaderConfig: order must be of type .*\['shuffle', 'rows'\], TimeWindows, Requests\], got 'random'",
         ),
         ({"num_tasks": 32}, "num_tasks must be at most 31"),
-        ({"context": "age"}, r"context must be a tuple of names, got 'age'; write \('age',\)"),
-        ({"extra_events": "price"}, r"extra_events must be a tuple of names, got 'price'; write \('price',\)"),
+        ({"context": "age"}, r"LoaderConfig: context must be of type tuple\[str, \.\.\.\] \| None, got 'age'"),
+        ({"extra_events": "price"}, r"extra_events must be of type tuple\[str, \.\.\.\], got 'price'"),
         ({"prefetch": 0}, "prefetch must be at least 1, got 0"),
         *(
             ({"seed": seed}, "seed must be an integer from -9223372036854775808 to 92233720368547758")

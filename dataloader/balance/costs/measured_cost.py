@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import check_at_least
+from evenrank.core.settings import check_at_least, construct
 from evenrank.dataloader.balance.costs.cost import register_cost
 from evenrank.dataloader.balance.costs.model_costs import TokenCost, attended_pairs
 from evenrank.datasets.schema import ITEM_ID
@@ -189,23 +189,10 @@ class MeasuredCost(TokenCost):
         version = values.pop("version", None)
         if type(version) is not int or version != _VERSION:
             raise DataError(f"{path} has version {version!r}, this evenrank reads {_VERSION}; fit the cost again")
-        fields = {entry.name: _checked_value(values, entry, path) for entry in dataclasses.fields(cls)}
         try:
-            return cls(**fields)
+            return construct(cls, values, "the cost")
         except ConfigError as error:
             raise DataError(f"{path}: {error}; fit the cost again") from error
-
-
-def _checked_value(values: dict[str, Any], entry: Any, path: Path | str) -> Any:
-    if entry.name not in values:
-        raise DataError(f"{path} lacks {entry.name}; fit the cost again")
-    value = values[entry.name]
-    if entry.name == "contextual":
-        if isinstance(value, list) and all(isinstance(key, str) for key in value):
-            return tuple(value)
-    elif type(value) is entry.type:  # exactly: ranks compare the repr, in which 1 and 1.0 or True differ
-        return value
-    raise DataError(f"{path}: {entry.name} has the wrong type, {value!r}; fit the cost again")
 
 
 def _check_times(times: NDArray[np.float64], num_steps: int) -> None:

@@ -77,17 +77,16 @@ def compare_settings(check: Callable[[], Mapping[str, Any]], group: dist.Process
 
     `group` as for `gather_checked`. Collective: every rank must call this.
     """
-    settings: Mapping[str, Any] = {}
     error: Exception | None = None
     try:
-        settings = check()
+        report: Any = None, check()
     except Exception as raised:  # reported to all ranks
-        error = raised
-    reports = gather_checked({}, (None if error is None else one_line(error), settings), group)
+        error, report = raised, (one_line(raised), {})
+    errors, settings = zip(*gather_checked({}, report, group), strict=True)
     if error is not None:
         raise error
-    raise_reported_errors([text for text, _ in reports])
-    check_settings([of_rank for _, of_rank in reports])
+    raise_reported_errors(errors)
+    check_settings(settings)
 
 
 def raise_reported_errors(errors: Sequence[str | None]) -> None:

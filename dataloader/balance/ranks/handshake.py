@@ -65,23 +65,30 @@ def validate_reports(reports: Sequence[RankReport]) -> HandshakeResult:
 
 
 def handshake(
-    report: RankReport | None, error: Exception | None, members: Members, timeout: timedelta, *, of: str = "Balancer"
-) -> HandshakeResult:
-    """Report to rank 0 and return its result. Collective: every rank must call this.
+    make: Callable[[], tuple[Created, RankReport]], members: Members, timeout: timedelta, *, of: str = "Balancer"
+) -> tuple[Created, HandshakeResult]:
+    """Return what `make` creates, once it does so on all ranks, and rank 0's result. Collective: every rank must call.
 
-    `report` is None after an error, which is raised on this rank, while the others raise a RankError with it. `of`
-    names what every rank creates, for the message if one has not.
+    Whatever can be wrong on one rank alone is checked in `make`: its error is raised on this rank, while the others
+    raise a RankError with it. `of` names what every rank creates, for the message if one has not.
     """
-    sent = report or RankReport(error=None if error is None else one_line(error))
+    created, error = None, None
+    try:
+        created, report = make()
+    except Exception as raised:  # reported to all ranks
+        error, report = raised, RankReport(error=one_line(raised))
     try:
         if members.store is None:
-            return validate_reports([sent])
-        # Rank 0 gets the time to name the ranks that are late.
-        return within(timeout + _WAIT, lambda: _handshake(sent, members, timeout, of))
+            result = validate_reports([report])
+        else:
+            # Rank 0 gets the time to name the ranks that are late.
+            result = within(timeout + _WAIT, lambda: _handshake(report, members, timeout, of))
     except RankError:
         if error is not None:
             raise error from None
         raise
+    assert created is not None
+    return created, result
 
 
 def _handshake(report: RankReport, members: Members, timeout: timedelta, of: str) -> HandshakeResult:
@@ -124,24 +131,6 @@ def _get(store: Store, key: str, rank: int, deadline: float, of: str) -> Any:
             )
 
 
-def agree(
-    make: Callable[[], tuple[Created, RankReport]], members: Members, timeout: timedelta, *, of: str
-) -> tuple[Created, HandshakeResult]:
-    """Return what `make` creates, once it does so on all ranks, and what follows from the reports of all.
-
-    Whatever can be wrong on one rank alone is checked in `make`, whose error every rank raises. For `of` see
-    `handshake`. Collective: every rank must call this.
-    """
-    created, report, error = None, None, None
-    try:
-        created, report = make()
-    except Exception as raised:  # reported to all ranks
-        error = raised
-    result = handshake(report, error, members, timeout, of=of)
-    assert created is not None
-    return created, result
-
-
 def create_on_all_ranks(
     make: Callable[[Members], Loader], *, group: Group | None, world_size: int, balance: object
 ) -> Loader:
@@ -155,12 +144,12 @@ def create_on_all_ranks(
         return make(members)
 
     def create() -> tuple[Loader, RankReport]:
-        loader = make(members)
         if members.world_size != world_size:
             raise ConfigError(
-                f"the loader is created for world_size {world_size}, but {members.world_size} ranks would balance "
+                f"the loader is created for world_size {world_size!r}, but {members.world_size} ranks would balance "
                 "together; pass the data-parallel ranks as group, and their number as world_size"
             )
+        loader = make(members)
         return loader, RankReport(settings=dict(loader.rank_invariants()))
 
-    return agree(create, members, timeout, of="loader")[0]
+    return handshake(create, members, timeout, of="loader")[0]
