@@ -29,7 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
-from evenrank.dataloader.balance.loss_scaling import SCALING
+from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.metadata import HEADER, MetadataAllGather, all_gather_objects
 from evenrank.dataloader.balance.ranks.process_group import Members, within
 from evenrank.dataloader.batches.batch import JaggedBatch
