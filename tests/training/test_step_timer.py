@@ -249,6 +249,16 @@ def test_ranks_with_different_numbers_of_steps_end_with_those_in_common(
     assert written == [(number, ([1, 2], [1, 0]) if number else None) for number in range(common)]
 
 
+def _with_every(rank: int, world_size: int, every: dict[int, int]) -> list[tuple[int, Any]]:
+    return _manual(rank, world_size, every[rank], {0: 40, 1: 40})
+
+
+@pytest.mark.parametrize("every", [{0: 3, 1: 50}, {0: 50, 1: 3}, {0: 7, 1: 5}], ids=str)
+def test_ranks_may_have_been_given_other_intervals(ranks: RankPool, every: dict[int, int]) -> None:
+    written, _ = ranks.run(2, _with_every, every)
+    assert written == [(number, ([1, 2], [1, 0]) if number else None) for number in range(40)]
+
+
 def _subgroup(rank: int, world_size: int) -> Any:
     group = dist.new_group([1, 2])
     if rank == 0:
