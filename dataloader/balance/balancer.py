@@ -40,7 +40,7 @@ from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.dataloader.state.node import EpochNode
-from evenrank.dataloader.state.resume_point import Position
+from evenrank.dataloader.state.resume_point import Position, warn_of_rest
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -102,7 +102,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         members = members_of(group, timeout := timeout_of(config))
         made, result = handshake(lambda: _check(batches, config, device, members), members, timeout)
         self._device, self._source, self._observe = made
-        self._num_steps = result.num_steps
+        # The rank with the most batches has so many more than this one, in epochs of other lengths too.
+        self._num_more = None if result.num_steps is None else result.num_steps - (self._source.length() or 0)
         backend, use_in_thread = self._device.backend, self._device.use_in_thread
         self._connection = Connection(members, result.hosts, config.timeout, backend, use_in_thread)
         with self._connection.aborting():
@@ -119,10 +120,10 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         )
 
     def __len__(self) -> int:
-        """Return the steps of an epoch: the batches of the rank with the most. A TypeError if a rank has no length."""
-        if self._num_steps is None:
+        """Return the steps of the next epoch: the batches of the rank with the most. A TypeError without a length."""
+        if self._num_more is None:
             raise TypeError("the loader has no length, on this rank or on another one")
-        return self._num_steps
+        return (self._source.length() or 0) + self._num_more
 
     def remaining_batches(self) -> int:
         """Return the steps of the next iteration of this rank's loader: fewer than `len` after `load_state_dict`.
@@ -133,9 +134,15 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             raise TypeError("the loader has no remaining_batches")
         return remaining
 
+    def rank_invariants(self) -> dict[str, Any]:
+        """Return the settings of the loader, as it describes them itself."""
+        return self._source.rank_invariants()
+
     def __iter__(self) -> Iterator[Batch]:
         self._connection.check_open()
         SCALING.watch()
+        if self._handed_out is not None and self._source.is_within(self._handed_out):
+            warn_of_rest(self._handed_out)
         source = iter(self._source)
         ahead = StepsAhead(lambda: self._load(source), self._start, self._config.lookahead)
         launched: deque[Handle] = deque()

@@ -181,6 +181,10 @@ class LoaderAdapter(Generic[Batch]):
         """Record that no rank has a batch after this position."""
         self._ends = {position.epoch: position.position}
 
+    def is_within(self, position: Position) -> bool:
+        """Return whether the epoch goes on after this position, that of the step handed out last."""
+        return self._ends.get(position.epoch) != position.position and not self._is_bypassed
+
     def bypass(self) -> None:
         """Record that the caller supplied batches directly."""
         self._is_bypassed = True

@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import Iteration, StepSampler
-from evenrank.dataloader.state.resume_point import Position, ResumePoint, SavedPosition
+from evenrank.dataloader.state.resume_point import Position, ResumePoint, SavedPosition, warn_of_rest
 from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
 
@@ -28,6 +29,7 @@ class EpochPositions(ABC):
     _ids: Mapping[str, IdSummary]
     _key_maps: Mapping[str, KeyMap]
     _seed: int
+    _plan_check: PlanCheck | None  # None: not balanced
 
     def __init__(self) -> None:
         self._next: ResumePoint = ResumePoint()
@@ -89,6 +91,11 @@ class EpochPositions(ABC):
     def _begin_epoch(self) -> Iteration:
         """Return the next iteration, after which the next epoch follows."""
         iteration = self._begin(self._next)
+        epoch, position = self._after_last
+        if self._plan_check is not None and position and epoch == self.epoch - 1:
+            left = ResumePoint(epoch=epoch, start=position, position=position)
+            if self._begin(left).schedule.num_steps:
+                warn_of_rest(self._after_last)
         self._next = ResumePoint(epoch=self.epoch + 1)
         return iteration
 

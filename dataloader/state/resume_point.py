@@ -226,6 +226,12 @@ class Position(NamedTuple):
     position: int
 
 
+def warn_of_rest(left: Position) -> None:
+    """Warn that an iteration begins although the one before was left at a position within its epoch."""
+    remedy = "load a state to go on there; in Lightning, pass the Trainer callbacks=[ElasticResume()]"
+    _log.warning("epoch %d was left at position %d, and its rest is not trained; %s", *left, remedy)
+
+
 class Snapshots(Generic[Value]):
     """Values of one rank, such as states of its loader, by position of its latest steps.
 

@@ -183,7 +183,9 @@ def _balance_windows(rank: int, world_size: int, path: Path) -> list[list[tuple[
         _loader(path, rank, world_size, balance=balance),
         Balancer(_loader(path, rank, world_size), balance, device="cpu"),
     ):
-        seen.append([(batch.epoch, sample) for _ in range(4) for batch in batches for sample in ids_of(batch)])
+        windows = [(len(batches), list(batches)) for _ in range(4)]
+        assert [length for length, _ in windows] == [len(of_window) for _, of_window in windows]
+        seen.append([(batch.epoch, sample) for _, window in windows for batch in window for sample in ids_of(batch)])
     return seen
 
 
