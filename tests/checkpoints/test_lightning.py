@@ -1,5 +1,8 @@
+import contextlib
+import logging
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,7 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.checkpoints.resuming import Model, balance, environment_of, ids_of
+from evenrank.dataloader import LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from tests.checkpoints.resuming import COST, Model, balance, environment_of, ids_of
 from tests.ranks import RankPool
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -77,3 +82,133 @@ def test_trainer_resumes_with_each_sample_once(ranks: RankPool, small_dataset: P
         assert [*after[0]] == [*range(epoch, 2)]
         if epoch == 0:  # the next epoch has its full length
             assert _samples(after, 1, slice(None)) == everything
+
+
+WINDOWS: Any = {"order": TimeWindows(every="2w"), "max_num_candidates": 2}
+ALONE: Any = {"rank": 0, "world_size": 1}
+
+
+def _loader(kind: str, path: Path, batch_size: int) -> Any:
+    balancing = BalanceConfig(cost=COST)
+    if kind == "stream, exchanged":
+        stream = StreamConfig(num_shards=5, buffer_rows=16)
+        return Balancer(build_stream_loader(path, LoaderConfig(batch_size=batch_size), stream, **ALONE), balancing)
+    if "packed" in kind:
+        balancing = BalanceConfig(cost=COST, pack=True, max_tokens_per_rank=150)
+    options: Any = {"batch_size": batch_size, "max_history_length": 60} | (WINDOWS if "windows" in kind else {})
+    if "exchanged" in kind:
+        return Balancer(build_loader(path, LoaderConfig(**options), **ALONE), balancing)
+    return build_loader(path, LoaderConfig(**options), balance=balancing, **ALONE)
+
+
+class Failing(Recommender):
+    """Records the samples of each epoch of the loader, and fails once."""
+
+    def __init__(self, fails_at: int | None) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.fails_at:
+            raise ZeroDivisionError
+        self.seen.setdefault(batch.epoch, []).append(ids_of(batch))
+        loss: torch.Tensor = self.model(batch)
+        return loss
+
+
+class Messages(logging.Handler):
+    """Keeps what evenrank logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _fit_alone(
+    path: Path,
+    folder: Path,
+    kind: str,
+    limits: Mapping[str, int],
+    *,
+    batch_size: int = 24,
+    checkpoint: str | None = None,
+    fails_at: int | None = None,
+    has_callback: bool = True,
+) -> tuple[dict[int, list[list[int]]], list[str]]:
+    """Train in this process; return the samples of each step by epoch of the loader, and what is said."""
+    saving = {
+        "step-{step}": {"every_n_train_steps": 1},
+        "end-{epoch}": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        "failed": {"every_n_epochs": 100, "save_on_exception": True},
+    }
+    module, messages = Failing(fails_at), Messages()
+    logging.getLogger("evenrank").addHandler(messages)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            callbacks=[
+                *[ElasticResume()] * has_callback,
+                *(
+                    lightning.callbacks.ModelCheckpoint(
+                        folder, filename=name, save_top_k=-1, auto_insert_metric_name=False, **options
+                    )
+                    for name, options in saving.items()
+                    if checkpoint is None
+                ),
+            ],
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=checkpoint is None,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **limits,
+        )
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.fit(module, _loader(kind, path, batch_size), ckpt_path=checkpoint and str(folder / checkpoint))
+    logging.getLogger("evenrank").removeHandler(messages)
+    return module.seen, messages.texts + [str(each.message) for each in warned]
+
+
+@pytest.mark.parametrize("kind", ["epochs", "packed", "windows", "windows, exchanged", "stream, exchanged"])
+def test_every_checkpoint_of_every_loader_resumes_with_what_is_left(
+    small_dataset: Path, tmp_path: Path, kind: str
+) -> None:
+    def fit(limits: Mapping[str, int], **options: Any) -> dict[int, list[list[int]]]:
+        seen, messages = _fit_alone(small_dataset, tmp_path, kind, limits, **options)
+        assert not [message for message in messages if "was left at" in message]
+        return seen
+
+    def samples(seen: Mapping[int, list[list[int]]]) -> dict[int, list[int]]:
+        return {epoch: sorted(sample for step in steps for sample in step) for epoch, steps in seen.items()}
+
+    loader = _loader(kind, small_dataset, 24)
+    whole = {epoch: [ids_of(batch) for batch in loader] for epoch in range(3)}
+    assert fit({"max_epochs": 3}) == whole
+    lengths = [len(steps) for steps in whole.values()]
+    assert kind in ("epochs", "stream, exchanged") or len({*lengths}) > 1
+    fit({"max_epochs": 1}, fails_at=2)
+    steps = {"step-1": 1, "failed": 2, f"step-{lengths[0]}": lengths[0], "end-0": lengths[0], "end-1": sum(lengths[:2])}
+    for name, done in steps.items():
+        left, offset = {}, 0
+        for epoch, of_epoch in whole.items():
+            if rest := of_epoch[max(done - offset, 0) :]:
+                left[epoch] = rest
+            offset += len(of_epoch)
+        # Iterations, by which Lightning counts with `max_steps`, are of the same batches, epochs of any.
+        assert fit({"max_steps": offset, "max_epochs": -1}, checkpoint=f"{name}.ckpt") == left, name
+        assert samples(fit({"max_epochs": 3}, checkpoint=f"{name}.ckpt", batch_size=16)) == samples(left), name
+
+
+def test_without_the_callback_a_job_says_what_it_loses(small_dataset: Path, tmp_path: Path) -> None:
+    arguments: Any = (small_dataset, tmp_path, "windows", {"max_epochs": 3})
+    _fit_alone(*arguments)
+    _, alone = _fit_alone(*arguments, has_callback=False)
+    _, resumed = _fit_alone(*arguments, has_callback=False, checkpoint="step-2.ckpt")
+    remedy = "in Lightning, pass the Trainer callbacks=[ElasticResume()]"
+    for messages in (alone, resumed):
+        assert any(message.startswith("epoch 1 was left at position") and remedy in message for message in messages)
+    assert any("Please add the following callbacks" in message and "ElasticResume" in message for message in resumed)
