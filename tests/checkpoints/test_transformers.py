@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig
+from evenrank.dataloader import LoaderConfig, TimeWindows, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import accumulate
-from tests.checkpoints.resuming import COST, Model, balance, environment_of, ids_of
+from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, Model, balance, environment_of, ids_of
 from tests.ranks import RankPool
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -56,6 +56,7 @@ def _train(
     with patch.dict(os.environ, environment_of(rank, world_size)), balance(path, rank, world_size) as loader:
         args = transformers.TrainingArguments(
             output_dir=str(folder),
+            per_device_train_batch_size=GLOBAL_BATCH_SIZE // world_size,
             num_train_epochs=EPOCHS,
             learning_rate=0.1,
             lr_scheduler_type="constant",
@@ -124,16 +125,17 @@ def test_trainer_resumes_with_the_same_steps(
 
 
 def _refusals(rank: int, world_size: int, path: Path, folder: Path) -> list[str]:
-    """Resume from the first checkpoint in ways that cannot be exact; return what is said of each."""
+    """Resume in ways that cannot be exact; return what is said of each."""
     said = []
-    attempts: list[dict[str, Any]] = [
-        {"gradient_accumulation_steps": 2},
-        {"ignore_data_skip": True},
-        {"restore_callback_states_from_checkpoint": True},
+    attempts: list[tuple[int, dict[str, Any]]] = [
+        (1, {"gradient_accumulation_steps": 2}),
+        (9, {"gradient_accumulation_steps": 3}),  # at the end of the epoch, which are the steps of three
+        (1, {"ignore_data_skip": True}),
+        (1, {"restore_callback_states_from_checkpoint": True}),
     ]
-    for options in attempts:
+    for step, options in attempts:
         try:
-            _train(rank, world_size, path, folder, 1, options)
+            _train(rank, world_size, path, folder, step, options)
         except (ConfigError, StateError) as error:
             said.append(str(error))
     state = folder / "checkpoint-1" / "trainer_state.json"
@@ -144,9 +146,10 @@ def _refusals(rank: int, world_size: int, path: Path, folder: Path) -> list[str]
 
 
 def test_resuming_other_steps_is_refused(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
-    ranks.run(1, _train, small_dataset, tmp_path, None, {"max_steps": 2})
-    ((steps, skip),) = ranks.run(1, _refusals, small_dataset, tmp_path)
-    assert steps.startswith("the loader's state is after 1 batches of an epoch, the Trainer's after 2;")
+    ranks.run(1, _train, small_dataset, tmp_path, None, {"max_steps": 9})
+    ((within, at_end, skip),) = ranks.run(1, _refusals, small_dataset, tmp_path)
+    assert within.startswith("the checkpoint is after 1 batches of epoch 0, 1 steps here after 2 of epoch 0; resume ")
+    assert at_end.startswith("the checkpoint is after 0 batches of epoch 1, 9 steps here after 0 of epoch 3; resume ")
     assert skip.startswith("ignore_data_skip makes the Trainer lose count")
 
 
@@ -164,12 +167,16 @@ class _Recorded:
         self.num_ended += 1
 
 
-def _pull(rank: int, world_size: int, path: Path, folder: Path, balancing: BalanceConfig) -> tuple[int, int]:
+def _pull(
+    rank: int, world_size: int, path: Path, folder: Path, balancing: BalanceConfig, order: Any, has_exchange: bool
+) -> tuple[int, int]:
     """Pull as many batches as 20 epochs should have; return how many epochs have ended, and the samples of one."""
     from evenrank.training.trainers.transformers_trainer import BalancedTrainer
 
-    config = LoaderConfig(batch_size=16, max_history_length=60)
-    loader = _Recorded(build_loader(path, config, rank=rank, world_size=world_size, balance=balancing))
+    config = LoaderConfig(batch_size=16, max_history_length=60, max_num_candidates=1, order=order)
+    balance = None if has_exchange else balancing
+    batches: Any = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+    loader = _Recorded(Balancer(batches, balancing) if has_exchange else batches)
     with patch.dict(os.environ, environment_of(rank, world_size)):
         args = transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, per_device_train_batch_size=16)
         trainer = BalancedTrainer(Model(), args, train_dataset=loader)
@@ -188,14 +195,53 @@ def _pull(rank: int, world_size: int, path: Path, folder: Path, balancing: Balan
 def test_epochs_end_with_the_last_batch_that_the_trainer_pulls(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
-    pulled = ranks.run(2, _pull, small_dataset, tmp_path, BalanceConfig(cost=COST))
+    pulled = ranks.run(2, _pull, small_dataset, tmp_path, BalanceConfig(cost=COST), "shuffle", False)
     assert pulled == [(20, 7 * 2 * 16)] * 2
 
 
-def test_epochs_of_other_lengths_are_refused(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
-    packed = BalanceConfig(cost=COST, pack=True, max_tokens_per_rank=100)
-    (failure,) = ranks.try_run(1, _pull, small_dataset, tmp_path, packed)
+@pytest.mark.parametrize(
+    ("order", "options", "has_exchange"),
+    [
+        ("shuffle", {"pack": True, "max_tokens_per_rank": 100}, False),
+        (TimeWindows(every="2w"), {}, False),
+        (TimeWindows(every="2w"), {}, True),
+    ],
+)
+def test_epochs_of_other_lengths_are_refused(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, order: Any, options: dict[str, Any], has_exchange: bool
+) -> None:
+    balancing = BalanceConfig(cost=COST, **options)
+    (failure,) = ranks.try_run(1, _pull, small_dataset, tmp_path, balancing, order, has_exchange)
     assert failure.type_name == "ConfigError"
-    assert failure.message.startswith(
-        "the Trainer takes all epochs to have as many batches; leave BalanceConfig.pack out"
-    )
+    assert failure.message.startswith("the Trainer takes all epochs to have ")
+
+
+def _begin(rank: int, world_size: int, path: Path, folder: Path, evaluates: bool, batch_size: int) -> None:
+    """Begin to train with a loader of evaluation, or with another batch size than that of the training loader."""
+    from evenrank.training.trainers.transformers_trainer import BalancedTrainer
+
+    with patch.dict(os.environ, environment_of(rank, world_size)), balance(path, rank, world_size) as loader:
+        options = {"eval_strategy": "steps"} if evaluates else {}
+        args = transformers.TrainingArguments(
+            output_dir=str(folder), use_cpu=True, per_device_train_batch_size=batch_size, **options
+        )
+        try:
+            dataset = {"of today": balance(path, rank, world_size)} if evaluates else None
+            BalancedTrainer(Model(), args, train_dataset=loader, eval_dataset=dataset).train()
+        finally:
+            accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "batch_size", "message"),
+    [
+        (True, GLOBAL_BATCH_SIZE, "eval_dataset is a Balancer"),
+        (False, 8, f"per_device_train_batch_size is 8, the loader's batch_size {GLOBAL_BATCH_SIZE}; pass "),
+    ],
+)
+def test_what_the_trainer_would_take_for_something_else_is_refused_before_the_first_step(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, evaluates: bool, batch_size: int, message: str
+) -> None:
+    (failure,) = ranks.try_run(1, _begin, small_dataset, tmp_path, evaluates, batch_size)
+    assert failure.message.startswith(message)
+    assert failure.type_name == "ConfigError"

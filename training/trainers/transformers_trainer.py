@@ -7,6 +7,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.optional_imports import naming_extras
+from evenrank.dataloader.elastic_sampler import ElasticLoader
+from evenrank.dataloader.state.node import EpochNode, find_rank_invariants
 from evenrank.training.loss import accumulate
 
 with naming_extras():
@@ -32,7 +34,10 @@ class _Inputs(IterableDataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if len(self.loader) != self._num_batches:
-            raise ConfigError("the Trainer takes all epochs to have as many batches; leave BalanceConfig.pack out")
+            raise ConfigError(
+                f"the Trainer takes all epochs to have {self._num_batches} batches, the next has {len(self.loader)}; "
+                "leave BalanceConfig.pack and TimeWindows out"
+            )
         num_pulled, self.num_trained = self.num_trained, 0
         yield from [{}] * num_pulled
         for batches in (steps := accumulate(self.loader, self._args.gradient_accumulation_steps)):
@@ -65,11 +70,14 @@ class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise StateError("the checkpoint has no state of a loader; load one of a BalancedTrainer")
         inputs.loader.load_state_dict(saved["attributes"]["position"])
         per_step, done = args.gradient_accumulation_steps, len(inputs) - inputs.loader.remaining_batches()
-        inputs.num_trained = state.global_step % -(-len(inputs) // per_step) * per_step
-        if done != inputs.num_trained:
+        epoch, steps = divmod(state.global_step, -(-len(inputs) // per_step))
+        inputs.num_trained = steps * per_step
+        # The Trainer saves its epoch, and counts it from its steps when it resumes.
+        if (saved_epoch := int(state.epoch or 0), done) != (epoch, inputs.num_trained):
             raise StateError(
-                f"the loader's state is after {done} batches of an epoch, the Trainer's after {inputs.num_trained}; "
-                "resume with the same ranks * batch_size and gradient_accumulation_steps"
+                f"the checkpoint is after {done} batches of epoch {saved_epoch}, {state.global_step} steps here after "
+                f"{inputs.num_trained} of epoch {epoch}; resume with the same ranks * batch_size and "
+                "gradient_accumulation_steps"
             )
 
 
@@ -83,7 +91,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc]
 
     Raises:
         TypeError: in `train`, the loader has no length, such as one of streams.
-        ConfigError: in `train`, batches are not balanced, or epochs differ in length (`BalanceConfig.pack`).
+        ConfigError: in `train`, batches are not balanced, epochs differ in length (`BalanceConfig.pack`, TimeWindows),
+            `per_device_train_batch_size` is not the loader's, or `eval_dataset` is a loader.
         StateError: in `train`, the checkpoint has no state of this loader, or one of another global batch size.
     """
 
@@ -91,6 +100,14 @@ class BalancedTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """Return the inputs, which neither the Trainer nor Accelerate may divide among ranks again."""
+        batch_size = find_rank_invariants(self.train_dataset).get("batch_size", self._train_batch_size)
+        if batch_size != self._train_batch_size:
+            found = f"per_device_train_batch_size is {self._train_batch_size}, the loader's batch_size {batch_size}"
+            raise ConfigError(f"{found}; pass per_device_train_batch_size={batch_size}")
+        for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
+            if isinstance(dataset, DataLoader | ElasticLoader | EpochNode):
+                kind = type(dataset).__name__
+                raise ConfigError(f"eval_dataset is a {kind}, of batches; pass a dataset of samples and data_collator")
         self.remove_callback(LoaderPosition)  # of an earlier `train`
         self.add_callback(LoaderPosition)
         return DataLoader(_Inputs(self.train_dataset, self.args), batch_size=None)
