@@ -1,4 +1,4 @@
-"""TorchRec's DistributedModelParallel and TrainPipelineSparseDist on balanced batches.
+"""TorchRec's DistributedModelParallel and TrainPipelineSparseDist on balanced batches, and a resume within an epoch.
 
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/torchrec_dmp.py --data out/synthetic
@@ -7,6 +7,9 @@ The table of items is sharded by rows: each rank holds a part of them. The rest 
 batch trains, TorchRec's pipeline sends the ids of the next one to the ranks that hold their rows. So it pulls batches
 ahead; the position to save in a checkpoint is `loader.state_dict(after=trained.batch)`.
 
+Run the same command again: it resumes from the last checkpoint, which is that of step 80 of 100, as a job does that was
+killed, and prints the same loss for step 100.
+
 On GPUs, `device` is `torch.device("cuda", int(os.environ["LOCAL_RANK"]))`, after `torch.cuda.set_device(device)`, and
 the process group is initialized with "cpu:gloo,cuda:nccl". Only there does the pipeline overlap communication and
 training.
@@ -14,14 +17,17 @@ training.
 
 import argparse
 import gc
+import shutil
 import sys
 import warnings
 from itertools import chain, islice, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
@@ -100,8 +106,37 @@ def shard_by_rows(model: NextItem, device: torch.device) -> DistributedModelPara
     return DistributedModelParallel(model, device=device, plan=ShardingPlan({"embeddings": plan}), sharders=[sharder])
 
 
+class AppState:
+    """Model and optimizer as torch.distributed.checkpoint saves them: by the names of parameters, on any rank."""
+
+    def __init__(self, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to save and, before loading, where to load it."""
+        for _, part in self.optimizer.optimizers:
+            if not part.state:  # of a new Adam, whose moments would not be loaded: only what is there already is
+                part.init_state()
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def save(job: dict[str, Any], folder: Path) -> None:
+    """Replace a checkpoint. What stays if the job is killed here is complete, or never loaded."""
+    partial = folder.with_suffix(".partial")
+    dcp.save(job, checkpoint_id=partial)  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:  # where it returns when all ranks have written
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+
 def train(args: argparse.Namespace) -> None:
-    """Train on this rank."""
+    """Train on this rank, from the checkpoint if there is one."""
     num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -129,9 +164,18 @@ def train(args: argparse.Namespace) -> None:
     )
     pipeline = make_pipeline("sparse-dist", model, optimizer, device, loss=scale_loss)  # TrainPipelineSparseDist
 
+    app, first = AppState(model, optimizer), 1
+    if args.checkpoint.exists():
+        job: dict[str, Any] = {"app": app, "data": loader.state_dict(), "step": 0}
+        dcp.load(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
+        loader.load_state_dict(job["data"])
+        first = job["step"] + 1
+        if rank == 0:
+            print(f"resumed after step {job['step']}", flush=True)
     average = LossAverage(device=device)
     batches = map(add_negatives, chain.from_iterable(repeat(loader)))  # of one epoch after the other
-    for step, trained in enumerate(islice(run_pipeline(pipeline, batches), args.steps), start=1):
+    trained_batches = islice(run_pipeline(pipeline, batches), max(args.steps + 1 - first, 0))
+    for step, trained in enumerate(trained_batches, start=first):
         average.update(trained.output, trained.batch)
         if step % args.log_every == 0:
             (loss,) = average.compute()
@@ -144,6 +188,8 @@ def train(args: argparse.Namespace) -> None:
                     f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after",
                     flush=True,
                 )
+        if step % args.save_every == 0:
+            save({"app": app, "data": loader.state_dict(after=trained.batch), "step": step}, args.checkpoint)
     (table,) = model.module.get_submodule("embeddings").parameters()
     if rank == 0:
         print(f"rank 0 has {len(table):,} of the {num_items:,} rows of the table")
@@ -153,11 +199,14 @@ def main() -> None:
     """Run this process as one of torchrun's ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
+    parser.add_argument("--checkpoint", type=Path, default=Path("out/torchrec-dmp"), help="folder to resume from")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=40)
     parser.add_argument("--log-every", type=int, default=20)
     args = parser.parse_args()
     # TorchRec passes DistributedDataParallel an argument that PyTorch has renamed.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", ".*we are deprecating ShardedTensor", FutureWarning)  # of which its states are
     try:
         train(args)
     except EvenrankError as error:

@@ -140,8 +140,9 @@ def test_a_job_with_its_own_dataloader_is_balanced_and_resumes_bit_for_bit(small
     check_tutorial("own-dataloader", output)
 
 
-def test_a_table_sharded_by_rows_trains_on_balanced_batches(small_dataset: Path, tmp_path: Path) -> None:
-    output = run("torchrec_dmp", small_dataset, tmp_path, "--log-every", 1, "--steps", 21)  # three epochs
+def test_a_table_sharded_by_rows_trains_on_balanced_batches_and_resumes(small_dataset: Path, tmp_path: Path) -> None:
+    options = ["--log-every", 1, "--steps", 21, "--save-every", 16, "--checkpoint", tmp_path / "checkpoint"]
+    output = run("torchrec_dmp", small_dataset, tmp_path, *options)  # three epochs
     losses = losses_of(output)
     untrained = 2 * math.log(2)  # of scores of 0
     assert losses[1] == pytest.approx(untrained, abs=0.1)
@@ -152,7 +153,10 @@ def test_a_table_sharded_by_rows_trains_on_balanced_batches(small_dataset: Path,
     assert float(max(after)) < 1.05
     num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
     assert output.splitlines()[-1] == f"rank 0 has {-(-num_items // 2)} of the {num_items} rows of the table"
-    check_tutorial("torchrec-dmp", output)
+    # A job that is killed after step 16: tables, moments and positions are those after it, to the last digit.
+    resumed = run("torchrec_dmp", small_dataset, tmp_path, *options)
+    assert losses_of(resumed) == {step: losses[step] for step in range(17, 22)}
+    check_tutorial("torchrec-dmp", output, resumed)
 
 
 def test_codes_of_the_next_item_are_learned(small_dataset: Path, tmp_path: Path) -> None:
