@@ -5,8 +5,8 @@
 
 Lightning saves the position in the data along with model and optimizer, because the loader has `state_dict`. Run the
 same command again: it resumes from the last checkpoint, which is that of step 80 of 100, as a job does that was killed,
-and prints the same loss for step 100. With the callback `ElasticResume` it does so with any other --nproc_per_node that
-divides 32, the global batch size.
+and prints the same loss for step 100. Without the callback `ElasticResume`, Lightning would lose batches; with it, the
+job resumes with any other --nproc_per_node that divides 32, the global batch size.
 
 Create the loader in `train_dataloader`: before `fit` there is no process group through which ranks could compare their
 loaders. On GPUs, pass the Trainer `accelerator="gpu"`; it moves the batches.
