@@ -19,7 +19,7 @@ from evenrank.cli.options import (
     shown_option,
 )
 from evenrank.core.errors import ConfigError
-from evenrank.core.storage import join, locate
+from evenrank.core.storage import is_url, join, locate
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
@@ -358,7 +358,8 @@ def preprocess_command(
         for description, count in manifest.options["audit"].items():
             console.print_result(f"{description}: {count:,}")
         console.print_aligned(read_statistics(manifest).describe())
-        console.print_result(f"next: evenrank inspect {shlex.quote(str(place))}")
+        rest = "  # with the options and credentials of --out" if is_url(folder) and str(folder) != str(place) else ""
+        console.print_result(f"next: evenrank inspect {shlex.quote(str(place))}{rest}")
 
 
 def _named_texts(pairs: list[str] | None) -> list[tuple[str, str]]:

@@ -287,7 +287,8 @@ def manifest_bytes(dataset: Path | Remote) -> bytes:
     if not (path.exists() if isinstance(path, Path) else path.is_file()):
         is_folder = isinstance(dataset, Remote) or dataset.is_dir()
         reason = f"it contains no {MANIFEST_NAME}" if is_folder else "no such folder"
-        raise DataError(f"{dataset} is not a dataset: {reason}; make one with `evenrank preprocess --out {dataset}`")
+        place = "FOLDER`, another one than that of the log" if is_folder else f"{dataset}`"
+        raise DataError(f"{dataset} is not a dataset: {reason}; make one with `evenrank preprocess --out {place}")
     if isinstance(path, Remote):
         return path.read()
     with open_regular(path) as file:

@@ -21,12 +21,17 @@ def url(small_dataset: Path, s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     return s3.url("commands")
 
 
-def test_commands_read_a_dataset_at_a_url_and_print_no_credentials(url: str, here: Path, evenrank: Evenrank) -> None:
+def test_commands_read_a_dataset_at_a_url_and_print_no_credentials(
+    url: str, here: Path, evenrank: Evenrank, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for command in (["inspect", url], ["simulate", url, "--split", "eval", "--ranks", "2", "--steps", "2"]):
         run = evenrank(*command)
         assert run.returncode == 0, run.stderr
         assert f"s3://{BUCKET}/commands" in run.stdout
         assert SECRET not in run.stdout + run.stderr
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
+    without_options = f"s3://key:{SECRET}@{BUCKET}/commands?region=us-east-1"
+    assert evenrank("inspect", without_options).stdout.startswith(f"s3://{BUCKET}/commands: ")
     page = here / "commands-report.html"
     assert SECRET not in page.read_text()
     refused = evenrank("inspect", url, "--html", url)
@@ -44,7 +49,8 @@ def test_a_log_becomes_a_dataset_at_a_url_by_options_or_a_file(s3: S3, here: Pat
     )
     run = evenrank("preprocess", "--config", here / "log.toml")
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == f"next: evenrank inspect s3://{BUCKET}/made"
+    rest = "  # with the options and credentials of --out"  # which are not printed
+    assert run.stdout.splitlines()[-1] == f"next: evenrank inspect s3://{BUCKET}/made{rest}"
     assert SECRET not in run.stdout + run.stderr
     first = s3.read("made/manifest.json")
     options = ("--dataset", "custom", "--events", s3.url("raw/*.csv"), "--split", "none")

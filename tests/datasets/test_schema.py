@@ -29,7 +29,11 @@ def test_a_manifest_survives_writing_and_reading(small_dataset: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "not a dataset: it contains no manifest.json; make one with"),
+        # Perhaps the folder of the log: `--out` must be another one.
+        (
+            None,
+            "it contains no manifest.json; make one with `evenrank preprocess --out FOLDER`, another one than that of",
+        ),
         ("{", "not valid JSON"),
         ('{"schema_version": 99}', "schema version 99, this version of evenrank reads 2"),
         ("[]", "schema version None"),
@@ -42,7 +46,7 @@ def test_a_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | No
     with pytest.raises(DataError, match=message) as raised:
         read_manifest(tmp_path)
     assert "\n" not in str(raised.value)
-    with pytest.raises(DataError, match="nowhere is not a dataset: no such folder"):
+    with pytest.raises(DataError, match=r"nowhere is not a dataset: no such folder; make one with .* --out .*nowhere`"):
         read_manifest(tmp_path / "nowhere")
 
 
