@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from evenrank.cli.gains import Gain
 from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, make_cost
 from evenrank.cli.simulation import open_source, simulate
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, PaddedCost, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
-from hstu.attention import Sequences
-from hstu.config import ATTENTIONS
 from tests.pages import ROOT, blocks
 
 FITS = ROOT / "docs" / "explanation" / "fits-my-model.md"
@@ -78,9 +75,14 @@ def names(small_dataset: Path) -> dict[str, Any]:
     names |= zip(
         ("query", "key", "value"), (x(events).unflatten(-1, (HEADS, HEAD_DIM)) for x in projections), strict=True
     )
-    known = (BalanceConfig, PaddedCost, SelfAttentionCost, Sequences, build_loader, create_block_mask, flex_attention)
-    names |= {each.__name__: each for each in known} | {"heads": HEADS, "head_dim": HEAD_DIM, "max_length": MAX_LENGTH}
-    return names | {"ATTENTIONS": ATTENTIONS, "config": config, "path": small_dataset}
+    names |= {each.__name__: each for each in (BalanceConfig, build_loader)}  # of a section before
+    return names | {
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "max_length": MAX_LENGTH,
+        "config": config,
+        "path": small_dataset,
+    }
 
 
 def _alone(names: dict[str, Any], attend: Attend) -> list[Tensor]:
@@ -111,7 +113,9 @@ def test_jagged_attention_is_that_of_each_sample(names: dict[str, Any], section:
     torch.testing.assert_close(names["attended"], expected)
 
 
-def test_offsets_are_what_variable_length_attention_asks_for(names: dict[str, Any]) -> None:
+def test_offsets_are_what_variable_length_attention_asks_for(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def varlen_attn(  # in the place of PyTorch's, which needs a GPU
         query: Tensor,
         key: Tensor,
@@ -132,7 +136,7 @@ def test_offsets_are_what_variable_length_attention_asks_for(names: dict[str, An
 
     expected = torch.cat(_alone(names, _causal))
     attention, _ = _code("Packed")
-    names["varlen_attn"] = varlen_attn
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     exec(attention, names)
     torch.testing.assert_close(names["attended"], expected)
 
