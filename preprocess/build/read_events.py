@@ -13,7 +13,7 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.buckets import Columns, Run, write_run
 from evenrank.preprocess.build.key_table import TextValues, keys_of
-from evenrank.preprocess.files.table import MAX_SHOWN, BadRow, EventPart, Piece
+from evenrank.preprocess.files.table import OPEN_QUOTE, BadRow, EventPart, Piece, first_bad_rows
 
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 
@@ -65,7 +65,7 @@ def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
 
     for batch in task.part.read(task.piece):
         num_bad += batch.num_bad
-        first_bad = [*first_bad, *batch.first_bad][:MAX_SHOWN]
+        first_bad = first_bad_rows([*first_bad, *batch.first_bad])
         num_lines = batch.last_line
         columns = {column.name: column for column in batch.good.iter_columns()}
         ids = {name: columns.pop(name) for name in (USER_ID, ITEM_ID)}
@@ -119,9 +119,11 @@ def join_pieces(
             num_events += sum(run.num_events for run in piece.runs)
             on_stage(f"reading {name}: {num_events:,} events")
         if num_bad:
-            rows = "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in first_bad[:MAX_SHOWN])
+            shown = first_bad_rows(first_bad)
+            rows = "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in shown)
             description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {rows}"
-            if on_error == "fail":
-                raise DataError(f"{name}: {description}; fix them, or skip them with --on-error skip")
+            if on_error == "fail" or shown[0].reason == OPEN_QUOTE:
+                remedy = "skip them with --on-error skip" if shown[0].reason != OPEN_QUOTE else "convert the file"
+                raise DataError(f"{name}: {description}; fix them, or {remedy}")
             num_skipped[f"{source}: {description}; all skipped"] += num_bad
     return Log(runs, num_skipped, first_ms, last_ms)

@@ -7,7 +7,7 @@ from evenrank.core.numba_cache import compiled
 
 # Kinds of a column: integers have neither leading zeros nor a -0, decimals have no sign.
 SKIPPED, INTEGER, DECIMAL = 0, 1, 2
-EMPTY, NUL, UNQUOTED = 0, -1, -2  # in place of the number of fields of a line
+EMPTY, NUL, UNQUOTED, OPEN = 0, -1, -2, -3  # in place of the number of fields of a line
 _NEWLINE, _MINUS, _POINT, _ZERO, _QUOTE = b'\n-.0"'
 
 
@@ -100,7 +100,8 @@ def split_fields(
         outputs: for each column of a line, the row of `texts` to which its fields are copied, or -1.
         texts: [outputs, bytes]: filled with the fields of all lines, without quotes.
         ends: [outputs, lines + 1]: zeros, filled with the ends of fields in `texts`; those of bad lines are empty.
-        num_fields: [lines]: filled with the number of fields, or EMPTY, NUL, or UNQUOTED if quotes do not end well.
+        num_fields: [lines]: filled with the number of fields, or EMPTY, NUL, or where quotes do not end
+            well, UNQUOTED; OPEN if the line ends before them.
     """
     position, one = np.uint64(0), np.uint64(1)
     lengths = np.zeros(len(texts), dtype=np.uint64)
@@ -126,6 +127,7 @@ def split_fields(
             count += 1
             if is_quoted:
                 if data[position] == _NEWLINE:
+                    num_fields[line] = OPEN
                     break
                 position += one
             if data[position] == _NEWLINE:

@@ -14,6 +14,8 @@ from evenrank.core.errors import DataError, first_line
 
 # Column that is added to those of a file: why a row is malformed, else null. The prefix keeps it apart from the file's.
 FAULT = "evenrank fault"
+# The fault of a line after which lines may be rows or text, so that bad rows of its file cannot be skipped.
+OPEN_QUOTE = "a quoted field does not end on its line, so the next lines may be its text; Parquet can store any text"
 MAX_SHOWN = 3  # bad rows in an error message
 _IS_GOOD = "evenrank is_good"
 
@@ -36,6 +38,11 @@ class BadRow(NamedTuple):
     line: int  # counted from 1 with the header, from the begin of the piece; for Parquet files, the row number from 1
     text: str
     reason: str
+
+
+def first_bad_rows(rows: Iterable[BadRow]) -> list[BadRow]:
+    """Return the rows to show of bad ones in file order: those that cannot be skipped, then the first others."""
+    return sorted(rows, key=lambda row: row.reason != OPEN_QUOTE)[:MAX_SHOWN]
 
 
 class Events(NamedTuple):
@@ -84,7 +91,8 @@ class Rows(NamedTuple):
         last_line = self.first_line + len(self.frame) - 1
         if not is_bad.any():
             return Events(good, last_line)
-        places = is_bad.arg_true().head(MAX_SHOWN)
+        is_open = self.frame.get_column(FAULT).eq_missing(OPEN_QUOTE)
+        places = pl.concat([is_open.arg_true(), (is_bad & ~is_open).arg_true()]).head(MAX_SHOWN)
         reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
         first_reasons = self.frame[places].select(pl.coalesce(FAULT, *reasons)).to_series()
         shown = zip((places + self.first_line).to_list(), self.texts(places), first_reasons, strict=True)

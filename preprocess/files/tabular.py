@@ -26,12 +26,13 @@ from evenrank.preprocess.files.parse_numbers import (
     EMPTY,
     INTEGER,
     NUL,
+    OPEN,
     SKIPPED,
     UNQUOTED,
     parse_numbers,
     split_fields,
 )
-from evenrank.preprocess.files.table import FAULT, Piece, Rows, Table, Types, wrap_read_errors
+from evenrank.preprocess.files.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
 from evenrank.preprocess.files.text_blocks import (
     REPLACEMENT,
     Block,
@@ -46,6 +47,7 @@ _FAULTS = {
     EMPTY: "the line is empty",
     NUL: "the line contains a NUL byte; the file is damaged there",
     UNQUOTED: "a quoted field does not end at a separator or at the end of the line; Parquet can store any text",
+    OPEN: OPEN_QUOTE,
 }
 _ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
 _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"

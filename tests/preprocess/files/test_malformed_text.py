@@ -9,15 +9,17 @@ from decimal import Decimal
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
 import pytest
 
 from evenrank.core.errors import DataError
+from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.files import table as tables
 from evenrank.preprocess.files import text_blocks
-from evenrank.preprocess.files.table import FAULT, Table
+from evenrank.preprocess.files.table import FAULT, OPEN_QUOTE, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.sources import custom
 from tests.preprocess.sources.parts import read_part
@@ -220,7 +222,33 @@ def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) 
     table = open_table(path, ("user", "time"))
     (rows,) = table.read()
     assert rows.frame.get_column(FAULT).is_null().to_list() == [True, False, False, True]
-    assert rows.check([], {}).first_bad[0] == (3, 'a\0",3', "the line contains a NUL byte; the file is damaged there")
+    reasons = {row.line: (row.text, row.reason) for row in rows.check([], {}).first_bad}
+    assert reasons == {
+        3: ('a\0",3', "the line contains a NUL byte; the file is damaged there"),
+        4: ('4,"5', OPEN_QUOTE),
+    }
+
+
+QUOTED = ['1,7,1600000000,"a', "2,9,1600000100,b", 'c"', "3,8,1600000200,d"]
+
+
+@pytest.mark.parametrize("begin", [[], ["x,y"] * 9], ids=["first", "after other bad rows"])
+@pytest.mark.parametrize("size", [None, 40], ids=["one block", "blocks and pieces"])
+def test_lines_of_a_quoted_text_do_not_become_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: list[str], size: int | None
+) -> None:
+    if size is not None:
+        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(text_blocks, "_PIECE_BYTES", size)
+    path, lines = tmp_path / "log.csv", ["user,item,time,note", *begin, *QUOTED]
+    names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+    options: dict[str, Any] = {"custom": TabularConfig(events=(path,), **names), "on_error": "skip", "split": "none"}
+    path.write_text("\n".join(lines))
+    message = rf"bad rows, first line {len(begin) + 2} .*: a quoted field does not end on its line.*convert the file$"
+    with pytest.raises(DataError, match=message):
+        preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", **options))
+    path.write_text("\n".join(lines).replace('"', "'"))
+    preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", **options))
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +274,7 @@ def test_no_line_of_the_users_features_is_hidden_or_divided(tmp_path: Path) -> N
     lines = ('1,high,0,0,0,5,"(0,10]",0,0,0,0,1,"a,' + "," * 16, '2",' + "," * 16)
     log = (LOG_HEADER, GOOD)
     write(tmp_path, dict(zip(PURE.files, (log, log, (USERS_HEADER, *lines)), strict=True)))
-    with pytest.raises(DataError, match=r"user_features_pure\.csv, line 2 .*: a quoted field does not end at"):
+    with pytest.raises(DataError, match=r"user_features_pure\.csv, line 2 .*: a quoted field does not end on its line"):
         read("kuairand-pure", tmp_path)
 
 
