@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.event_statistics import Statistics, read_statistics
 from evenrank.datasets.schema import CACHE_NAME, USER_ID, Manifest, SourceFile, read_manifest, sha256_of
 from evenrank.preprocess.build.buckets import num_range_bits
@@ -24,7 +24,7 @@ from evenrank.preprocess.files.times import utc_text
 from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
 from evenrank.preprocess.sources.interactions import Interactions
 
-_OF_LOG = ("events", "delimiter", "timestamp_unit")  # options that files decide
+_OF_LOG = ("events", "delimiter", "timestamp_unit", "on_error")  # options that depend on files
 _AT_ONCE = "preprocess all of the log at once"
 
 
@@ -58,6 +58,7 @@ class Base:
         """Return the options with which it and the new events would be preprocessed at once."""
         old = self.manifest.options
         found = {"timestamp_unit": old["timestamp_unit"], "delimiter": old["delimiter"] or options["delimiter"]}
+        found["on_error"] = max(old["on_error"], options["on_error"])  # skip, if rows of one of them may be bad
         return {**options, **found, "events": [*old["events"], *options["events"]]}
 
     @property
@@ -84,17 +85,19 @@ class Base:
                     f"give --ids as for that dataset, or {_AT_ONCE}"
                 )
 
-    def check_times(self, first_ms: int, unit: str) -> None:
-        """Raise a ConfigError or DataError unless all new events have times of the same unit, and are later."""
+    def check_unit(self, unit: str) -> None:
+        """Raise a ConfigError unless the times of new events have the same unit."""
         if unit != (old := self.manifest.options["timestamp_unit"]):
             raise ConfigError(
                 f"timestamp_unit is {unit!r}, and was {old!r} when {self.folder} was made; append with the same options"
             )
-        if first_ms <= self.statistics.last_ms:
-            raise DataError(
-                f"the new events begin at {utc_text(first_ms)}, and those of {self.folder} end at "
-                f"{utc_text(self.statistics.last_ms)}; append later events only, or {_AT_ONCE}"
-            )
+
+    @property
+    def first_ms(self) -> dict[str, int]:
+        """The least time of new events, by the reason to report of earlier ones."""
+        last_ms = self.statistics.last_ms
+        reason = f"is not after {utc_text(last_ms)}, where the dataset ends; append later events, or {_AT_ONCE}"
+        return {reason: last_ms + 1}
 
     def rows(self, config: PreprocessConfig, dtypes: Mapping[str, str], events_per_file: int) -> EarlierRows:
         """Return the rows, whose events have the columns `dtypes`."""

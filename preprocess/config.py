@@ -38,7 +38,7 @@ class PreprocessConfig:
     """`user:FRACTION`, `leave-last:N`, `time:TIME`, `time:last:DURATION`, `file:PATH` or `none`; see
     `evenrank.preprocess.build.splits`."""
     allow_empty: bool = False
-    """Whether a split by time or file may leave train or eval without rows, and a log may end in 1970."""
+    """Whether a split by time or file may leave train or eval without rows, and a log may begin or end in 1970."""
     seed: int = 0
     """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
     ids: str = ""

@@ -142,19 +142,20 @@ class Job:
             tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
             read = engine.map(partial(read_piece, reading), tasks, stage="reading")
             log = join_pieces(read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
-            if not log.runs and self.base is None:
+            late = {} if self.base is None else self.base.first_ms
+            if not log.runs and (self.base is None or any(of in text for of in late for text in log.num_skipped)):
                 reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in source.parts)
                 raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
             self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
             if self.base is not None:
                 if log.runs:
-                    self.base.check_times(first_ms, source.time_unit)
+                    self.base.check_unit(source.time_unit)
                 self.counts, before = Counter(self.base.skipped) + log.num_skipped, self.base.statistics
                 num_before, first_ms, last_ms = before.num_events, before.first_ms, before.last_ms
             buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
             last_ms = max(ends.values(), default=last_ms)
             if ends and not config.allow_empty:
-                check_era(ends, source.time_unit)
+                check_era(log.first_ms, ends, source.time_unit)
             known = {
                 name: KeyTable(ids.keys)
                 for name, ids in self.earlier.items()

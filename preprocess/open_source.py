@@ -1,6 +1,6 @@
 """A dataset's raw files or distributions, as interactions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,13 @@ def open_source(
     *,
     rules: Mapping[str, str],
     known: Mapping[str, IdKind] = MappingProxyType({}),
+    first_ms: Mapping[str, int] = MappingProxyType({}),
     show_progress: bool = False,
 ) -> Interactions:
     """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
 
-    `rules` are those of the ids; `known` are types of ids of a custom log that its first rows do not decide.
+    `rules` are those of the ids; `known` are types of ids of a custom log that its first rows do not decide,
+    `first_ms` its least times, as in `read_tabular`.
     """
     if config.dataset == SYNTHETIC and config.expand is not None:
         expansion = parse_expansion(config.expand)
@@ -49,16 +51,16 @@ def open_source(
         rules, known = dict.fromkeys(rules, KEEP), {}  # all ids are integers
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
-    return _read_logs(log, parse_split(config.split).file, rules, known)
+    return _read_logs(
+        log, parse_split(config.split).file, partial(read_tabular, rules=rules, known=known, first_ms=first_ms)
+    )
 
 
-def _read_logs(
-    log: TabularConfig, second: Path | None, rules: Mapping[str, str], known: Mapping[str, IdKind]
-) -> Interactions:
+def _read_logs(log: TabularConfig, second: Path | None, read: Callable[[TabularConfig], Interactions]) -> Interactions:
     """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
     if second is None or not (files := second_log(second, log)):
-        return read_tabular(log, rules, known)
-    interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known)
+        return read(log)
+    interactions = read(replace(log, events=(*log.events, second)))
     num_first = len(interactions.parts) - len(files)
     parts = [
         replace(part, expand=partial(_mark_log, in_eval=index >= num_first))

@@ -85,7 +85,8 @@ def _write(
     on_stage = copies.show_stage
     while True:
         on_stage(f"opening {config.dataset}")
-        opened = open_source(config, rules=rules, known=known, show_progress=show_progress)
+        first_ms = {} if base is None else base.first_ms
+        opened = open_source(config, rules=rules, known=known, first_ms=first_ms, show_progress=show_progress)
         source = number_features(opened, config.vocabulary if base is None else base.folder)
         files = [*source.files, *filter(None, [parse_split(config.split).file])]
         _check_out(files, out, copies.fetched)

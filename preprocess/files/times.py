@@ -25,6 +25,7 @@ UNITS: Mapping[TimestampUnit, str] = {
 PER_SECOND: Mapping[TimestampUnit, int] = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 _SAMPLE_ROWS = 1000
 _YEAR_MS = 31_536_000_000
+_LEAST_MS = 10**11  # in 1973; the milliseconds below it are taken for seconds
 # Not `\d`, which matches the digits of all scripts. Leap seconds cannot be expressed in ms since 1970.
 _ISO = (
     "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
@@ -38,7 +39,7 @@ _DATE = r"^(?:([0-9]{4})-([0-9]{2})-([0-9]{2})|((?:19|20)[0-9]{2})([0-9]{2})([0-
 def unit_of(number: float) -> TimestampUnit:
     """Return the unit of a number of seconds, milliseconds, microseconds or nanoseconds since 1970, by its size."""
     # As seconds, 1e11 is in the year 5138; as milliseconds, in 1973.
-    return next((unit for unit, count in PER_SECOND.items() if number < 1e11 * count), "ns")
+    return next((unit for unit, count in PER_SECOND.items() if number < _LEAST_MS * count), "ns")
 
 
 def utc_text(time_ms: int) -> str:
@@ -69,6 +70,20 @@ def decide_unit(tables: Sequence[Table], column: str) -> TimestampUnit:
             remedy = "set --timestamp-unit" if len(known) else "convert them, for example to ISO 8601"
             raise DataError(f"{table.path}: column {column!r} has {shown}, not times of one known kind; {remedy}")
     return "s" if untyped else "auto"
+
+
+def least_ms(tables: Sequence[Table], column: str, unit: TimestampUnit) -> dict[str, int]:
+    """Return the least time of numbers, by the reason to report of earlier ones, unless the first times are earlier.
+
+    So seconds among milliseconds, or 0 for a missing time, do not become events of January 1970.
+    """
+    for table in tables if unit in PER_SECOND else ():
+        if not table.dtypes[column].is_temporal():
+            time = timestamp_ms(table, column, unit)
+            if (median := table.head(_SAMPLE_ROWS, time.is_not_null()).select(time.median()).item()) is not None:
+                reason = f"is before 1973 in {UNITS[unit]}, unlike other times; check its unit"
+                return {reason: _LEAST_MS} if median >= _LEAST_MS else {}
+    return {}
 
 
 def timestamp_ms(table: Table, column: str, unit: TimestampUnit) -> pl.Expr:
@@ -111,16 +126,19 @@ def _date_ms(text: pl.Expr) -> pl.Expr:
     return _iso_ms(pl.when(text.str.contains(_DATE)).then(text.str.replace(_DATE, "${1}${4}-${2}${5}-${3}${6}")))
 
 
-def check_era(ends: Mapping[str, int], unit: TimestampUnit) -> None:
-    """Raise a DataError if a file ends in 1970, where its times are if they are read in a smaller unit.
+def check_era(first_ms: int, ends: Mapping[str, int], unit: TimestampUnit) -> None:
+    """Raise a DataError if a file ends, or a log of numbers begins, in 1970, as times that are read in a smaller unit.
 
     `ends` are the times of the last events by file.
     """
-    name, last_ms = min(ends.items(), key=lambda item: item[1])
-    if last_ms >= _YEAR_MS or unit == "row":
+    name, time_ms = min(ends.items(), key=lambda item: item[1])
+    event = f"last event of {name}"
+    if time_ms >= _LEAST_MS and unit in PER_SECOND:
+        event, time_ms = "first event", first_ms
+    if time_ms >= _YEAR_MS or unit == "row":
         return
-    times = {other: last_ms * PER_SECOND.get(unit, 0) // count for other, count in PER_SECOND.items()}
+    times = {other: time_ms * PER_SECOND.get(unit, 0) // count for other, count in PER_SECOND.items()}
     plausible = [f"{utc_text(ms)} with --timestamp-unit {other}" for other, ms in times.items() if ms >= 10 * _YEAR_MS]
     remedy = f"it is at {plausible[-1]}" if plausible else "check the column of times"
-    read = f"the last event of {name} is at {utc_text(last_ms)}, read as {UNITS[unit]}"
+    read = f"the {event} is at {utc_text(time_ms)}, read as {UNITS[unit]}"
     raise DataError(f"{read}; {remedy}, or pass --allow-empty")

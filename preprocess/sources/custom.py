@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from types import MappingProxyType
 
 import polars as pl
 
@@ -23,7 +24,7 @@ from evenrank.preprocess.files.raw_values import (
 )
 from evenrank.preprocess.files.table import EventPart, Events, Piece, Table
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, timestamp_ms
+from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, least_ms, timestamp_ms
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.features import read_features
@@ -36,7 +37,12 @@ _DTYPES: Mapping[str, pl.DataType] = {"int64": pl.Int64(), "float32": pl.Float32
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
-def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping[str, IdKind]) -> Interactions:
+def read_tabular(
+    config: TabularConfig,
+    rules: Mapping[str, str],
+    known: Mapping[str, IdKind],
+    first_ms: Mapping[str, int] = MappingProxyType({}),
+) -> Interactions:
     """Open the files of a log, and encode the users' features.
 
     Args:
@@ -44,6 +50,7 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
         known: types of ids that the first rows do not decide. A TextIdsError tells, while events are read, of ids that
             are not of the type, known or not, unless only integers are kept.
+        first_ms: least times by the reason to report of events that are earlier.
     """
     files = find_files(config.events)
     tables = [
@@ -56,6 +63,7 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
             raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
+    first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
     check_json_keys(tables, [column.name for column in config.extra_columns if column.fill is not None])
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
 
@@ -70,8 +78,8 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
     is_row = rules[ITEM_ID] == KEEP
 
     def part(table: Table) -> EventPart:
-        _describe(table, config, kinds, is_row)  # which raises an error now if a column has an unsuitable type
-        read = partial(_read, table, config, kinds, guessed, is_row)
+        _describe(table, config, kinds, is_row, first_ms)  # which raises an error now if a type is unsuitable
+        read = partial(_read, table, config, kinds, guessed, is_row, first_ms)
         name, source = str(table.path), files[table.path]
         return EventPart(name=name, source=source, num_events=table.num_rows, read=read, pieces=table.pieces)
 
@@ -97,13 +105,14 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], known: Mapping
 
 
 def _describe(
-    table: Table, config: TabularConfig, kinds: Mapping[str, IdKind], is_row: bool
+    table: Table, config: TabularConfig, kinds: Mapping[str, IdKind], is_row: bool, first_ms: Mapping[str, int]
 ) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
     """Return all columns of events, and their checks; `is_row`: ids of items are rows of a table."""
     values, checks = _values(config, table)
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
     for name, column in columns.items():
         checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and is_row)
+    checks |= {f"{config.timestamp_column} {reason}": values[1] >= least for reason, least in first_ms.items()}
     return [*(raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()), *values], checks
 
 
@@ -113,11 +122,12 @@ def _read(
     kinds: Mapping[str, IdKind],
     guessed: Mapping[str, str],
     is_row: bool,
+    first_ms: Mapping[str, int],
     piece: Piece,
 ) -> Iterator[Events]:
     for rows in table.read(_numbers(config, kinds), piece):
         typed = replace(table, dtypes=rows.frame.schema)
-        events = rows.check(*_describe(typed, config, kinds, is_row))
+        events = rows.check(*_describe(typed, config, kinds, is_row, first_ms))
         if events.num_bad:
             check_kinds(typed, rows.frame, guessed, kinds, _values(config, typed)[1])
         yield events

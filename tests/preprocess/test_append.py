@@ -213,13 +213,31 @@ def test_events_that_are_not_later_and_what_is_no_dataset_are_refused(tmp_path: 
     other = second.with_name("other.csv")
     other.write_bytes(second.read_bytes())
     for path in (first, other):
-        with pytest.raises(DataError, match=r"^the new events begin at 2023-.*, and those of .*out end at 2023-11-15"):
-            run(tmp_path / "out", path, append=True)
+        for on_error, begin in (("fail", r"csv: "), ("skip", "no events could be read: ")):
+            with pytest.raises(DataError, match=f"{begin}.*1 bad row, first line 2 .*: time is not after 2023-11-15T"):
+                run(tmp_path / "out", path, append=True, on_error=on_error)
     part = next((tmp_path / "out" / "train").iterdir())
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     third = write_days(tmp_path, [[], [], [(4, 5, 1, 1)]], user="")[2]
     with pytest.raises(DataError, match=r"part-00000\.parquet does not match its manifest"):
         run(tmp_path / "out", third, append=True)
+
+
+def test_late_events_are_bad_rows_which_can_be_skipped(tmp_path: Path) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1), (2, 4, 2, 1)]], user="u")
+    skip: dict[str, Any] = {"on_error": "skip"}
+    run(tmp_path / "out", first, on_error="fail")
+    run(tmp_path / "once", first, second, **skip)
+    late = f"u1,9,{BEGIN + 6},1,0\n"  # at the time of the last event
+    second.write_text(second.read_text() + late)
+    run(tmp_path / "out", second, append=True, **skip)
+    audit = read_manifest(tmp_path / "out").options["audit"]
+    (skipped,) = (name for name in audit if name.endswith("all skipped"))
+    assert skipped.startswith(f"day-1.csv: 1 bad row, first line 4 ({late[:-1]!r}): time is not after 2023-11-14T22:13")
+    appended, once = bytes_in(tmp_path / "out"), bytes_in(tmp_path / "once")
+    assert {name: data for name, data in appended.items() if name != "manifest.json"} == {
+        name: data for name, data in once.items() if name != "manifest.json"
+    }
 
 
 def test_ids_that_auto_keeps_are_still_counted_and_another_choice_is_refused(tmp_path: Path) -> None:

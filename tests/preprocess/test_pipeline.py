@@ -86,15 +86,16 @@ def _hash(user_id: int) -> int:
 
 
 def test_ml_1m_has_contextual_features_which_are_0_if_unknown(tmp_path: Path) -> None:
-    files = {"ml-1m/ratings.dat": ML_1M_RATINGS + "4::1::1::1\n5::1::1::1\n", USERS: ML_1M_USERS + "5::::1::::\n"}
+    ratings = ML_1M_RATINGS + "4::1::1::978300000\n5::1::1::978300000\n"
+    files = {"ml-1m/ratings.dat": ratings, USERS: ML_1M_USERS + "5::::1::::\n"}
     manifest = _run(tmp_path, files, "ml-1m", split="none")
     names = ("user_id", "sex", "age_group", "occupation", "zip_code", "item_id", "action", "timestamp_ms", "length")
     rows = sorted(_rows(tmp_path / "out" / "train"), key=lambda row: row["user_id"])
     assert [tuple(row[name] for name in names) for row in rows] == [
         (1, 1, 1, 1, 1, [914, 1193], [0, 4], [978300000_000, 978300760_000], 2),
         (2, 2, 3, 3, 3, [661], [2], [978302109_000], 1),
-        (4, 0, 0, 0, 0, [1], [0], [1000], 1),
-        (5, 0, 1, 0, 0, [1], [0], [1000], 1),
+        (4, 0, 0, 0, 0, [1], [0], [978300000_000], 1),
+        (5, 0, 1, 0, 0, [1], [0], [978300000_000], 1),
     ]
     assert list(manifest.contextual.items()) == [(name, "int64") for name in names[1:5]]
     assert manifest.context_labels["sex"] == (None, "F", "M")

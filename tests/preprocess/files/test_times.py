@@ -1,3 +1,4 @@
+import itertools
 import re
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
@@ -10,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
+from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.files.times import check_era, decide_unit, timestamp_ms, unit_of, utc_text
+from evenrank.preprocess.files.times import UNITS, check_era, decide_unit, timestamp_ms, unit_of, utc_text
+from evenrank.preprocess.sources.custom import read_tabular
+from tests.preprocess.sources.parts import read_part
+from tests.preprocess.sources.test_custom import write_table
 
 
 def _write(path: Path, values: list[Any]) -> Path:
@@ -126,11 +131,43 @@ def test_a_log_that_ends_in_1970_raises_and_a_plausible_unit_is_named(last_ms: i
     with pytest.raises(
         DataError, match=rf"^the last event of b.csv is at 1970-.*, read as .*; {remedy}, or pass --allow-empty$"
     ):
-        check_era({"a.csv": 1 << 41, "b.csv": last_ms}, unit)
+        check_era(0, {"a.csv": 1 << 41, "b.csv": last_ms}, unit)
     new_year_1971 = int((datetime(1971, 1, 1) - datetime(1970, 1, 1)) / timedelta(milliseconds=1))
-    check_era({"a.csv": new_year_1971}, unit)
+    check_era(0, {"a.csv": new_year_1971}, unit)
     with pytest.raises(DataError, match="1970-12-31T23:59:59Z"):
-        check_era({"a.csv": new_year_1971 - 1}, unit)
+        check_era(0, {"a.csv": new_year_1971 - 1}, unit)
+
+
+TIMES = {"s": 1_600_000_000, "ms": 1_600_000_000_000, "us": 1_600_000_000_000_000, "ns": 1_600_000_000_000_000_000}
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "auto"])
+@pytest.mark.parametrize(("unit", "other"), [*itertools.combinations(reversed(TIMES), 2), ("s", "0"), ("ms", "0")])
+def test_times_of_a_larger_unit_among_others_are_bad_rows(
+    tmp_path: Path, name: str, unit: Any, other: str, given: bool
+) -> None:
+    times = [TIMES[unit], TIMES.get(other, 0), TIMES[unit] + 1]
+    write_table(tmp_path / name, pl.DataFrame({"user": [1, 2, 3], "item": 1, "time": times}))
+    names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+    config = TabularConfig(events=(tmp_path / name,), timestamp_unit=unit if given else "auto", **names)
+    (part,) = read_tabular(config, {"user_id": "keep", "item_id": "keep"}, {}).parts
+    events = read_part(part)
+    assert events.good["user_id"].to_list() == [1, 3]
+    reason = f"time is before 1973 in {UNITS[unit]}, unlike other times; check its unit"
+    assert [row.reason for row in events.first_bad] == [reason]
+
+
+def test_a_log_that_begins_in_another_unit_raises(tmp_path: Path) -> None:
+    times = [*range(TIMES["s"], TIMES["s"] + 1000), TIMES["ms"]]
+    pl.DataFrame({"user": 1, "item": 1, "time": times}).write_csv(tmp_path / "log.csv")
+    names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+    config = TabularConfig(events=(tmp_path / "log.csv",), timestamp_unit="ms", **names)
+    message = (
+        "^the first event is at 1970-01-19T12:26:40Z, read as whole millis.*; it is at 2020-09-13T.* with --timest"
+    )
+    with pytest.raises(DataError, match=message):
+        preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=config, split="none"))
 
 
 def test_times_are_shown_to_the_second_in_utc() -> None:

@@ -88,7 +88,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
         for number, log in enumerate(logs)
     }
     contents[f"data/{logs[0]}"] += (
-        log_line(user=4, video=7, time=0, flags="1,0,1,0,1,0,1", play=9_007_199_254_740_993, duration=0, profile=1),
+        log_line(user=4, video=7, time=10**11, flags="1,0,1,0,1,0,1", play=2**53 + 1, duration=0, profile=1),
     )
     contents[f"data/{logs[1]}"] += (
         log_line(user=2, video=2**63 - 1, time=253_402_300_799_999, flags="0,1,0,1,0,1,0", play=-1, duration=34, tab=4),
@@ -99,7 +99,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms"]
     types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64]
     expected = [[(1, 100 + number, 0, 1_650_000_000_000 + number, 0, 1000)] for number in range(len(logs))]
-    expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 0, 9_007_199_254_740_993, 0)]
+    expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 10**11, 2**53 + 1, 0)]
     expected[1] += [(2, 2**63 - 1, 2 + 8 + 32, 253_402_300_799_999, -1, 34)]
     assert [part.name for part in interactions.parts] == [str(folder / "data" / log) for log in logs]
     assert [part.num_events for part in interactions.parts] == [len(rows) + 1 for rows in expected]  # and the header
