@@ -95,9 +95,11 @@ class ListReader:
                 array = array.cast(pa.timestamp("ms"), safe=False).cast("int64")
             if FLOAT in (manifest.extra_events.get(name), manifest.contextual.get(name)):
                 floats: NDArray[np.float32] = array.cast(pa.float32()).fill_null(0).to_numpy()
-                if np.isfinite(floats).all():
+                largest = np.abs(floats).max(initial=0)
+                if largest < (np.inf if array.type == pa.float32() else 1 << 24):  # else a float32 rounds integers
                     return floats
-                raise DataError(f"{path}: column {self.columns[name]!r} ({name}) has values that are not finite")
+                reason = f"has {largest:.9g}, not finite or from 2^24 on; convert it to integers or float32"
+                raise DataError(f"{path}: column {self.columns[name]!r} ({name}) {reason}")
             if pa.types.is_integer(array.type) and not array.null_count:
                 values: NDArray[np.integer] = array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
                 if name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events) or values.min(initial=0) >= 0:

@@ -58,8 +58,9 @@ def parse_column(text: str, *, is_feature: bool) -> Column:
         number = float(fill) if kind == "float" else int(fill) if kind == "int" else None
     except ValueError:
         number = None
-    if number is None or not -(2.0**63) <= number < 2.0**63:
-        raise ConfigError(f"column {text!r} has the fill {fill!r}, which is no {kind}; give a finite number, or none")
+    bits = 24 if kind == "float" else 63
+    if number is None or not -(2.0**bits) <= number < 2.0**bits:
+        raise ConfigError(f"column {text!r} has the fill {fill!r}, no {kind} below 2^{bits}; give another, or none")
     return Column(name, _TYPES[kind], number)
 
 
@@ -94,7 +95,7 @@ class TabularConfig:
     .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz, .zst or .bz2, or .parquet. A folder
     `day=1` adds a column `day`. A `Path` may be one of a URL, here and below: `Path("s3://bucket/logs/*.csv.gz")`."""
     user_column: str
-    """Column of user ids: integers or strings."""
+    """Column of user ids: integers or strings; blanks around them do not count, and `7.0` is 7."""
     item_column: str
     """Column of item ids: integers or strings."""
     timestamp_column: str = ""
@@ -111,7 +112,7 @@ class TabularConfig:
     `values:pv,cart,buy`: the position of the text in this list; `float`: a float32 column of events with its name, and
     every action is 0."""
     event_columns: tuple[str, ...] = ()
-    """Further columns of events: `NAME[:int|float][=FILL]`, float32 unless `int`, which is int64."""
+    """Further columns of events: `NAME[:int|float][=FILL]`, float32, below 2^24, unless `int`, which is int64."""
     label: str = ""
     """One more of them, which the manifest names as the label; for LoaderConfig's `label` or `target`."""
     weight: str = ""
@@ -124,7 +125,7 @@ class TabularConfig:
     context: Path | None = None
     """File with the users' features: `user_column` and `context_columns`, one row per user."""
     context_columns: tuple[str, ...] = ()
-    """Columns of `context` that are contextual features: `NAME[:id|float|list]`."""
+    """Columns of `context` that are contextual features: `NAME[:id|float|list]`; lists are divided by `|`, or JSON."""
     context_header: tuple[str, ...] = ()
     """Names of all columns of `context` without a header, divided like the events; empty: the first line has them."""
     item_features: Path | None = None

@@ -27,7 +27,7 @@ from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
 from evenrank.preprocess.files.locate import find_files
-from evenrank.preprocess.files.raw_values import raw_id
+from evenrank.preprocess.files.raw_values import id_checks, raw_id, with_ids
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
 from evenrank.preprocess.log_config import TabularConfig
@@ -175,7 +175,6 @@ def read_listed_users(path: Path, column: str, kind: IdKind) -> tuple[NDArray[np
         table, column = open_table(path, [USER_ID], separator="\x1f\x1f", columns=[USER_ID]), USER_ID
     else:
         table = open_table(path, [column])
-    checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
     ids = [raw_id(table, column, "text").alias(USER_ID), raw_id(table, column, kind).alias("of kind")]
-    users = table.read_distinct(USER_ID, ids, checks)
+    users = with_ids(table, column).read_distinct(USER_ID, ids, id_checks(table, column, "text"))
     return keys_of(users.get_column("of kind").drop_nulls()), len(users)

@@ -1,23 +1,65 @@
-"""Columns of files as ids and integers: which type the ids have, and which values are exact."""
+"""Columns of files as ids and integers: which type the ids have, which values are missing, and which are exact.
+
+Ids follow one rule in all formats: blanks around a text do not count, 7.0 is 7, and all other texts are different ids.
+Texts that stand for null are missing, and floats that may have been rounded are faults.
+"""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
 from evenrank.preprocess.files.locate import partition_values
-from evenrank.preprocess.files.table import FAULT, Table
+from evenrank.preprocess.files.table import FAULT, Piece, Rows, Table, Types
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
-TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
+# Of types that text files do not have. A column without values, whose type is Null, has integers that are missing.
+CASTS: Mapping[Any, pl.DataType] = {pl.Null: pl.Int64(), pl.Categorical: pl.String(), pl.Enum: pl.String()}
 MISSING_TEXTS = ("", r"\N")  # the latter is null in exports of MySQL and Hive
+_MISSING_IDS = (*MISSING_TEXTS, "nan", "NaN", "None", "NULL", "null", "<NA>", "N/A", "#N/A")
+MISSING_NUMBERS = (*_MISSING_IDS, "-nan", "-NaN", "NAN", "NA")  # the last is null in R, and among texts may be Namibia
 # "007", "+7" and "-0" are texts: as integers they would be the same ids as "7" and "0".
 _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
+# With a point, or a plus: 4e18 may be hexadecimal.
+_FLOAT = r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]*(?:[eE]\+?[0-9]+)?|[eE]\+[0-9]+)$"
 # Floats represent all integers of so many bits; from 2^bits on they are rounded.
 _FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 _SAMPLED_ROWS = 1000
+
+
+def id_texts(texts: pl.Series) -> tuple[pl.Series, pl.Series]:
+    """Return texts of ids, equal ones for equal ids, and whether they may have been rounded: [n] all."""
+    texts = texts.str.strip_chars()
+    is_float = texts.str.contains(_FLOAT).fill_null(False)
+    if not is_float.any():
+        return texts, is_float
+    number = texts.set(~is_float, None).cast(pl.Float64)
+    # C and Excel, which drop digits, write a plus.
+    is_rounded = (is_float & texts.str.contains("+", literal=True)) | (number.abs() >= 1 << _FLOAT_BITS["Float64"])
+    integer = number.set(is_rounded | (number != number.floor()), None).cast(pl.Int64).cast(pl.String)
+    return integer.zip_with(integer.is_not_null(), texts), is_rounded.fill_null(False)
+
+
+def with_ids(table: Table, *columns: str) -> Table:
+    """Return a table with `id_texts` in columns of text; those that may have been rounded are faults."""
+    return replace(table, blocks=partial(_with_ids, table.blocks, columns))
+
+
+def _with_ids(
+    blocks: Callable[[Types, Piece], Iterable[Rows]], columns: Sequence[str], numbers: Types, piece: Piece
+) -> Iterator[Rows]:
+    for rows in blocks(numbers, piece):
+        frame = rows.frame
+        for column in (name for name in columns if frame.schema[name] == pl.String):
+            texts, is_rounded = id_texts(frame.get_column(column))
+            fault = pl.when(is_rounded).then(pl.lit(f"{column} may have been rounded by a float; write integers"))
+            frame = frame.with_columns(texts.alias(column), pl.coalesce(FAULT, fault).alias(FAULT))
+        yield rows._replace(frame=frame)
 
 
 def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapping[str, pl.Expr]]) -> IdKind:
@@ -28,7 +70,7 @@ def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapp
     is_unsigned = any(table.dtypes[column].is_unsigned_integer() for table in tables)
     for table in tables:
         dtype = table.dtypes[column]
-        if dtype.base_type() in TEXT_TYPES:
+        if dtype == pl.String:
             if table.has_types:
                 return "text"
             sample = table.head(_SAMPLED_ROWS).filter(*checks(table).values()).select(column)
@@ -48,25 +90,22 @@ def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapp
 
 def raw_id(table: Table, column: str, kind: IdKind) -> pl.Expr:
     """Return an expression for an id as String, Int64 or UInt64; null where there is none of this kind."""
-    is_text = table.dtypes[column].base_type() in TEXT_TYPES
-    text = pl.col(column).cast(pl.String)
+    dtype, text = table.dtypes[column], pl.col(column).cast(pl.String)
     if kind != "text":
         plain = pl.when(is_plain_integer(text, kind)).then(text).cast(INTEGERS[kind])
-        return plain if is_text else as_integer(table, column, kind)
-    if is_text:
-        return pl.when((text != "") & ~_has_bad_bytes(text)).then(text)
-    return as_integer(table, column, "uint64" if table.dtypes[column].is_unsigned_integer() else "int64").cast(
-        pl.String
-    )
+        return plain if dtype == pl.String else as_integer(table, column, kind)
+    if dtype == pl.String:
+        return pl.when(~is_missing(table, column, kind) & ~_has_bad_bytes(text)).then(text)
+    return as_integer(table, column, "uint64" if dtype.is_unsigned_integer() else "int64").cast(pl.String)
 
 
 def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) -> dict[str, pl.Expr]:
     """Return the checks of ids by the reason to report where they fail; with `is_row`, ids are rows of a table."""
-    dtype, checks = table.dtypes[column], {f"{column} is empty": ~is_missing(table, column)}
-    if dtype.base_type() in TEXT_TYPES:
-        checks[f"{column} is not UTF-8"] = ~_has_bad_bytes(pl.col(column).cast(pl.String))
+    dtype, checks = table.dtypes[column], {f"{column} is missing": ~is_missing(table, column, kind)}
+    if dtype == pl.String:
+        checks[f"{column} is not UTF-8"] = ~_has_bad_bytes(pl.col(column))
     ids, bits = raw_id(table, column, kind), integer_bits(dtype)
-    if kind != "text" or dtype.base_type() not in TEXT_TYPES:
+    if kind != "text" or dtype != pl.String:
         exact = f", where {dtype} is exact" if dtype.is_float() else ""
         is_unsigned = kind == "uint64" or (kind == "text" and dtype.is_unsigned_integer())
         limits = "0..2^64-1" if is_unsigned else f"-2^{bits}{'+1' * dtype.is_float()}..2^{bits}-1"
@@ -94,7 +133,7 @@ def check_kinds(
     checked, found = rows.filter(pl.col(FAULT).is_null(), *checks.values()), {}
     for name, column in columns.items():
         text = pl.col(column).cast(pl.String)
-        if table.dtypes[column].base_type() in (*TEXT_TYPES, pl.UInt64):
+        if table.dtypes[column] in (pl.String, pl.UInt64):
             is_integer = is_plain_integer(text) | is_plain_integer(text, kinds[name])
             is_other = ~is_integer & ~is_missing(table, column) & ~_has_bad_bytes(text)
             for value in checked.select(text.filter(is_other).head(1)).to_series():
@@ -124,6 +163,16 @@ def as_number(table: Table, column: str) -> pl.Expr:
     return pl.when(value.is_finite()).then(value).alias(column)
 
 
+def as_float32(table: Table, column: str, fill: float | None, remedy: str) -> tuple[pl.Expr, dict[str, pl.Expr]]:
+    """Return a number as Float32, or `fill` if it is missing, and its checks by the reason to report if they fail."""
+    number = pl.when(is_missing(table, column)).then(fill).otherwise(as_number(table, column)).cast(pl.Float32)
+    checks = {f"{column} is not a finite float32": number.is_finite()}
+    if table.dtypes[column] != pl.Float32:
+        reason = f"{column} is 2^24 or more, where float32 rounds integers; {remedy}"
+        checks[reason] = number.abs() < 1 << _FLOAT_BITS["Float32"]
+    return number.alias(column), checks
+
+
 def integer_bits(dtype: pl.DataType) -> int:
     """Return the number of bits of the integers from `as_integer`, besides their sign."""
     return _FLOAT_BITS.get(str(dtype), 63)
@@ -134,18 +183,13 @@ def is_plain_integer(text: pl.Expr, kind: IdKind = "int64") -> pl.Expr:
     return text.str.contains(_PLAIN_INTEGER) & text.cast(INTEGERS[kind], strict=False).is_not_null()
 
 
-def is_missing(table: Table, column: str) -> pl.Expr:
-    """Return whether a value is null, NaN, or a text that stands for null."""
+def is_missing(table: Table, column: str, kind: IdKind = "int64") -> pl.Expr:
+    """Return whether a value is null, NaN, or a text that stands for null, as NA does unless ids are texts."""
     dtype, value = table.dtypes[column], pl.col(column)
     if dtype.is_float():
         return value.is_null() | value.is_nan()
-    is_text = dtype.base_type() in TEXT_TYPES
-    return value.is_null() | value.cast(pl.String).is_in(MISSING_TEXTS) if is_text else value.is_null()
-
-
-def is_missing_number(table: Table, column: str) -> pl.Expr:
-    """Return whether a number is missing: as `is_missing`, or NaN as text, which pandas and NumPy write."""
-    return is_missing(table, column) | pl.col(column).cast(pl.Float64, strict=False).is_nan().fill_null(False)
+    missing = _MISSING_IDS if kind == "text" else MISSING_NUMBERS
+    return value.is_null() | value.is_in(missing) if dtype == pl.String else value.is_null()
 
 
 def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:

@@ -135,7 +135,7 @@ class Table:
             yield from rows.texts(pl.int_range(len(rows.frame), eager=True))
 
     def read_distinct(self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
-        """Return the rows with a `key`, a column of ids; none may be malformed, fail a check or repeat a key."""
+        """Return the distinct rows with a `key`, a column of ids; none may be malformed, fail a check or share it."""
         parts = []
         for rows in self.read():
             part = rows.check(columns, checks)
@@ -147,9 +147,11 @@ class Table:
         if not any(map(len, parts)):
             raise DataError(f"{self.path} contains no rows; create or download it again")
         distinct = pl.concat(parts).drop_nulls(key)  # null is text, which no event has if its ids are integers
+        if distinct.get_column(key).is_duplicated().any():
+            distinct = distinct.unique(maintain_order=True)
         ids, of = distinct.get_column(key), key.removesuffix("_id")
         for repeated in ids.filter(ids.is_duplicated()):
-            raise DataError(f"{self.path}: {of} {repeated} appears twice; keep one row per {of}")
+            raise DataError(f"{self.path}: {of} {repeated} appears twice with different values; keep one row per {of}")
         return distinct
 
 

@@ -32,6 +32,7 @@ from evenrank.preprocess.files.parse_numbers import (
     parse_numbers,
     split_fields,
 )
+from evenrank.preprocess.files.raw_values import CASTS
 from evenrank.preprocess.files.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
 from evenrank.preprocess.files.text_blocks import (
     REPLACEMENT,
@@ -55,6 +56,12 @@ _IS_OBJECT = "evenrank is_object"
 _BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
 _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# What Python writes and JSON does not have, and numbers that Polars refuses or rounds: where they may be, and which.
+_MAYBE_ODD = r"[:\[,][ \t]*(?:NaN|-?Infinity|-?[0-9]+\.?[0-9]*[eE]\+?[0-9]|-?[0-9]{16,}\.)"
+_TEXT_OR_NUMBER = re.compile(
+    r'"(?:[^"\\]|\\.)*"|(?<![0-9.eE+-])(?:NaN|-?Infinity|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)'
+    r"(?=[ \t\r]*[,\]}])"
+)
 
 
 def open_table(
@@ -125,13 +132,15 @@ def _locate_columns(
             raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}; {remedy}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
+        if name == "*" or (name.startswith("^") and name.endswith("$")):  # patterns of Polars
+            raise DataError(f"{path}: a column cannot be called {name!r}; rename it")
     if not own:
         raise DataError(f"{path}: all needed columns are in the names of its folders; one must be in the file")
     return own, [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
 
 
 def _open_parquet(path: Path, needed: Collection[str]) -> Table:
-    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
+    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
     names, constants = _locate_columns(path, scanned.collect_schema().names(), needed)
     num_rows = scanned.select(pl.len()).collect().item()
     return Table(
@@ -148,7 +157,8 @@ def _read_parquet(
     path: Path, names: Sequence[str], constants: Sequence[pl.Expr], numbers: Types, piece: Piece
 ) -> Iterator[Rows]:
     length = None if piece.end is None else piece.end - piece.begin
-    rows = pl.scan_parquet(path, glob=False, hive_partitioning=False).select(names).slice(piece.begin, length)
+    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
+    rows = scanned.select(names).slice(piece.begin, length)
     schema = rows.collect_schema()
     values = (pl.struct(name).struct.json_encode() if schema[name].is_nested() else pl.col(name) for name in names)
     text = pl.concat_str(*(value.cast(pl.String, strict=False).fill_null("") for value in values), separator=",")
@@ -284,13 +294,23 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
     # Polars reads half a surrogate pair as NUL.
     if b"\0" not in block.data and not _SURROGATE.search(block.data):
         rows = _read_objects(bytes(block.data), block.num_lines, names)
-    if rows is None:
-        # Another parser, which does not stop at an invalid line, leaves few of them to search for.
-        text = pl.lit(pl.Series(block.lines(), dtype=pl.String))
-        is_likely = text.str.json_path_match("$").str.starts_with("{")
-        rows = _read_each(pl.select(pl.when(is_likely).then(text).otherwise(pl.lit(""))).to_series(), names)
+    if rows is None or rows.select(pl.any_horizontal(pl.col(names).str.contains("[0-9]{16}").any())).item():
+        lines = pl.Series(block.lines(), dtype=pl.String)
+        if len(odd := lines.str.contains(_MAYBE_ODD).arg_true()) or rows is None:
+            text = pl.lit(lines.scatter(odd, [_TEXT_OR_NUMBER.sub(_quote_if_odd, line) for line in lines[odd]]))
+            # Another parser, which does not stop at an invalid line, leaves few of them to search for.
+            is_likely = text.str.json_path_match("$").str.starts_with("{")
+            rows = _read_each(pl.select(pl.when(is_likely).then(text).otherwise(pl.lit(""))).to_series(), names)
     fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit(_JSON_FAULT))
     return rows.select(_fault(block, names, fault), *names)
+
+
+def _quote_if_odd(found: re.Match[str]) -> str:
+    """Return a text or number of a line of JSON, as text if it is no number of JSON, or too large for a float."""
+    text = found[0]
+    if text[0] == '"' or text.lstrip("-").isdigit() or (text[-1].isdigit() and abs(float(text)) < 1 << 53):
+        return text
+    return '"' + re.sub(r"[eE]\+?", "e+", text) + '"'
 
 
 def _read_objects(data: bytes, num_lines: int, names: Sequence[str]) -> pl.DataFrame | None:

@@ -12,6 +12,7 @@ from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdK
 from evenrank.preprocess.build.ids import KEEP
 from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import (
+    as_float32,
     as_integer,
     as_number,
     check_json_keys,
@@ -19,8 +20,9 @@ from evenrank.preprocess.files.raw_values import (
     id_checks,
     id_kind,
     integer_bits,
-    is_missing_number,
+    is_missing,
     raw_id,
+    with_ids,
 )
 from evenrank.preprocess.files.table import EventPart, Events, Piece, Table
 from evenrank.preprocess.files.tabular import open_table
@@ -32,7 +34,6 @@ from evenrank.preprocess.sources.interactions import Interactions
 
 _MAX_ACTION = 2**31 - 1
 _PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars
-_DTYPES: Mapping[str, pl.DataType] = {"int64": pl.Int64(), "float32": pl.Float32()}
 
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
@@ -52,10 +53,9 @@ def read_tabular(
             are not of the type, known or not, unless only integers are kept.
         first_ms: least times by the reason to report of events that are earlier.
     """
-    files = find_files(config.events)
-    tables = [
-        open_table(path, config.needed_columns, separator=config.delimiter, columns=config.columns) for path in files
-    ]
+    files, columns = find_files(config.events), {USER_ID: config.user_column, ITEM_ID: config.item_column}
+    opener = partial(open_table, needed=config.needed_columns, separator=config.delimiter, columns=config.columns)
+    tables = [with_ids(opener(path), *columns.values()) for path in files]
     if config.timestamp_unit not in ("auto", "row"):
         dtype = tables[0].dtypes[config.timestamp_column]
         if all(table.dtypes[config.timestamp_column].is_temporal() for table in tables):
@@ -65,7 +65,6 @@ def read_tabular(
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
     check_json_keys(tables, [column.name for column in config.extra_columns if column.fill is not None])
-    columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
     kinds = {
@@ -204,14 +203,13 @@ def _flag(table: Table, name: str) -> pl.Expr:
 
 
 def _event_column(table: Table, column: Column) -> Checked:
-    name, is_float = column.name, column.dtype == "float32"
-    value = as_number(table, name).cast(pl.Float32) if is_float else as_integer(table, name)
-    is_absent, checks = is_missing_number(table, name), {}
+    name, is_float, checks = column.name, column.dtype == "float32", dict[str, pl.Expr]()
     if column.fill is None:
         fill = "=0" if is_float else ":int=0"
-        checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_absent
-    else:
-        value = pl.when(is_absent).then(pl.lit(column.fill, dtype=_DTYPES[column.dtype])).otherwise(value)
-    kind = "a finite float32" if is_float else "an integer in -2^63..2^63-1"
-    checks[f"{name} is not {kind}"] = value.is_finite() if is_float else value.is_not_null()
-    return value.alias(name), checks
+        checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_missing(table, name)
+    if is_float:
+        value, of_number = as_float32(table, name, column.fill, f"declare {name}:int")
+        return value, checks | of_number
+    missing, number = pl.lit(column.fill, dtype=pl.Int64), as_integer(table, name)
+    value = pl.when(is_missing(table, name)).then(missing).otherwise(number).alias(name)
+    return value, checks | {f"{name} is not an integer in -2^63..2^63-1": value.is_not_null()}

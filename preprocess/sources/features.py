@@ -16,15 +16,18 @@ from evenrank.datasets.schema import FLOAT, MULTI_VALUED, IdKind
 from evenrank.preprocess.build.ids import DENSE, Ids
 from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, random_seed
 from evenrank.preprocess.files.raw_values import (
+    CASTS,
+    MISSING_NUMBERS,
     MISSING_TEXTS,
-    TEXT_TYPES,
-    as_number,
+    as_float32,
     check_json_keys,
-    is_missing_number,
+    id_checks,
+    id_texts,
+    integer_bits,
     is_plain_integer,
     raw_id,
+    with_ids,
 )
-from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.log_config import TabularConfig
 
@@ -110,14 +113,13 @@ def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
     if (file := config.feature_files.get(name)) is None:
         return NO_FEATURES
     names, separator = [column.name for column in file.columns], config.delimiter if file.header else None
-    table = open_table(file.path, [file.key, *names], separator=separator, columns=file.header)
-    ids, texts = raw_id(table, file.key, kind), raw_id(table, file.key, "text")
-    selected, checks = [ids.alias(name)], {f"{file.key} is empty or not an id": texts.is_not_null()}
+    table = with_ids(open_table(file.path, [file.key, *names], separator=separator, columns=file.header), file.key)
+    selected, checks = [raw_id(table, file.key, kind).alias(name)], id_checks(table, file.key, "text")
     for column in file.columns:
         value = pl.col(column.name)
         if column.dtype == FLOAT:
-            value = _number(table, column.name)
-            checks[f"{column.name} is not a finite float32"] = value.is_finite()
+            value, of_column = as_float32(table, column.name, 0, "scale it down")
+            checks |= of_column
         selected.append(value.alias(column.name))
     raw = table.read_distinct(name, selected, checks)
     check_json_keys([table], [column.name for column in file.columns if not raw.get_column(column.name).count()])
@@ -152,12 +154,6 @@ def continue_ids(features: Features, earlier: Mapping[str, pl.Series]) -> Featur
     return replace(features, rows=rows, values=values)
 
 
-def _number(table: Table, column: str) -> pl.Expr:
-    """Return an expression for a number as Float32; 0 where it is missing or NaN, not finite where there is none."""
-    is_missing = is_missing_number(table, column)
-    return pl.when(is_missing).then(0.0).otherwise(as_number(table, column)).cast(pl.Float32)
-
-
 def _encode(values: pl.Series) -> tuple[pl.Series, pl.Series]:
     """Return the ids of values [n], Int64, and the distinct values in the order of their ids."""
     return values.rank("dense").cast(pl.Int64).fill_null(0), values.drop_nulls().unique().sort()
@@ -165,12 +161,16 @@ def _encode(values: pl.Series) -> tuple[pl.Series, pl.Series]:
 
 def _encode_lists(path: Path, lists: pl.Series) -> tuple[pl.Series, pl.Series]:
     """Encode the elements of lists alike, without missing ones; a value of its own is a list of one."""
-    if lists.dtype.base_type() in TEXT_TYPES:
-        divided = [None if text is None else _divide(path, lists.name, text) for text in lists.cast(pl.String)]
+    if lists.dtype == pl.String:
+        divided = [None if text is None else _divide(path, lists.name, text) for text in lists]
+        if all(parts is None or len(parts) < 2 for parts in divided):
+            for text in lists.filter(lists.str.contains(r"^[^\[].*[,; ]")):
+                reason = f"is one value, as all of column {lists.name!r}; divide lists by |, or write JSON arrays"
+                raise DataError(f"{path}: {text[:80]!r} {reason} (single values are {lists.name}:id)")
         lists = pl.Series(lists.name, divided, dtype=pl.List(pl.String))
     elements = pl.DataFrame({_ROW: np.arange(len(lists)), lists.name: lists})
     if lists.dtype.base_type() in (pl.List, pl.Array):
-        elements = elements.explode(lists.name)
+        elements = elements.explode(lists.name).cast(CASTS)
     elements = elements.with_columns(_sortable(path, elements.get_column(lists.name))).drop_nulls()
     ids, values = _encode(elements.get_column(lists.name))
     ends = np.cumsum(np.bincount(elements.get_column(_ROW), minlength=len(lists)))
@@ -193,13 +193,17 @@ def _divide(path: Path, column: str, text: str) -> list[str]:
 
 
 def _sortable(path: Path, values: pl.Series) -> pl.Series:
-    """Return values ready for sorting: text as integers if all of it is; missing text and NaN as null."""
+    """Return values ready for sorting: as integers if all are, by the rule of ids; missing ones as null."""
     if values.dtype.is_nested() or values.dtype == pl.Binary:
         reason = f"of type {values.dtype} cannot be ids; convert it to text or numbers, or declare it a list of these"
         raise DataError(f"{path}: column {values.name!r} {reason}")
-    if values.dtype.base_type() not in TEXT_TYPES:
-        return values.fill_nan(None) if values.dtype.is_float() else values
-    text = values.cast(pl.String)
-    text = text.set(text.is_in(MISSING_TEXTS), None)
-    are_integers = pl.select(is_plain_integer(pl.lit(text.drop_nulls())).all()).item()
-    return text.cast(pl.Int64) if are_integers else text
+    if values.dtype.is_float():
+        values = values.fill_nan(None)
+        are_integers = ((values == values.floor()) & (values.abs() < 1 << integer_bits(values.dtype))).all()
+        return values.cast(pl.Int64) if are_integers else values
+    if values.dtype != pl.String:
+        return values
+    texts, numbers = values.set(values.is_in(MISSING_TEXTS), None), id_texts(values)[0]
+    numbers = numbers.set(numbers.is_in(MISSING_NUMBERS), None)  # which among texts are values
+    are_integers = pl.select(is_plain_integer(pl.lit(numbers.drop_nulls())).all()).item()
+    return numbers.cast(pl.Int64) if are_integers and (numbers.count() or not texts.count()) else texts

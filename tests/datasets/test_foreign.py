@@ -193,6 +193,24 @@ def test_a_fault_names_the_file_and_the_column(tmp_path: Path, columns: dict[str
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(1_600_000_001.0, "double"), (-(2.0**24), "double"), (np.inf, "float")])
+def test_floats_that_would_be_rounded_or_are_not_finite_are_refused(tmp_path: Path, value: float, dtype: str) -> None:
+    columns = {"item_id": "item", "watched": "seen"}
+    for values, type_ in (([2.0**24 - 1, 0.1], "double"), ([1_600_000_000.0], "float"), ([value], dtype)):
+        seen = pa.array([values], pa.list_(pa.type_for_alias(type_)))
+        pq.write_table(pa.table({"item": [[1] * len(values)], "seen": seen}), tmp_path / "a.parquet")
+        if values == [value]:
+            with pytest.raises(
+                DataError, match=r"a\.parquet: column 'seen' \(watched\) has .*, not finite or from 2\^24 on"
+            ):
+                open_store(tmp_path, columns=columns)
+        else:
+            assert (
+                open_store(tmp_path, columns=columns).events["watched"].tolist()
+                == np.array(values, np.float32).tolist()
+            )
+
+
 def test_columns_need_items_and_a_folder_needs_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"columns must name the column of item_id, they have user_id$"):
         open_store(tmp_path, columns={"user_id": "uid"})

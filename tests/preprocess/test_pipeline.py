@@ -127,7 +127,7 @@ INVALID_ML_1M = [
     ("1::2::6::3\n", ML_1M_USERS, r"1::2::6::3'\): rating is not on the scale 1 to 5 in steps of 1"),
     (ML_1M_RATINGS, "", "users.dat is empty; create it again"),
     (ML_1M_RATINGS, "1::F\n", "users.dat: the first line has 2 fields by the delimiter '::', and 5 columns"),
-    (ML_1M_RATINGS, ML_1M_USERS + "::M::1::1::1\n", "users.dat, line 4 .*: userId is empty or not an id"),
+    (ML_1M_RATINGS, ML_1M_USERS + "::M::1::1::1\n", "users.dat, line 4 .*: userId is missing"),
 ]
 
 

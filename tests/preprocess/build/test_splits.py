@@ -135,7 +135,7 @@ def test_users_are_listed_in_parquet(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("a.csv", "uid\n7\n", "a.csv has no column 'user'; known: uid"),
-        ("a.csv", "user\n7\n7\n", "a.csv: user 7 appears twice; keep one row per user"),
+        ("a.csv", "user\n7\n4.5e+18\n", "a.csv, line 3 ('4.5e+18'): user may have been rounded"),
         ("a.txt", "7\n\n8\n", "a.txt, line 2 (''): the line is empty; fix or remove the line"),
         ("a", "7\n", "a has an unknown suffix; expected one of .csv, .tsv, .txt"),
     ],

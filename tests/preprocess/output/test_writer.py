@@ -40,7 +40,7 @@ def test_features_and_events_of_every_kind_are_written(
 ) -> None:
     known = {user: features for user, (has_features, *features, _) in enumerate(users) if has_features}
     columns = dict(zip(("tags", "share", "sex"), zip(*known.values(), strict=True), strict=True)) if known else {}
-    schema = {"user": pl.Int64(), "tags": pl.List(pl.String()), "share": pl.Float64(), "sex": pl.String()}
+    schema = {"user": pl.Int64(), "tags": pl.List(pl.String()), "share": pl.Float32(), "sex": pl.String()}
     raw = pl.DataFrame({"user": [*known], **columns} if known else [], schema=schema)
     folder = tmp_path_factory.mktemp("data")
     absent = pl.DataFrame({name: [-1 if name == "user" else None] for name in schema}, schema=schema)

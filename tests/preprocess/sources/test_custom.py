@@ -197,7 +197,7 @@ def test_numbers_without_an_exact_text_are_faults_among_ids_that_are_texts(tmp_p
     interactions = _read(tmp_path, pl.DataFrame({"user": users, "item": 1, "time": 0}), known={"user_id": "text"})
     assert _rows(interactions) == [("7", 1, 0, 0)]
     reason = "user is not an integer in -2^53+1..2^53-1, where Float64 is exact"
-    assert [found for _, found in _bad(interactions)] == [reason, "user is empty"]
+    assert [found for _, found in _bad(interactions)] == [reason, "user is missing"]
 
 
 def test_a_key_that_json_lines_do_not_have_is_an_error(tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_a_line_that_is_no_json_object_is_a_bad_row_with_a_remedy(tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
 def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
-    texts = ["+7", "-0", "0", "00", "7", "7.0"]
+    texts = ["+7", "-0", "0", "00", "7", "7.5"]
     interactions = _read(tmp_path, pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0}))
     assert _rows(interactions) == [(text, text, 0, 0) for text in texts]
     assert interactions.id_kinds == {"user_id": "text", "item_id": "text"}
 
 
-@pytest.mark.parametrize("value", ["007", "+7", "-0", "1.0", " 5", "18446744073709551616", "a"])
+@pytest.mark.parametrize("value", ["007", "+7", "-0", "1.5", "18446744073709551616", "a"])
 def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path: Path, value: str) -> None:
     lines = [f"1,{item},0\n" for item in (10, 9)]
     text = "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n"
@@ -320,9 +320,9 @@ def test_rows_with_faults_are_found_and_do_not_affect_the_type_of_ids(tmp_path: 
     negative = (6, "item must not be negative")
     assert _bad(kept) == sorted([*_bad(interactions), negative])
     assert _bad(interactions) == [
-        (3, "user is empty"),
-        (4, "item is empty"),
-        (5, "user is empty"),
+        (3, "user is missing"),
+        (4, "item is missing"),
+        (5, "user is missing"),
         (7, "expected 4 fields, got 2"),
         (8, "the line is empty"),
         (9, "expected 4 fields, got 5"),
@@ -425,6 +425,14 @@ def test_invalid_files_raise(tmp_path: Path, name: str, content: str | bytes | p
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("name", ["*", "^.*$"])
+def test_a_column_whose_name_is_a_pattern_is_refused(tmp_path: Path, name: str, suffix: str) -> None:
+    write_table(tmp_path / f"log.{suffix}", ONE.rename({"user": name}))
+    with pytest.raises(DataError, match=re.escape(f"log.{suffix}: a column cannot be called {name!r}; rename it")):
+        read_tabular(_config(tmp_path / f"log.{suffix}", user_column=name), AUTO, {})
+
+
 def test_parquet_with_damaged_pages_raises(tmp_path: Path) -> None:
     ids = [f"id {number}" for number in range(10_000)]
     frame = pl.DataFrame({"user": ids, "item": ids, "time": range(10_000)})
@@ -514,7 +522,7 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
         "dwell is not an integer in -2^63..2^63-1",
         "w is missing; declare a value instead, such as w=0",
         "w is missing; declare a value instead, such as w=0",
-        "item is empty",
+        "item is missing",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
 
@@ -526,18 +534,51 @@ def test_missing_numbers_in_parquet_are_null_or_nan(tmp_path: Path) -> None:
     assert [row.line for row in read_part(part).first_bad] == [4, 5]
 
 
-@pytest.mark.parametrize("missing", ["", "NaN", "nan"])
-def test_missing_numbers_in_text_are_empty_or_nan(tmp_path: Path, missing: str) -> None:
-    text = f"user,item,time,price,dwell\nnan,2,3,{missing},{missing}\nb,2,3,1.5,4\n"
+@pytest.mark.parametrize("missing", ["", "NaN", "-nan", "None", "NULL", "NA", "<NA>"])
+def test_missing_numbers_in_text_are_empty_nan_or_stand_for_null(tmp_path: Path, missing: str) -> None:
+    text = f"user,item,time,price,dwell\na,2,3,{missing},{missing}\nb,2,3,1.5,4\n"
     (part,) = _read(tmp_path, text, event_columns=("price=-1", "dwell:int=-2")).parts
     assert read_part(part).good.select("user_id", "price", "dwell").rows() == [
-        ("nan", -1, -2),
+        ("a", -1, -2),
         ("b", 1.5, 4),
     ]
     (part,) = _read(tmp_path, text, event_columns=("price",)).parts
     assert [row.reason for row in read_part(part).first_bad] == [
         "price is missing; declare a value instead, such as price=0"
     ]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("column", [{"label": "x"}, {"weight": "x"}, {"event_columns": ("x=0",)}, {}])
+@pytest.mark.parametrize("dtype", [pl.Int64, pl.Float64])
+def test_numbers_that_float32_rounds_are_bad_rows_and_exact_as_integers(
+    tmp_path: Path, suffix: str, column: dict[str, Any], dtype: Any
+) -> None:
+    values = pl.Series([2**24 - 1, 2**24, 1_600_000_001], dtype=dtype)
+    path = tmp_path / f"log.{suffix}"
+    write_table(path, pl.DataFrame({"user": 1, "item": 2, "time": 3, "x": values}))
+    options: dict[str, Any] = column or {"action_columns": ("x",), "action_map": "float"}
+    (part,) = read_tabular(_config(path, **options), AUTO, {}).parts
+    assert read_part(part).good["x"].to_list() == [2**24 - 1]
+    reason = "x is 2^24 or more, where float32 rounds integers; declare x:int"
+    assert [row.reason for row in read_part(part).first_bad] == [reason] * 2
+    if suffix == "parquet" and dtype == pl.Float64:
+        write_table(path, pl.read_parquet(path).cast({"x": pl.Float32}))  # in which nothing more is rounded
+        (part,) = read_tabular(_config(path, **options), AUTO, {}).parts
+        assert read_part(part).good["x"].to_list() == pl.read_parquet(path)["x"].to_list()
+    if dtype == pl.Int64:
+        (part,) = read_tabular(_config(path, label="x:int"), AUTO, {}).parts
+        assert read_part(part).good["x"].to_list() == values.to_list()
+
+
+def test_a_column_without_any_value_is_filled(tmp_path: Path) -> None:
+    frame = ONE.with_columns(price=None, dwell=None, kind=None)
+    (part,) = _read(tmp_path, frame, event_columns=("price=-1", "dwell:int=7")).parts
+    assert read_part(part).good.select("price", "dwell").rows() == [(-1, 7)]
+    required: list[dict[str, Any]] = [{"event_columns": ("price",)}, {"action_columns": ("kind",)}]
+    for options in (*required, {"user_column": "kind"}):
+        (part,) = _read(tmp_path, frame, rules=KEEP, **options).parts
+        assert read_part(part).num_bad == 1
 
 
 def test_a_negative_weight_is_a_fault(tmp_path: Path) -> None:
@@ -580,7 +621,11 @@ def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
             {"event_columns": ("price:text",)},
             "column 'price:text' must be NAME or NAME:TYPE, with a type of int, float",
         ),
-        ({"event_columns": ("price=x",)}, "column 'price=x' has the fill 'x', which is no float"),
+        (
+            {"event_columns": ("price=16777216",)},
+            "column 'price=16777216' has the fill '16777216', no float below 2",
+        ),
+        ({"event_columns": ("price=x",)}, "column 'price=x' has the fill 'x', no float"),
         ({"event_columns": ("item",)}, "column 'item' is given twice"),
         ({"event_columns": ("action",)}, "'action'"),
         ({"timestamp_unit": "row"}, "give either timestamp_column or timestamp_unit 'row'"),

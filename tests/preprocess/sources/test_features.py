@@ -76,7 +76,7 @@ def decoded_table(out: Path, **kinds: str) -> dict[Any, dict[str, Any]]:
 
 TEXTS = st.text("ab,\"'é[ ", max_size=3)
 TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), TEXTS), max_size=3))
-FLOATS = st.one_of(st.none(), st.floats(width=32, allow_nan=False, allow_infinity=False))
+FLOATS = st.one_of(st.none(), st.floats(1 - 2**24, 2**24 - 1, width=32))
 FEATURES = st.tuples(st.one_of(st.none(), TEXTS), TAGS, FLOATS, st.one_of(st.none(), st.integers(-9, 9)))
 TYPES = {"item": pl.String, "brand": pl.String, "tags": pl.List(pl.String), "price": pl.Float64, "year": pl.Int64}
 
@@ -91,8 +91,10 @@ def test_the_table_of_items_joined_with_its_vocabularies_is_the_raw_file(
 ) -> None:
     folder = tmp_path_factory.mktemp("items")
     rows = [dict(zip(TYPES, (item, *features), strict=True)) for item, features in items.items()]
-    if suffix == ".csv":  # whose fields begin with [ only if they are JSON
-        rows = [row | {"tags": row["tags"] and [tag and tag.replace("[", "(") for tag in row["tags"]]} for row in rows]
+    if suffix == ".csv":  # whose fields begin with [ only if they are JSON, and have no other separators than |
+        to_plain = str.maketrans("[, ", "(..")
+        for row in rows:
+            row["tags"] = row["tags"] and [tag and tag.translate(to_plain) for tag in row["tags"]]
     file = write_rows(folder / f"items{suffix}", rows, TYPES)
     options = of_items(file, "brand", "tags:list", "price:float", "year:id", table=True)
     manifest = run(folder, log_options=options)
@@ -251,14 +253,15 @@ def test_columns_of_parquet_of_every_type(
 @pytest.mark.parametrize(
     ("text", "column", "message"),
     [
-        ("user,x\n1,2\n3,4\n1,5\n", "x", "users.csv: user 1 appears twice; keep one row per user"),
-        ("user,x\n1,2\n,4\n", "x", "users.csv, line 3 (',4'): user is empty or not an id; fix or remove the line"),
+        ("user,x\n1,2\n3,4\n1,5\n", "x", "users.csv: user 1 appears twice with different values; keep one row per"),
+        ("user,x\n1,2\n,4\n", "x", "users.csv, line 3 (',4'): user is missing; fix or remove the line"),
         ("user,x\n1\n", "x", "users.csv, line 2 ('1'): expected 2 fields, got 1; fix or remove the line"),
         ("user,y\n1,1\n", "x", "users.csv has no column 'x'; known: user, y"),
         ("user,x\n", "x", "users.csv contains no rows"),
         ("user,x\n1,2\n2,old\n", "x:float", "users.csv, line 3 ('2,old'): x is not a finite float32; fix or rem"),
         ("user,x\n1,1e39\n", "x:float", "users.csv, line 2 ('1,1e39'): x is not a finite float32"),
         ("user,x\n1,inf\n", "x:float", "users.csv, line 2 ('1,inf'): x is not a finite float32"),
+        ("user,x\n1,-16777216\n", "x:float", "x is 2^24 or more, where float32 rounds integers; scale it down"),
         ("user,x\n1,\"['a']\"\n", "x:list", "users.csv: \"['a']\" in column 'x' is no JSON array of texts and numb"),
         ("user,x\n1,[[3]]\n", "x:list", "users.csv: '[[3]]' in column 'x' is no JSON array of texts and numbers"),
         (f"user,x\n1,{'[' * 100_000}\n", "x:list", "in column 'x' is no JSON array of texts and numbers"),
@@ -349,8 +352,67 @@ def test_values_of_features_keep_the_ids_of_an_earlier_day(
 
 def test_an_item_of_two_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "items.csv").write_text("item,brand\nx,1\ny,2\nx,3\n")
-    with pytest.raises(DataError, match=r"items\.csv: item x appears twice; keep one row per item$"):
+    with pytest.raises(
+        DataError, match=r"items\.csv: item x appears twice with different values; keep one row per item"
+    ):
         run(tmp_path, log_options=of_items(tmp_path / "items.csv", "brand"))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_rows_that_repeat_another_are_no_fault(tmp_path: Path, suffix: str) -> None:
+    row = {"item": "x", "brand": "B", "tags": ["a", "b"], "price": 1.5, "year": 2000}
+    file = write_rows(tmp_path / f"items{suffix}", [row, row | {"item": "y"}, row], TYPES)
+    run(tmp_path, log_options=of_items(file, "brand", "tags:list", "price:float", table=True))
+    assert decoded_table(tmp_path / "out", brand="id", tags="list") == {
+        item: {"brand": "B", "tags": ["a", "b"], "price": 1.5} for item in "xy"
+    }
+
+
+@pytest.mark.parametrize("missing", ["nan", "NULL", "None", "NA", r"\N", ""])
+def test_texts_that_stand_for_null_are_missing_among_integers_and_values_among_texts(
+    tmp_path: Path, missing: str
+) -> None:
+    (tmp_path / "users.csv").write_text(f"user,year,tier\n1,10,gold\n2,9.0,tin\n3,{missing},{missing}\n")
+    features = _read(tmp_path / "users.csv", "year", "tier")
+    assert features.values["year"].to_list() == [9, 10]
+    assert features.rows["year"].to_list() == [2, 1, 0]
+    is_value = missing not in ("", r"\N")
+    assert features.values["tier"].to_list() == sorted(["gold", "tin", *[missing] * is_value])
+    assert (features.rows["tier"][2] > 0) == is_value
+
+
+@pytest.mark.parametrize("values", [[7, 9], [7.0, 9.0], ["7", "9.0"], [[7], [9.0]], [[7, 7.0], [9]]])
+def test_numbers_of_every_type_are_the_same_values(tmp_path: Path, values: list[Any]) -> None:
+    pl.DataFrame({"user": [1, 2], "x": values}, strict=False).write_parquet(tmp_path / "users.parquet")
+    features = _read(tmp_path / "users.parquet", "x:list" if isinstance(values[0], list) else "x")
+    assert features.values["x"].dtype == pl.Int64
+    assert features.values["x"].to_list() == [7, 9]
+
+
+@pytest.mark.parametrize("texts", [["3,65", "7"], ["a; b", ""], ["red blue", "blue"]])
+def test_a_list_that_is_divided_by_something_else_is_refused(tmp_path: Path, texts: list[str]) -> None:
+    pl.DataFrame({"user": [1, 2], "x": texts}).write_csv(tmp_path / "users.csv")
+    message = f"users.csv: {texts[0]!r} is one value, as all of column 'x'; divide lists by |, or write JSON arrays"
+    with pytest.raises(DataError, match=re.escape(message)):
+        _read(tmp_path / "users.csv", "x:list")
+    for other in ("a|b", '["a", "b"]'):  # which shows that the column is divided well
+        pl.DataFrame({"user": [1, 2, 3], "x": [*texts, other]}).write_csv(tmp_path / "users.csv")
+        assert _read(tmp_path / "users.csv", "x:list").rows["x"].list.len().to_list()[::2] == [1, 2]
+    pl.DataFrame({"user": [1, 2], "x": [f'["{text}"]' for text in texts]}).write_csv(tmp_path / "users.csv")
+    assert texts[0] in _read(tmp_path / "users.csv", "x:list").values["x"]
+
+
+@pytest.mark.parametrize("column", ["x", "x:list", "x:float"])
+@pytest.mark.parametrize("values", [[None, None], [[], []]])
+def test_a_column_without_any_value_has_missing_ones(tmp_path: Path, column: str, values: list[Any]) -> None:
+    pl.DataFrame({"user": [1, 2], "x": values}).write_parquet(tmp_path / "users.parquet")
+    if values[0] is not None and column != "x:list":
+        with pytest.raises(DataError, match="List"):
+            _read(tmp_path / "users.parquet", column)
+        return
+    features = _read(tmp_path / "users.parquet", column)
+    missing: list[Any] = [[], []] if column == "x:list" else [0, 0]
+    assert features.rows["x"].to_list() == missing
 
 
 FILE = Path("f.csv")
