@@ -40,6 +40,7 @@ from evenrank.dataloader.rank_loader import check_rank
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import StepSampler, StepShape
+from evenrank.dataloader.state.checks import SEED, check_option
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
@@ -103,6 +104,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             check_rank(rank, world_size)
             check_at_least(0, num_samples=num_samples)
             check_at_least(1, batch_size=batch_size)
+            check_option("seed", seed, SEED)
             if (lengths is None) != (balance is None):
                 raise ConfigError(
                     "lengths and balance belong together: pass lengths={...} and balance=BalanceConfig(cost=...), or "
@@ -120,7 +122,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             self._balance = balance
             # DataLoaders ask for indices on the training thread.
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
-            self._handed_out: deque[_Step] | None = None  # to an ElasticLoader, and not yet by it
+            self._handed_out: deque[_Step] | None = None  # of the next iteration, to an ElasticLoader
             self._given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
             self._sampler = make_step_sampler(self._given, self._shape, balance)
             self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
@@ -135,21 +137,27 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             create_on_all_ranks(create, group=group, world_size=world_size, balance=balance)
 
     def __iter__(self) -> Iterator[list[int]]:
+        return _Indices(self)
+
+    def _steps(self) -> Iterator[list[int]]:
+        handed_out, self._handed_out = self._handed_out, None
         iteration = self._begin_epoch()
         epoch, schedule = iteration.point.epoch, iteration.schedule
         sample = partial(self._sampler.sample, iteration, is_measured=self._observe is not None)
         starts = range(0, schedule.num_steps, _STEPS_AT_ONCE)
         planned = self._planning.map(sample, (range(schedule.num_steps)[first:][:_STEPS_AT_ONCE] for first in starts))
         for step, samples in enumerate(chain.from_iterable(planned)):
-            self._after_last = Position(epoch, schedule.position_after(step))
-            if self._handed_out is not None:
-                self._handed_out.append(_Step(self._after_last, step, *samples))
+            after = Position(epoch, schedule.position_after(step))
+            if handed_out is None:
+                self._current.after_last = after
+            else:
+                handed_out.append(_Step(after, step, *samples))
             yield samples.sample_ids.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of another epoch; what is left of this one, if it is this one already."""
         if epoch != self.epoch:
-            self._start_epoch(epoch)
+            self._current.start_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the step whose indices were handed out last; see `ElasticLoader.state_dict`."""
@@ -177,6 +185,29 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
 
     def _samples_of(self, epoch: int) -> EpochSamples:
         return EpochSamples(self._order, self._sampler, self._fingerprint)
+
+
+class _Indices(Iterator[list[int]]):
+    """The indices of an iteration, with a state: with workers, a StatefulDataLoader goes on with one that is over."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler = sampler
+        self._steps = sampler._steps()
+        self._has_begun = False
+
+    def __next__(self) -> list[int]:
+        self._has_begun = True
+        return next(self._steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the state of the sampler lacks."""
+        return {"has_begun": self._has_begun}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the sampler does, even if nothing is left of that epoch."""
+        current = self._sampler._current
+        if state["has_begun"] and current.after_last.epoch < current.next.epoch:
+            self._steps = iter(())
 
 
 class _Step(NamedTuple):
@@ -218,7 +249,7 @@ class ElasticLoader(Generic[Batch]):
         suppress_fx_tracing_warning()  # of batches that workers send
         self._loader = loader
         self._sampler = sampler
-        self._after_last = sampler._after_last
+        self._current = sampler._current
 
     @property
     def epoch(self) -> int:
@@ -241,14 +272,19 @@ class ElasticLoader(Generic[Batch]):
         sampler, check, observe = self._sampler, self._sampler._plan_check, self._sampler._observe
         plans = None if check is None else check.begin_epoch(sampler.epoch, sampler.remaining_batches())
         handed_out: deque[_Step] = deque()
-        sampler._handed_out = handed_out
+        self._latest = sampler._handed_out = handed_out
         for batch in self._loader:
+            if not handed_out or (self._loader.persistent_workers and self._latest is not handed_out):
+                raise ConfigError(
+                    "the DataLoader yields batches of an iteration that was not begun here, or of two at once over "
+                    "persistent workers; iterate over the ElasticLoader alone, and once at a time"
+                )
             step = handed_out.popleft()
             if plans is not None:
                 plans.add(step.fields["plan_hash"])
             if observe is not None and step.metrics is not None:
                 observe(step.metrics)
-            self._after_last = step.position
+            self._current.after_last = step.position
             yield self._placed(batch, step) if isinstance(batch, JaggedBatch) else batch
         if check is not None and plans is not None:
             check.end_epoch(plans)
@@ -282,7 +318,7 @@ class ElasticLoader(Generic[Batch]):
         """
         if self._sampler._plan_check is not None:
             self._sampler._plan_check.compare()
-        return self._sampler._state(self._after_last if after is None else after)
+        return self._sampler._state(after)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -294,7 +330,10 @@ class ElasticLoader(Generic[Batch]):
             ConfigError: the rest of the epoch cannot be packed.
         """
         self._sampler.load_state_dict(state)
-        self._after_last = self._sampler._after_last
+
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Begin with the epoch after that of a state, which may be of another dataset; see `Loader.begin_after`."""
+        self._sampler.begin_after(state)
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""

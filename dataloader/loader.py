@@ -5,7 +5,7 @@ The epochs of a `Loader` have the same samples, those of a `TimeWindowLoader` ot
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain
@@ -38,7 +38,7 @@ from evenrank.dataloader.sampling.steps import (
     make_order,
     remapped_stores,
 )
-from evenrank.dataloader.state.resume_point import Position
+from evenrank.dataloader.state.resume_point import LAST_MS, Position, SavedPosition
 from evenrank.dataloader.state.vocabulary import shared_ids
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.inference_requests import Requests
@@ -168,7 +168,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
         self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
         self._on_step = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
 
-    def _open(self, stores: Sequence[SequenceStore]) -> "OpenedSamples[Batch]":
+    def _open(self, stores: Sequence[SequenceStore], window: tuple[int, int] | None = None) -> "OpenedSamples[Batch]":
         config = self._config
         samples, left_out = find_samples(stores, self._collate)
         if self._rank == 0:
@@ -188,7 +188,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
             samples=samples,
             left_out=left_out,
             stored=stored,
-            of_epoch=EpochSamples(order, make_step_sampler(stored, shape, self._balance), fingerprint),
+            of_epoch=EpochSamples(order, make_step_sampler(stored, shape, self._balance), fingerprint, window),
         )
 
     def _open_epoch(self, epoch: int) -> "OpenedSamples[Batch]":
@@ -249,7 +249,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
                 plans.add(batch.plan_hash)
             if self._on_step is not None and metrics is not None:
                 self._on_step(metrics)
-            self._after_last = Position(batch.epoch, batch.position)
+            self._current.after_last = Position(batch.epoch, batch.position)
             yield batch
         if self._plan_check is not None and plans is not None:
             self._plan_check.end_epoch(plans)
@@ -282,7 +282,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
         return self._state(None)
 
     def _own_invariants(self) -> dict[str, Any]:
-        order, sampler, fingerprint = self._samples_of(0)
+        order, sampler, fingerprint, _ = self._samples_of(0)
         return {
             **self._balance_invariants,
             **sampler.rank_invariants(order, seed=self._config.seed),
@@ -312,8 +312,9 @@ class TimeWindowLoader(Loader[Batch]):
         super().__init__(stores, config, **arguments)
 
     def _open_epoch(self, epoch: int) -> OpenedSamples[Batch]:
-        max_targets = self._collate.max_num_candidates
-        return self._opened_windows.get(epoch, lambda: self._open([self._windows.cut(epoch, max_targets)]))
+        windows, max_targets = self._windows, self._collate.max_num_candidates
+        times = min(windows.begin(epoch), LAST_MS), min(windows.begin(epoch + 1), LAST_MS)
+        return self._opened_windows.get(epoch, lambda: self._open([windows.cut(epoch, max_targets)], times))
 
     @property
     def num_windows(self) -> int:
@@ -326,7 +327,19 @@ class TimeWindowLoader(Loader[Batch]):
 
     def begin_at(self, index: int) -> None:
         """Make the next iteration that of another window, such as the one after the window that was trained."""
-        self._start_epoch(index)
+        self._current.start_epoch(index)
+
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Begin where the window of a state ends or, if nothing of it is trained, where it begins.
+
+        The state may be of another dataset, and of windows of another length.
+
+        Raises:
+            StateError: the state is damaged, of no windows, or of a dataset whose vocabulary this one does not extend;
+                or no window of this loader begins then.
+        """
+        _, time_ms = SavedPosition.next_epoch(state, self._ids)
+        self._current.start_epoch(self._windows.index_of(time_ms))
 
     def skip_empty(self) -> None:
         """Make the next iteration that of the first window with samples from the next one on, if there is one."""

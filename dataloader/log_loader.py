@@ -17,6 +17,7 @@ from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settin
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state.checks import COUNT, SEED, TEXT, StateFormat, checksum, integer, show
+from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint
 from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.datasets.continuous_log import LogEnd, LogSource
 from evenrank.datasets.schema import NUM_TARGETS
@@ -65,6 +66,7 @@ class LogLoader(RankLoader[Batch]):
         if config.order != "rows":
             raise ConfigError(f"a log is read in its order; order must be 'rows', got {config.order!r}")
         super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=[source])
+        self._current = CurrentPosition(has_epochs=False)
         self._source = source
         self._stream = stream
         self._columns: dict[str, str] = {}  # types of the records read last, by name
@@ -72,14 +74,8 @@ class LogLoader(RankLoader[Batch]):
         self._collate.check(without_rows)
         remapped_stores([without_rows], self._collate, config.key_maps)
         self.left_out: Counter[str] = Counter()
-        self._position = 0  # records that all ranks have yielded
         self._end = LogEnd(0, False)
         self._is_iterated = False
-
-    @property
-    def epoch(self) -> int:
-        """0: a log has one epoch."""
-        return 0
 
     def __iter__(self) -> Iterator[Batch]:
         if self._is_iterated:
@@ -87,18 +83,19 @@ class LogLoader(RankLoader[Batch]):
                 "a log is iterated over once; to go on, load_state_dict what state_dict(after=batch) says"
             )
         self._is_iterated = True
-        step, batch_size, ranks = 0, self._config.batch_size, self._world_size
-        while num_records := self._wait_for(batch_size * ranks):
+        position, step = self._current.next.position, 0
+        batch_size, ranks = self._config.batch_size, self._world_size
+        while num_records := self._wait_for(position, batch_size * ranks):
             if self._config.drop_last and num_records < batch_size * ranks:
                 return
-            first, end = (self._position + num_records * rank // ranks for rank in (self._rank, self._rank + 1))
+            first, end = (position + num_records * rank // ranks for rank in (self._rank, self._rank + 1))
             store = self._read(first, end).remapped(self._config.key_maps)
             is_sample = np.ones(len(store), dtype=bool)
             for reason, rows in self._collate.unusable(store).items():
                 self.left_out[reason] += len(rows)
                 is_sample[rows] = False
             rows = np.flatnonzero(is_sample)
-            after = self._position + num_records
+            after = position + num_records
             with outside_inference_mode():
                 groups = [StoreRows(store, rows, np.arange(len(rows)))]
                 (batch,) = self._collate(groups, first + rows, batch_size=batch_size, seed=self._seed)
@@ -106,19 +103,20 @@ class LogLoader(RankLoader[Batch]):
                 # Each rank numbers the records alone, and all should have the same mark.
                 batch.plan_hash = int(checksum(self._source.mark(after)), 16) >> 1
                 batch = self._finish(batch, self._seed, after, self._rank)
-            self._position, step = after, step + 1
+            position, step = after, step + 1
+            self._current.after_last = Position(0, after)
             yield batch
 
-    def _wait_for(self, max_records: int) -> int:
+    def _wait_for(self, position: int, max_records: int) -> int:
         """Return the number of records of the next step: `max_records`, or what is left of a log that has ended."""
         is_waiting = False
-        while (available := self._end.position - self._position) < max_records and not self._end.is_final:
+        while (available := self._end.position - position) < max_records and not self._end.is_final:
             end = self._source.end()
             if not isinstance(end, LogEnd) or type(end.position) is not int or end.position < self._end.position:
                 fault = f"{type(self._source).__name__}.end() returned {end!r} after position {self._end.position}"
                 raise ConfigError(f"{fault}; return a LogEnd(position, is_final) whose integer position never falls")
             self._end = end
-            if end.position - self._position < max_records and not end.is_final:
+            if end.position - position < max_records and not end.is_final:
                 if not is_waiting:
                     _log.info("waiting for records of the log from %d on", end.position)
                 is_waiting = True
@@ -147,7 +145,7 @@ class LogLoader(RankLoader[Batch]):
 
         It can be loaded with any world size and batch size.
         """
-        position = self._position if after is None else after.position
+        position = self._current.after_last.position if after is None else after.position
         return FORMAT.make(
             epoch=0,
             position=position,
@@ -168,8 +166,8 @@ class LogLoader(RankLoader[Batch]):
         check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the log's state")
         check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the log's state")
         self._source.resume(state["position"], state["mark"])
-        self._position, self._seed = state["position"], state["seed"]
-        self._end, self._is_iterated = LogEnd(self._position, False), False
+        self._current.move_to(ResumePoint(position=state["position"]))
+        self._seed, self._end, self._is_iterated = state["seed"], LogEnd(state["position"], False), False
 
     def _own_invariants(self) -> dict[str, Any]:
         return {**shared_settings(self._stream), "log": self._source.manifest.content_hash}

@@ -20,7 +20,7 @@ from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, make_rng
 from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
-from evenrank.dataloader.state.resume_point import Position
+from evenrank.dataloader.state.resume_point import Position, ResumePoint
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
     ACTION,
@@ -161,8 +161,6 @@ class RandomBatches(RankLoader[Batch]):
         self._data = RandomData() if data is None else data
         self._num_batches = num_batches
         self._num_distinct = num_distinct
-        self._next = Position(0, 0)
-        self._after_last = Position(0, 0)  # after the batch yielded last
         store = self._draw(np.random.default_rng(0), 0)
         self._collate.check(store)
         remapped_stores([store], self._collate, config.key_maps)
@@ -174,20 +172,15 @@ class RandomBatches(RankLoader[Batch]):
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._num_batches - self._next.position // self._samples_per_step
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._next.epoch
+        return self._num_batches - self._current.next.position // self._samples_per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, first = self._next.epoch, self._next.position // self._samples_per_step
-        self._next = Position(epoch + 1, 0)
+        point = self._current.begin()
+        first = point.position // self._samples_per_step
         for step in range(first, self._num_batches):
             batch = self.batch(step)
-            batch.epoch, batch.step = epoch, step - first
-            self._after_last = Position(epoch, batch.position)
+            batch.epoch, batch.step = point.epoch, step - first
+            self._current.after_last = Position(batch.epoch, batch.position)
             yield batch
 
     def batch(self, step: int) -> Batch:
@@ -201,7 +194,7 @@ class RandomBatches(RankLoader[Batch]):
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch yielded last, or after another one; the same on all ranks."""
-        epoch, position = self._after_last if after is None else (after.epoch, after.position)
+        epoch, position = self._current.after_last if after is None else (after.epoch, after.position)
         return _FORMAT.make(epoch=epoch, position=position, fingerprint=self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -224,8 +217,7 @@ class RandomBatches(RankLoader[Batch]):
                 f"the state of random batches has position {position}, which is not after a step of "
                 f"{self._samples_per_step} samples; load a state that state_dict returned"
             )
-        self._after_last = Position(epoch, position)
-        self._next = Position(epoch + 1, 0) if position == num_samples else self._after_last
+        self._current.move_to(ResumePoint(epoch=epoch, position=position), is_over=position == num_samples)
 
     @property
     def _samples_per_step(self) -> int:

@@ -14,6 +14,7 @@ from evenrank.dataloader.collate.negatives import NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+from evenrank.dataloader.state.resume_point import CurrentPosition
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory", "poll_seconds"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
@@ -44,11 +45,12 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._world_size = world_size
         self._transform = transform
         self._seed = config.seed  # or that of a loaded state
+        self._current = CurrentPosition()
 
     @property
-    @abstractmethod
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
+        return self._current.next.epoch
 
     @abstractmethod
     def _own_invariants(self) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_t
 from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import COUNT, check_intact, check_value, checksum, integer, show
-from evenrank.dataloader.state.resume_point import Position, Snapshots
+from evenrank.dataloader.state.resume_point import Position, ResumePoint, Snapshots
 from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
-from evenrank.dataloader.stream_shuffle import ShardPosition, ShardReader, Window, read_ahead, take_batches
+from evenrank.dataloader.stream_shuffle import ShardPosition, ShardReader, Window, take_batches
+from evenrank.dataloader.workers import Workers
 from evenrank.datasets.continuous_log import LogSource, open_log
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
@@ -152,23 +153,17 @@ class StreamLoader(RankLoader[Batch]):
         remapped_stores([without_rows], self._collate, config.key_maps)
         self._shards = cut_shards(source.num_rows, stream)
         self.left_out: Counter[str] = Counter()
-        self._next: Position = Position(0, 0)  # in steps
-        self._shard_positions: ShardPositions = {}  # at which the next iteration begins; absent: at (0, 0)
-        self._snapshots: Snapshots[ShardPositions] = Snapshots(_KEPT_STEPS)  # of this rank's shards
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._next.epoch
+        self._snapshots: Snapshots[ShardPositions] = Snapshots(_KEPT_STEPS)  # by position in steps
 
     def __iter__(self) -> Iterator[Batch]:
-        (epoch, position), seed = self._next, self._seed
+        point, seed = self._current.begin(), self._seed
+        epoch, position = begin = Position(point.epoch, point.position)
         shards = self._shards_of(self._rank, epoch, seed)
-        shard_positions = self._positions_in(shards)
-        self._next, self._shard_positions = Position(epoch + 1, 0), {}
-        self._snapshots.add(Position(epoch, position), dict(shard_positions))
+        of_all = self._shard_positions(begin)
+        shard_positions = {shard.index: of_all[shard.index] for shard in shards}
+        self._snapshots.add(begin, dict(shard_positions))
         batch_size = self._config.batch_size
-        with read_ahead(self._config.num_workers) as submit:
+        with Workers(self._config.num_workers).open() as submit:
 
             def read(shard: Shard, window_position: int) -> Callable[[], Window]:
                 return submit(partial(self._load, shard, window_position, seed=seed, epoch=epoch))
@@ -185,6 +180,7 @@ class StreamLoader(RankLoader[Batch]):
                     batch.epoch, batch.step, batch.position = epoch, step, after.position
                     batch = self._finish(batch, seed, after.position, self._rank)
                 self._snapshots.add(after, dict(shard_positions))
+                self._current.after_last = after
                 yield batch
 
     def _shards_of(self, rank: int, epoch: int, seed: int) -> list[Shard]:
@@ -192,8 +188,11 @@ class StreamLoader(RankLoader[Batch]):
         order = permute(np.arange(len(self._shards)), len(self._shards), seed=seed, epoch=epoch)
         return [self._shards[index] for index in order[rank :: self._world_size].tolist()]
 
-    def _positions_in(self, shards: Sequence[Shard]) -> ShardPositions:
-        return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in shards}
+    def _shard_positions(self, position: Position) -> ShardPositions:
+        """Return the positions in all shards at the begin of an epoch or, later, in those that are known."""
+        if not position.position:
+            return dict.fromkeys(range(len(self._shards)), ShardPosition())
+        return self._snapshots.at(position)
 
     def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
         """Read a window and leave out the rows that are not samples."""
@@ -214,20 +213,15 @@ class StreamLoader(RankLoader[Batch]):
         Raises:
             StateError: the batch was yielded too long ago.
         """
-        if not self._snapshots.entries:
-            position, shard_positions = self._next, self._positions_in(self._shards)
-        elif after is None:
-            position, shard_positions = self._snapshots.entries[-1]
-        else:
-            position = Position(after.epoch, after.position)
-            shard_positions = self._snapshots.at(position)
+        position = self._current.after_last if after is None else Position(after.epoch, after.position)
+        places = self._shard_positions(position)
         return FORMAT.make(
             **position._asdict(),
             seed=self._seed,
             num_shards=len(self._shards),
             fingerprint=self._fingerprint,
             vocabulary=vocabulary_entry(self._source.manifest.ids),
-            places=encode_positions(shard_positions, fingerprint=self._fingerprint, epoch=position.epoch),
+            places=encode_positions(places, fingerprint=self._fingerprint, epoch=position.epoch),
             dist_type=dist_type(self._config.key_maps),
         )
 
@@ -261,17 +255,15 @@ class StreamLoader(RankLoader[Batch]):
             _check_complete(shard_positions, len(self._shards))
         self._seed = seed
         self._snapshots.entries.clear()
-        if self._is_exhausted(shard_positions, epoch):
-            self._next, self._shard_positions = Position(epoch + 1, 0), {}
-        else:
-            self._next, self._shard_positions = Position(epoch, state["position"]), shard_positions
+        self._snapshots.add(Position(epoch, state["position"]), shard_positions)
+        point = ResumePoint(epoch=epoch, position=state["position"])
+        self._current.move_to(point, is_over=self._is_exhausted(shard_positions, epoch))
 
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin with the epoch after that of a state, which may be of another dataset; see `Loader.begin_after`."""
         state = FORMAT.check(state)
         check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the stream's state")
-        self._snapshots.entries.clear()
-        self._next, self._shard_positions = Position(state["epoch"] + 1, 0), {}
+        self._current.start_epoch(state["epoch"] + 1)
 
     def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:
         """Return whether no rank has a batch left, as far as is known without reading which rows are samples."""

@@ -1,9 +1,7 @@
-"""`take_batches`: windows of shards, which are shuffle buffers -> the samples of batches, read ahead by threads."""
+"""`take_batches`: windows of shards, which are shuffle buffers -> the samples of batches."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -32,23 +30,6 @@ class Window(NamedTuple):
 
 
 Read = Callable[[], Window]
-
-
-@contextlib.contextmanager
-def read_ahead(num_workers: int) -> Iterator[Callable[[Read], Read]]:
-    """Provide a function that has threads or, without workers, the thread that waits for a window read it."""
-    if not num_workers:
-        yield lambda read: read
-        return
-    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="evenrank-stream")
-    waits = True
-    try:
-        yield lambda read: executor.submit(read).result
-    except GeneratorExit:
-        waits = False  # see Workers.map
-        raise
-    finally:
-        executor.shutdown(wait=waits, cancel_futures=True)
 
 
 class ShardReader:

@@ -3,10 +3,12 @@
 Collating runs in compiled loops that release the GIL, and threads, unlike processes, need not serialize batches.
 """
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 In = TypeVar("In")
@@ -16,10 +18,11 @@ Out = TypeVar("Out")
 class Workers:
     """A pool of threads; without any, the consumer's thread computes each result when it is requested.
 
-    At most `ahead` results wait for the consumer. With `persistent`, threads are kept between calls of `map`.
+    So it does in a forked child, which has none of the threads, also within an iteration of its parent. At most `ahead`
+    results of `map` wait for the consumer. With `persistent`, threads are kept between iterations.
     """
 
-    def __init__(self, num_workers: int, *, ahead: int, persistent: bool) -> None:
+    def __init__(self, num_workers: int, *, ahead: int = 0, persistent: bool = False) -> None:
         self._num_workers = num_workers
         self._ahead = ahead
         self._persistent = persistent
@@ -28,40 +31,49 @@ class Workers:
 
     def map(self, function: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
         """Yield function(item) for each item, in order; a StopIteration of the function becomes a RuntimeError."""
-        if not self._num_workers:
-            for item in items:  # not map(): a StopIteration of the function would end it as if there were no more items
-                yield function(item)
-            return
-        executor = self._threads()
-        pending: deque[Future[Out]] = deque()
+        pending: deque[Callable[[], Out]] = deque()
+        with self.open() as submit:
+            for item in items:
+                pending.append(submit(partial(function, item)))
+                if len(pending) > self._ahead:
+                    yield pending.popleft()()
+            while pending:
+                yield pending.popleft()()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Callable[[Callable[[], Out]], Callable[[], Out]]]:
+        """Provide a function that has threads compute a result, and returns one that waits for it."""
+        process = os.getpid()
+        executor = None if self._persistent or not self._num_workers else self._start()
+
+        def submit(compute: Callable[[], Out]) -> Callable[[], Out]:
+            if not self._num_workers or process != os.getpid():
+                return compute
+            future = (executor or self._kept()).submit(compute)
+            return lambda: future.result() if process == os.getpid() else compute()
+
         waits = True
         try:
-            for item in items:
-                pending.append(executor.submit(function, item))
-                if len(pending) > self._ahead:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield submit
         except GeneratorExit:
             # The garbage collector may finalize an iterator that was left, while its thread holds a lock of `threading`
             # that joining another thread needs as well.
             waits = False
             raise
         finally:
-            for future in pending:
-                future.cancel()
-            if not self._persistent:
-                executor.shutdown(wait=waits)
+            if executor is not None and process == os.getpid():
+                executor.shutdown(wait=waits, cancel_futures=True)
 
-    def _threads(self) -> ThreadPoolExecutor:
-        # A forked child inherits the executor but not its threads, and would wait for them forever.
-        if self._executor is None or self._process != os.getpid() or not self._persistent:
-            self._executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="evenrank-loader")
-            self._process = os.getpid()
+    def _start(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._num_workers, thread_name_prefix="evenrank-loader")
+
+    def _kept(self) -> ThreadPoolExecutor:
+        if self._executor is None or self._process != os.getpid():
+            self._executor, self._process = self._start(), os.getpid()
         return self._executor
 
     def close(self) -> None:
-        """Stop the threads; the next call of `map` starts new ones."""
+        """Stop the threads that are kept; whoever computes after that starts new ones."""
         executor, self._executor = self._executor, None
         if executor is not None and self._process == os.getpid():
             executor.shutdown()

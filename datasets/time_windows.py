@@ -6,6 +6,7 @@ samples of 1       [ a b c | d e ]
                    [ a b c   d e | f ]          each event of the window is a target once, after all before it
 """
 
+import logging
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,13 +14,14 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import check_record
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore, Slices
 
+_log = logging.getLogger("evenrank")
 _EVERY = re.compile(r"([1-9][0-9]{0,5})([hdw])")
 _INT64_MAX = np.iinfo(np.int64).max
 _NO_TARGETS = np.empty(0, dtype=np.int32)
@@ -93,14 +95,35 @@ class WindowsOfStore:
     length_ms: int
     count: int
 
+    def begin(self, index: int) -> int:
+        """Return the begin of a window, in milliseconds since 1970."""
+        return self.start_ms + index * self.length_ms
+
     def times(self, index: int) -> tuple[datetime, datetime]:
         """Return the begin of a window, and its end, which is the next one's begin."""
-        begin_ms = self.start_ms + index * self.length_ms
-        return moment(begin_ms), moment(begin_ms + self.length_ms)
+        return moment(self.begin(index)), moment(self.begin(index + 1))
+
+    def index_of(self, begin_ms: int | None) -> int:
+        """Return the window that begins where a state ends (None: of no windows), or the first one if all are later."""
+        if begin_ms is None:
+            raise StateError(
+                "the loader's state has no window of time: it is of another order, or of an earlier version of "
+                "evenrank; call begin_at with the index of the first window that is not trained"
+            )
+        index, rest_ms = divmod(begin_ms - self.start_ms, self.length_ms)
+        begin, end = moment(self.begin(index)).isoformat(), moment(begin_ms).isoformat()
+        if rest_ms:
+            raise StateError(
+                f"the loader's state ends at {end}, within the window that begins at {begin}; pass "
+                f"TimeWindows(start={end!r})"
+            )
+        if index < 0:
+            _log.warning("the first window begins after %s, where the loader's state ends", end)
+        return max(index, 0)
 
     def next_with_events(self, index: int) -> int:
         """Return the first window from this one on that has events; `count` if there is none."""
-        times, begin_ms = self.store.events[TIMESTAMP_MS], self.start_ms + index * self.length_ms
+        times, begin_ms = self.store.events[TIMESTAMP_MS], self.begin(index)
         first_ms = int(np.min(times, where=times >= begin_ms, initial=_INT64_MAX))
         return min((first_ms - self.start_ms) // self.length_ms, self.count)
 
@@ -110,7 +133,7 @@ class WindowsOfStore:
         Each event of the window is a target of one sample, one of the sample's `max_targets` last events. Of rows with
         a number of targets, only these are.
         """
-        store, begin_ms = self.store, self.start_ms + index * self.length_ms
+        store, begin_ms = self.store, self.begin(index)
         targets = _NO_TARGETS if store.num_targets is None else store.num_targets
         times = store.events[TIMESTAMP_MS]
         window = min(begin_ms, _INT64_MAX), min(begin_ms + self.length_ms, _INT64_MAX)

@@ -97,11 +97,11 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     ) -> None:
         super().__init__()
         self._config = config
-        self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         suppress_fx_tracing_warning()  # before the batches of any other loader
         members = members_of(group, timeout := timeout_of(config))
         made, result = handshake(lambda: _check(batches, config, device, members), members, timeout)
         self._device, self._source, self._observe = made
+        self._current = self._source.current
         # The rank with the most batches has so many more than this one, in epochs of other lengths too.
         self._num_more = None if result.num_steps is None else result.num_steps - (self._source.length() or 0)
         backend, use_in_thread = self._device.backend, self._device.use_in_thread
@@ -141,8 +141,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         self._connection.check_open()
         SCALING.watch()
-        if self._handed_out is not None and self._source.is_within(self._handed_out):
-            warn_of_rest(self._handed_out)
+        if self._source.is_left():
+            warn_of_rest(self._current.after_last)
         source = iter(self._source)
         ahead = StepsAhead(lambda: self._load(source), self._start, self._config.lookahead)
         launched: deque[Handle] = deque()
@@ -227,12 +227,14 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             ConfigError: the loader has no state.
             StateError: the batch was handed out too long ago.
         """
-        return self._source.state_after(self._handed_out if after is None else Position(after.epoch, after.position))
+        return self._source.state_after(after)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from a state that `state_dict` returned; a StateError if it is invalid."""
         self._source.load_state(state)
-        self._handed_out = None
+
+    def _start_next(self, *, skip_rest: bool) -> None:
+        self._source.start_next(skip_rest=skip_rest)
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self._source.is_ended(state)
@@ -278,9 +280,9 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _record_position(self, handle: Handle, *, is_last: bool) -> None:
         """Make `state_dict` return the position after a step."""
         assert handle.batch is not None
-        self._handed_out = Position(handle.batch.epoch, handle.batch.position)
+        self._current.after_last = Position(handle.batch.epoch, handle.batch.position)
         if is_last:
-            self._source.end_epoch(self._handed_out)
+            self._source.end_epoch()
 
     def _hand_out(self, handle: Handle) -> Batch:
         metrics = handle.plan().metrics

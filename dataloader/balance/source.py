@@ -11,6 +11,7 @@ the step is in flight and for `_KEPT_STEPS` more. It is pickled at once, because
 and encoded as text only when that state is asked for.
 """
 
+import contextlib
 import copy
 import inspect
 import io
@@ -33,7 +34,7 @@ from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import COUNT, FLAG, StateFormat, decode, encode
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
-from evenrank.dataloader.state.resume_point import Position, Snapshots
+from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, Snapshots
 
 # Modules of samplers whose lengths are exact; the lengths of others are often estimates.
 _EXACT_SAMPLERS = ("torch.utils.data.", "torchdata.stateful_dataloader.")
@@ -89,28 +90,38 @@ class LoaderAdapter(Generic[Batch]):
         state_dict = getattr(self._batches, "state_dict", None)
         self._has_state = callable(state_dict) and callable(getattr(self._batches, "load_state_dict", None))
         self._has_positions = self._has_state and "after" in inspect.signature(cast(Any, state_dict)).parameters
-        self._next = Position(0, 0)  # of the next iteration, where positions are counted here
+        current = getattr(self._batches, "_current", None) if self._has_positions else None
+        self.current = current if isinstance(current, CurrentPosition) else CurrentPosition()
+        self._is_shared = self.current is current  # with the loader, or counted here
+        self._begun: Iterator[Batch] | None = None  # the next iteration, where `start_next` has begun it
         self._has_ended = False  # this rank has no more batches in the next iteration, which is the rest of an epoch
         self._has_loaded = False  # a state, since the latest iteration
         self._is_bypassed = False
         self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
         # Whether this rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint.
         self._snapshots: Snapshots[tuple[bool, bytes | str]] = Snapshots(_KEPT_STEPS, ahead)
-        self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
+        # Of a loader with a position of its own, before its latest iteration, and until `current` moves.
+        self._state_at_start: dict[str, Any] | None = None
+        self._at_start = self.current.after_last
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of the next epoch."""
+        """Yield the batches of the next epoch, which moves `current` on once they are handed out."""
         if self._has_positions:
-            self._state_at_start = self._batches.state_dict()  # before anything is pulled ahead
+            self.start_next(skip_rest=False)
+            handed_out = self.current.after_last
             for batch in self._batches:
+                self.current.after_last = handed_out  # this one is not yet
                 check_batch(batch)
                 yield self._owned(batch)
+                handed_out = self.current.after_last
             return
-        (epoch, position), has_ended = self._next, self._has_ended
-        self._next, self._has_ended = Position(epoch + 1, 0), False
-        if has_ended:
+        iterator, self._begun = self._begun, None
+        if iterator is None and not self._has_ended:
+            iterator = self._begin()  # some loaders know their state from here on only
+        point, self._has_ended = self.current.begin(), False
+        if iterator is None:
             return
-        iterator = self._begin()  # some loaders know their state from here on only
+        epoch, position = point.epoch, point.position
         # A state that was loaded into a StatefulDataLoader by someone else makes it start anywhere.
         is_counted = position > 0 or not getattr(iterator, "_num_yielded", 0)
         expected = exact_length(self._batches) if is_counted else None
@@ -164,7 +175,7 @@ class LoaderAdapter(Generic[Batch]):
             remaining = getattr(self._batches, "remaining_batches", None)
             return None if remaining is None else int(remaining())
         length = self.length()
-        return None if length is None else max(length - self._next.position, 0)
+        return None if length is None else max(length - self.current.next.position, 0)
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks; a loader of another world size is a ConfigError."""
@@ -177,34 +188,51 @@ class LoaderAdapter(Generic[Batch]):
             )
         return invariants
 
-    def end_epoch(self, position: Position) -> None:
-        """Record that no rank has a batch after this position."""
-        self._ends = {position.epoch: position.position}
+    def start_next(self, *, skip_rest: bool) -> None:
+        """Make `state_after` return where the next iteration begins; see `EpochNode`."""
+        if self._is_shared:
+            self.current.start_next(skip_rest=skip_rest)
+        elif self._has_positions:
+            self._state_at_start = self._batches.state_dict()
+        elif self._begun is None and (skip_rest or not self._has_ended):
+            self.current.start_next(skip_rest=skip_rest)
+            if self._has_state:
+                with contextlib.suppress(Exception):  # which the iteration raises, on all ranks
+                    if skip_rest and not self._has_ended:
+                        next(self._begin(), None)  # or torchdata's Loader keeps the state before what it has read ahead
+                    self._begun = self._begin()  # which is when some loaders leave the epoch before
+                    self._take_snapshot(self.current.after_last)
+            self._has_ended = False
 
-    def is_within(self, position: Position) -> bool:
-        """Return whether the epoch goes on after this position, that of the step handed out last."""
-        return self._ends.get(position.epoch) != position.position and not self._is_bypassed
+    def end_epoch(self) -> None:
+        """Record that no rank has a batch after the one that was handed out last."""
+        self._ends = dict([self.current.after_last])
+
+    def is_left(self) -> bool:
+        """Return whether the next iteration begins another epoch than that of the last step, which goes on."""
+        epoch, position = self.current.after_last
+        is_begun = epoch < self.current.next.epoch or not self._is_shared
+        return position > 0 and is_begun and self._ends.get(epoch) != position and not self._is_bypassed
 
     def bypass(self) -> None:
         """Record that the caller supplied batches directly."""
         self._is_bypassed = True
 
-    def state_after(self, position: Position | None) -> dict[str, Any]:
-        """Return the state after a position that was handed out; None: before anything was."""
+    def state_after(self, batch: JaggedBatch | None) -> dict[str, Any]:
+        """Return the state after a batch that was handed out; None: the last one."""
         self._check_stateful()
+        position = self.current.after_last if batch is None else Position(batch.epoch, batch.position)
         if self._has_positions:
-            if position is not None:
-                return cast(dict[str, Any], self._batches.state_dict(after=position))
-            return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
+            if batch is None and (self._is_shared or position is self._at_start):
+                return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
+            return cast(dict[str, Any], self._batches.state_dict(after=position))
         if self._is_bypassed:
             raise ConfigError(
                 "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
                 "state of the loader; save that yourself, or iterate over the Balancer"
             )
         if not self._snapshots.entries:
-            self._take_snapshot(self._next)
-        if position is None:
-            position = self._snapshots.entries[0][0]
+            self._take_snapshot(position)
         has_ended, text = self._snapshots.at(position)
         # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
         if isinstance(text, bytes):
@@ -223,6 +251,10 @@ class LoaderAdapter(Generic[Batch]):
         if self._has_positions:
             self._batches.load_state_dict(state)
             self._state_at_start = None
+            self._ends = dict([self.current.after_last])  # if nothing is left of that epoch
+            if not self._is_shared:
+                self.current.move_to(ResumePoint())
+                self._at_start = self.current.after_last
             return
         state = _FORMAT.check(state)
         saved = state["ranks"].get(str(self._rank))
@@ -246,8 +278,8 @@ class LoaderAdapter(Generic[Batch]):
         except Exception as error:  # the loader's own
             raise self._refused_state(error) from error
         position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
-        self._has_loaded, self._has_ended = True, has_ended and not is_end
-        self._next = Position(position.epoch + 1, 0) if is_end else position
+        self._has_loaded, self._has_ended, self._begun = True, has_ended and not is_end, None
+        self.current.move_to(ResumePoint(epoch=position.epoch, position=position.position), is_over=is_end)
         self._ends = {position.epoch: position.position} if is_end else {}
         self._snapshots.entries.clear()
         self._snapshots.add(position, (has_ended, saved))

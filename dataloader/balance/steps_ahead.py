@@ -11,15 +11,17 @@ ahead of it, one for each step that is handed out, and a step is started with th
 """
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.exchange.exchange import StepInFlight
 from evenrank.dataloader.balance.own_steps import LoadedStep
+from evenrank.dataloader.balance.ranks.connection import check_process
 from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
 from evenrank.dataloader.balance.step_planner import PlannedStep
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -43,6 +45,8 @@ class Handle:
     waited_seconds: float = 0.0
     """See `StepMetrics`, also for the next one."""
     exchange_seconds: float = 0.0
+    process: int = field(default_factory=os.getpid)
+    """Id of the process that started it."""
 
     def check(self, call: str, needed: State) -> None:
         """Raise a ConfigError unless a call comes after the one that it needs, and once."""
@@ -52,6 +56,7 @@ class Handle:
 
     def plan(self) -> PlannedStep:
         """Wait for the plan of the step, or raise its error."""
+        check_process(self.process)
         group = self.group.result()
         planned = group[min(self.index, len(group) - 1)]  # an error is the last
         if isinstance(planned, Exception):
@@ -107,7 +112,6 @@ def drain(handles: Iterable[Handle]) -> None:
     """
     for handle in handles:
         with contextlib.suppress(Exception):
-            handle.group.result()
-        if handle.in_flight is not None and handle.in_flight.work is not None:
-            with contextlib.suppress(RuntimeError):
+            handle.plan()
+            if handle.in_flight is not None and handle.in_flight.work is not None:
                 handle.in_flight.work.wait()

@@ -9,7 +9,7 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import Iteration, StepSampler
-from evenrank.dataloader.state.resume_point import Position, ResumePoint, SavedPosition, warn_of_rest
+from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, SavedPosition, warn_of_rest
 from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
 
@@ -21,6 +21,8 @@ class EpochSamples(NamedTuple):
     sampler: StepSampler
     fingerprint: str
     """A hash of everything that decides on the samples and their order."""
+    window: tuple[int, int] | None = None
+    """As in `SavedPosition`."""
 
 
 class EpochPositions(ABC):
@@ -32,9 +34,8 @@ class EpochPositions(ABC):
     _plan_check: PlanCheck | None  # None: not balanced
 
     def __init__(self) -> None:
-        self._next: ResumePoint = ResumePoint()
-        self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
-        self._after_last = Position(0, 0)  # after the step handed out last
+        self._current = CurrentPosition()
+        self._begun: dict[int, ResumePoint] = {}  # by epoch, where its latest iteration began within it
 
     @abstractmethod
     def _samples_of(self, epoch: int) -> EpochSamples:
@@ -48,7 +49,7 @@ class EpochPositions(ABC):
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        return self._next.epoch
+        return self._current.next.epoch
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
@@ -56,7 +57,7 @@ class EpochPositions(ABC):
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._begin(self._next).schedule.num_steps
+        return self._begin(self._current.next).schedule.num_steps
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -70,12 +71,12 @@ class EpochPositions(ABC):
         """
         saved = SavedPosition.from_state(state, self._identify, self._ids)
         check_dist_type(saved.dist_type, self._key_maps, source="the loader's state")
-        order, sampler, _ = self._samples_of(saved.epoch)
+        order, sampler, *_ = self._samples_of(saved.epoch)
         point = sampler.resume(order, saved)
         is_over = point.position > 0 and not sampler.begin(order, point, seed=saved.seed).schedule.num_steps
-        self._seed, self._after_last = saved.seed, Position(point.epoch, point.position)
-        self._resumed[point.epoch] = point
-        self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
+        self._seed = saved.seed
+        self._begun[point.epoch] = point
+        self._current.move_to(point, is_over=is_over)
 
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
@@ -83,37 +84,34 @@ class EpochPositions(ABC):
         Raises:
             StateError: the state is damaged, or of a dataset whose vocabulary this one does not extend.
         """
-        self._start_epoch(SavedPosition.next_epoch(state, self._ids))
-
-    def _start_epoch(self, epoch: int) -> None:
-        self._next, self._after_last = ResumePoint(epoch=epoch), Position(epoch, 0)
+        self._current.start_epoch(SavedPosition.next_epoch(state, self._ids)[0])
 
     def _begin_epoch(self) -> Iteration:
         """Return the next iteration, after which the next epoch follows."""
-        iteration = self._begin(self._next)
-        epoch, position = self._after_last
-        if self._plan_check is not None and position and epoch == self.epoch - 1:
+        epoch, position = self._current.after_last
+        if self._plan_check is not None and position and epoch < self.epoch:
             left = ResumePoint(epoch=epoch, start=position, position=position)
             if self._begin(left).schedule.num_steps:
-                warn_of_rest(self._after_last)
-        self._next = ResumePoint(epoch=self.epoch + 1)
+                warn_of_rest(self._current.after_last)
+        iteration = self._begin(self._current.next)
+        self._begun[iteration.point.epoch] = self._current.begin()
         return iteration
 
     def _begin(self, point: ResumePoint) -> Iteration:
-        order, sampler, _ = self._samples_of(point.epoch)
+        order, sampler, *_ = self._samples_of(point.epoch)
         return sampler.begin(order, point, seed=self._seed)
 
     def _identify(self, epoch: int) -> tuple[int, str]:
-        order, _, fingerprint = self._samples_of(epoch)
+        order, _, fingerprint, _ = self._samples_of(epoch)
         return order.num_samples, fingerprint
 
     def _state(self, after: JaggedBatch | Position | None) -> dict[str, Any]:
         """Return the state after a batch, or a position, that was handed out; None: the last one."""
-        epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        point = self._resumed.get(epoch)
+        epoch, position = self._current.after_last if after is None else (after.epoch, after.position)
+        point = self._begun.get(epoch)
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)
-        order, sampler, fingerprint = self._samples_of(epoch)
+        order, sampler, fingerprint, window = self._samples_of(epoch)
         skipped = sampler.skipped(order, point, position, seed=self._seed)
-        saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._key_maps))
+        saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._key_maps), window)
         return saved.to_state(order.num_samples, fingerprint, self._ids)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenrank.core.errors import StateError
+from evenrank.core.errors import ConfigError, StateError
 
 Check = Callable[[object], str | None]
 """Returns a description of valid values if a value is invalid, else None."""
@@ -69,8 +69,10 @@ class StateFormat:
     """Fields that the checksum leaves out, because they are checked on their own."""
 
     def make(self, **entries: Any) -> dict[str, Any]:
-        """Return the state with these fields."""
+        """Return the state with these fields; a StateError if it could not be loaded."""
         in_order = {name: entries[name] for name in self.fields}
+        for name, check in self.fields.items():
+            check_value(in_order[name], f"the state of {self.owner} has {name}", check, "it could not be loaded")
         return {"version": self.version, **in_order, _CHECKSUM: self._checksum(entries)}
 
     def check(self, state: object) -> dict[str, Any]:
@@ -108,10 +110,16 @@ def check_intact(is_intact: bool, has: str) -> None:
         raise StateError(f"{has} is damaged: its checksum is not that of its contents; load an intact one")
 
 
-def check_value(value: object, has: str, check: Check) -> None:
+def check_value(value: object, has: str, check: Check, remedy: str = "load a state that state_dict returned") -> None:
     """Raise a StateError if a value is invalid; `has` names its place, such as "the state of the loader has epoch"."""
     if (expected := check(value)) is not None:
-        raise StateError(f"{has} {show(value)}, expected {expected}; load a state that state_dict returned")
+        raise StateError(f"{has} {show(value)}, expected {expected}; {remedy}")
+
+
+def check_option(name: str, value: object, check: Check) -> None:
+    """Raise a ConfigError if states could not have the value of an option or argument."""
+    if (expected := check(value)) is not None:
+        raise ConfigError(f"{name} must be {expected}, got {show(value)}")
 
 
 def show(value: object) -> str:

@@ -7,18 +7,23 @@ from typing import Any, Generic, Protocol, runtime_checkable
 from torchdata.nodes import BaseNode
 
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
+from evenrank.dataloader.state.resume_point import CurrentPosition, ResumePoint
 
 
 class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
     """Batches, epoch after epoch.
 
     As an iterable, each iteration is one epoch, or the rest of one after `load_state_dict`. As a torchdata node,
-    `reset(None)` begins the next epoch, and `reset(state)` continues exactly there, even if nothing is left.
+    `reset(None)` begins the next epoch, also in states, and `reset(state)` continues exactly there, even if nothing is
+    left.
     """
+
+    _current: CurrentPosition
 
     def __init__(self) -> None:
         super().__init__()
         self._epoch_iterator: Iterator[Batch] | None = None  # of the node; iterators of the iterable are their own
+        self._reset_to: ResumePoint | None = None  # within an epoch, by `reset(state)`
 
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]:
@@ -43,10 +48,17 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
         """Begin the next epoch, or continue at a state. Called by torchdata."""
         super().reset(initial_state)
         self._epoch_iterator = None
-        if initial_state is not None:
-            self.load_state_dict(initial_state)
-            if self._is_ended(initial_state):
-                self._epoch_iterator = iter(())
+        if initial_state is None:
+            self._start_next(skip_rest=self._current.next is self._reset_to)
+            return
+        self.load_state_dict(initial_state)
+        self._reset_to = self._current.next if self._current.next.position else None
+        if self._is_ended(initial_state):
+            self._epoch_iterator = iter(())
+
+    def _start_next(self, *, skip_rest: bool) -> None:
+        """Make `state_dict` return where the next iteration begins; with `skip_rest`, with the epoch after that one."""
+        self._current.start_next(skip_rest=skip_rest)
 
     def next(self) -> Batch:
         """Return the next batch of the epoch, or raise StopIteration. Called by torchdata."""

@@ -1,5 +1,7 @@
 """Positions in an epoch: `ResumePoint`, where an iteration begins; `SavedPosition`, the state of a loader; `Snapshots`.
 
+A loader has one `CurrentPosition`, which a Balancer or an ElasticLoader that pulls its batches ahead moves for it.
+
 Usually everything from one position on is untrained. Within a window of steps whose samples were assigned together,
 some samples before the frontier are pending:
 
@@ -17,7 +19,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
 from evenrank.dataloader.routing.remap import DIST_TYPE
-from evenrank.dataloader.state.checks import COUNT, EPOCH, INT64_MAX, SEED, TEXT, StateFormat, integer
+from evenrank.dataloader.state.checks import COUNT, EPOCH, INT64_MAX, SEED, TEXT, StateFormat, check_option, integer
 from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
@@ -46,6 +48,9 @@ _FORMAT = StateFormat(
     },
     not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
 )
+LAST_MS = 253_402_300_799_999  # the last millisecond that is a datetime
+_TIME = integer(-62_135_596_800_000, LAST_MS)
+_WINDOW_FORMAT = replace(_FORMAT, version=5, fields={**_FORMAT.fields, "begin_ms": _TIME, "end_ms": _TIME})
 
 Positions = NDArray[np.int64]
 Value = TypeVar("Value")
@@ -80,6 +85,44 @@ class ResumePoint:
         is_pending = places < self.frontier
         positions[is_pending] = self.pending[places[is_pending] - self.start]
         return positions
+
+
+class Position(NamedTuple):
+    """The position after a batch."""
+
+    epoch: int
+    position: int
+
+
+class CurrentPosition:
+    """Where a loader is. Whoever pulls its batches ahead, such as a Balancer, has this one, and none of its own."""
+
+    def __init__(self, *, has_epochs: bool = True) -> None:
+        self.next = ResumePoint()  # where the next iteration begins
+        self.after_last = Position(0, 0)  # after the batch that was handed out last
+        self._has_epochs = has_epochs
+
+    def begin(self) -> ResumePoint:
+        """Return where an iteration begins, after which the next epoch follows."""
+        point = self.next
+        self.move_to(point, is_over=True)
+        return point
+
+    def move_to(self, point: ResumePoint, *, is_over: bool = False) -> None:
+        """Move to a point, where the next iteration begins, unless nothing is left of that epoch."""
+        self.after_last = Position(point.epoch, point.position)
+        self.next = ResumePoint(epoch=point.epoch + 1) if is_over else point
+
+    def start_next(self, *, skip_rest: bool) -> None:
+        """Move to where the next iteration begins, or to the epoch after that one, if there are several."""
+        if self._has_epochs:
+            self.move_to(ResumePoint(epoch=self.next.epoch + 1) if skip_rest else self.next)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of an epoch; a ConfigError if no state could have it."""
+        epoch = int(epoch) if isinstance(epoch, np.integer) else epoch
+        check_option("the epoch", epoch, EPOCH)
+        self.move_to(ResumePoint(epoch=epoch))
 
 
 class _ResumedOrder:
@@ -157,21 +200,24 @@ class SavedPosition(NamedTuple):
     skipped: SkippedSamples
     dist_type: str
     """Mapping of the keys of batches; see `routing.remap`."""
+    window: tuple[int, int] | None = None
+    """Of a window of time: its begin and its end in milliseconds since 1970, which tell it in other datasets."""
 
     def to_state(self, num_samples: int, fingerprint: str, ids: Mapping[str, IdSummary]) -> dict[str, Any]:
         """Return the state, given the samples of an epoch, a hash of all that decides on their order, and their ids."""
         entries = self._asdict() | {"pending": self.skipped.to_text()}
-        del entries["skipped"]
+        del entries["skipped"], entries["window"]
         entries |= {"num_samples": num_samples, "fingerprint": fingerprint, VOCABULARY: vocabulary_entry(ids)}
-        return _FORMAT.make(**entries)
+        if self.window is None:
+            return _FORMAT.make(**entries)
+        return _WINDOW_FORMAT.make(**entries, begin_ms=self.window[0], end_ms=self.window[1])
 
     @classmethod
     def from_state(
         cls, state: object, identify: Callable[[int], tuple[int, str]], ids: Mapping[str, IdSummary]
     ) -> "SavedPosition":
         """Return the position of a state that `to_state` made; `identify` returns its first arguments for an epoch."""
-        entries = _FORMAT.check(state)
-        check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
+        entries = _checked(state, ids)
         num_samples, fingerprint = identify(entries["epoch"])
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
@@ -189,14 +235,24 @@ class SavedPosition(NamedTuple):
         return cls(entries["epoch"], position, entries["seed"], skipped, entries[DIST_TYPE])
 
     @staticmethod
-    def next_epoch(state: object, ids: Mapping[str, IdSummary]) -> int:
-        """Return the epoch after that of a state, if it is of a dataset whose ids all mean the same here."""
-        entries = _FORMAT.check(state)
-        check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
+    def next_epoch(state: object, ids: Mapping[str, IdSummary]) -> tuple[int, int | None]:
+        """Return the epoch after that of a state, if it is of a dataset whose ids all mean the same here.
+
+        Of windows, also the time in milliseconds since 1970 before which all events are trained, else None.
+        """
+        entries = _checked(state, ids)
         epoch, left_out = entries["epoch"], entries["num_samples"] - entries["position"]
         if entries["position"] and left_out:
             _log.warning("epoch %d is not finished: %d samples of its dataset are never trained", epoch, left_out)
-        return int(entries["epoch"]) + 1
+        return int(epoch) + 1, entries.get("end_ms" if entries["position"] else "begin_ms")
+
+
+def _checked(state: object, ids: Mapping[str, IdSummary]) -> dict[str, Any]:
+    """Return a state of either version whose ids all mean the same here."""
+    has_window = isinstance(state, Mapping) and state.get("version") == _WINDOW_FORMAT.version
+    entries = (_WINDOW_FORMAT if has_window else _FORMAT).check(state)
+    check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
+    return entries
 
 
 def _encode(positions: Positions) -> list[Any]:
@@ -217,13 +273,6 @@ def _decode(value: Any, start: int, num_samples: int) -> Positions:
     if len(positions) != count or positions[0] != first or positions[-1] >= start + count:
         raise ValueError
     return positions
-
-
-class Position(NamedTuple):
-    """The position after a batch."""
-
-    epoch: int
-    position: int
 
 
 def warn_of_rest(left: Position) -> None:

@@ -149,6 +149,40 @@ def test_epochs_differ_and_go_on_after_the_last_step() -> None:
     assert indices_of(list(make_loader(0, 2, shuffle=False)))[:8] == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
+def test_two_iterators_at_once_have_an_epoch_each() -> None:
+    loader = make_loader(0, 2)
+    expected = [indices_of(list(make_loader(0, 2))), indices_of([*loader, *loader])]
+    loader = make_loader(0, 2)
+    pairs = list(zip(loader, loader, strict=True))
+    assert [indices_of(batches) for batches in zip(*pairs, strict=True)] == [
+        expected[0],
+        expected[1][len(expected[0]) :],
+    ]
+
+
+@pytest.mark.processes
+def test_an_iterator_that_workers_serve_another_epoch_says_why() -> None:
+    sampler: Any = make_loader(0, 2)._sampler
+    persistent: Any = {"collate_fn": COLLATE, "num_workers": 1, "persistent_workers": True}
+    loader: ElasticLoader[Any] = ElasticLoader(DataLoader(Histories(), batch_sampler=sampler, **persistent))
+    first, second = iter(loader), iter(loader)
+    next(first)
+    assert next(second).epoch == 1
+    with pytest.raises(ConfigError, match="or of two at once over persistent workers; iterate over the ElasticLoader"):
+        list(first)
+
+
+def test_a_loader_begins_after_the_state_of_another_dataset() -> None:
+    state = make_loader(0, 2).state_dict()
+    longer: ElasticLoader[Any] = ElasticLoader(
+        DataLoader(range(999), batch_sampler=ElasticSampler(999, batch_size=4, rank=0, world_size=2))  # type: ignore[arg-type]
+    )
+    with pytest.raises(StateError, match="or train on other data after it with begin_after"):
+        longer.load_state_dict(state)
+    longer.begin_after(state)
+    assert longer.epoch == longer.state_dict()["epoch"] == 1
+
+
 def test_the_epoch_of_a_loaded_state_can_be_set_again() -> None:
     loader = make_loader(0, 2)
     before = indices_of(list(itertools.islice(loader, 3)))
@@ -230,6 +264,7 @@ def test_ranks_with_other_lengths_are_found_before_the_first_step(ranks: RankPoo
     [
         ({"rank": 2}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"seed": 1 << 63}, "seed must be an integer from -9223372036854775808 to 9223372036854775807, got 9223372036"),
         ({"lengths": LENGTHS}, "lengths and balance belong together"),
         ({"balance": BALANCES["steps"]}, "lengths and balance belong together"),
         ({"balance": BALANCES["steps"], "lengths": {"item_id": -LENGTHS["item_id"]}}, "must not be negative, got -"),

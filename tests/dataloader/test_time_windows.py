@@ -1,5 +1,7 @@
 import itertools
 import pickle
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
+from evenrank.dataloader.state.resume_point import _FORMAT
 from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.store import Slices
 from evenrank.datasets.time_windows import WindowsOfStore
 from tests.dataloader.batch_helpers import ids_of, rows_of
+from tests.dataloader.resuming import with_changes
 from tests.ranks import RankPool
 
 WINDOWS = TimeWindows(every="1w")
@@ -121,6 +125,58 @@ def test_a_state_within_a_window_resumes_on_other_ranks_and_after_a_boundary_the
 def _at(loader: TimeWindowLoader[SequenceBatch], window: int) -> TimeWindowLoader[SequenceBatch]:
     loader.begin_at(window)
     return loader
+
+
+def _targets(loader: TimeWindowLoader[SequenceBatch], num_windows: int = 10_000) -> list[tuple[int, int]]:
+    """Iterate over windows, and return the time and the item of each target."""
+    targets: list[tuple[int, int]] = []
+    for _ in range(min(num_windows, loader.num_windows - loader.epoch)):
+        for batch in loader:
+            times, items = (rows_of(batch.features, name) for name in ("timestamp_ms", "item_id"))
+            for row_times, row_items, count in zip(times, items, batch.num_candidates.tolist(), strict=True):
+                targets += list(zip(row_times, row_items, strict=True))[len(row_times) - count :]
+    return targets
+
+
+@pytest.mark.parametrize("num_windows", [0, 1, 3])
+@pytest.mark.parametrize("every", ["12h", "2d", "1w"])
+@pytest.mark.parametrize("start", [None, "1970-01-03", "a week before"])
+def test_each_event_is_a_target_once_over_two_jobs_with_other_windows(
+    small_dataset: Path, num_windows: int, every: str, start: str | None
+) -> None:
+    """Of a state's window, the time counts, and not its number, which other windows have, or those of later data."""
+    first, whole = (_loader(small_dataset, order=TimeWindows(every="1d")) for _ in range(2))
+    first.skip_empty()
+    trained = _targets(first, num_windows)
+    if start == "a week before":
+        start = (first.window(first.epoch)[0] - timedelta(weeks=1)).isoformat()
+    second = _loader(small_dataset, order=TimeWindows(every=every, start=start))
+    try:
+        second.begin_after(first.state_dict())
+    except StateError as error:
+        (suggested,) = re.findall(r"^the loader's state ends at .*; pass TimeWindows\(start='(.*)'\)$", str(error))
+        second = _loader(small_dataset, order=TimeWindows(every=every, start=suggested))
+        second.begin_after(first.state_dict())
+    assert sorted(trained + _targets(second)) == sorted(_targets(whole))
+
+
+def test_a_state_without_a_time_says_nothing_of_windows(small_dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = _loader(small_dataset)
+    next(iter(loader))
+    state = loader.state_dict()
+    of_earlier_version = with_changes(_FORMAT, state)
+    of_no_windows = build_loader(small_dataset, LoaderConfig(batch_size=8), rank=0, world_size=1).state_dict()
+    for other in (of_earlier_version, of_no_windows):
+        with pytest.raises(StateError, match="the loader's state has no window of time: it is of another order, or"):
+            loader.begin_after(other)
+    again = _loader(small_dataset)
+    again.load_state_dict(of_earlier_version)
+    _, *rest = _loader(small_dataset)
+    assert [ids_of(batch) for batch in again] == [ids_of(batch) for batch in rest]
+    late = _loader(small_dataset, order=TimeWindows(every="1d", start=loader.window(2)[0].isoformat()))
+    late.begin_after(_loader(small_dataset).state_dict())
+    assert late.epoch == 0
+    assert caplog.messages[-1].startswith("the first window begins after ")
 
 
 def test_states_of_the_window_before_are_known_while_the_next_one_is_pulled(small_dataset: Path) -> None:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from torchdata.nodes import Loader as NodeLoader
 
-from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader, build_stream_loader
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import LoaderConfig, SequenceBatch, StreamConfig, build_loader, build_stream_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.loader import Loader
 from evenrank.dataloader.workers import Workers
+from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 
 
@@ -123,6 +126,53 @@ def test_a_loader_works_in_another_process(small_dataset: Path, method: str) -> 
     assert (sorted(second), loader.state_dict()) == (sorted(first), state)
     assert _ids(loader) == second  # the next epoch is the same in both processes
     loader.close()
+
+
+def _send_rest(iterator: Iterator[Any], pipe: Connection) -> None:
+    try:
+        pipe.send([ids_of(batch) for batch in iterator])
+    except ConfigError as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["loader", "loader with persistent workers", "stream", "Balancer"])
+def test_a_fork_goes_on_with_an_open_iterator_or_says_why_not(small_dataset: Path, kind: str) -> None:
+    if kind == "stream":
+        stream = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
+        config = LoaderConfig(batch_size=8, num_workers=2)
+        loader: Any = build_stream_loader(small_dataset, config, stream, rank=0, world_size=1)
+    else:
+        loader = _loader(small_dataset, persistent_workers="persistent" in kind)
+    if kind == "Balancer":
+        loader = Balancer(loader, BalanceConfig(cost=COST))
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    context: Any = multiprocessing.get_context("fork")
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_send_rest, args=(iterator, child_end))
+    process.start()
+    assert parent_end.poll(240), "the process hangs"
+    of_child = parent_end.recv()
+    process.join()
+    rest = [ids_of(batch) for batch in iterator]  # the parent goes on, whatever the child did
+    assert len(rest) > 9
+    is_refused = kind == "Balancer"
+    assert of_child == (
+        "the Balancer was created before this process was forked; create one after that" if is_refused else rest
+    )
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_an_open_iteration_goes_on_after_its_loader_is_closed(small_dataset: Path, persistent_workers: bool) -> None:
+    before, loader = _threads(), _loader(small_dataset, persistent_workers=persistent_workers)
+    expected, iterator = _ids(_loader(small_dataset)), iter(loader)
+    seen = ids_of(next(iterator))
+    loader.close()
+    assert seen + [sample for batch in iterator for sample in ids_of(batch)] == expected
+    loader.close()
+    assert _threads() == before
 
 
 def _add_noise(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:

@@ -1,6 +1,7 @@
 """A Balancer's connection to the other ranks: opened and closed as a whole, and closed with a reason after an error."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +15,12 @@ _KEY = "reason"
 _WAIT = timedelta(seconds=2)
 
 Result = TypeVar("Result")
+
+
+def check_process(process: int) -> None:
+    """Raise a ConfigError in a fork of a process: it has none of the threads, and would wait for them forever."""
+    if process != os.getpid():
+        raise ConfigError("the Balancer was created before this process was forked; create one after that")
 
 
 class FailureNote:
@@ -64,6 +71,7 @@ class Connection:
         self._failure_note = FailureNote(members)
         self._failure: str | None = None  # the error that closed it
         self._is_closed = False
+        self._process = os.getpid()
         # One thread, so that all-gathers of successive steps keep their order.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer", initializer=use_in_thread)
         self.exchange_group: FailFastGroup | None = None  # None if there is only one rank
@@ -81,6 +89,7 @@ class Connection:
 
     def check_open(self) -> None:
         """Raise a ConfigError if the connection is closed; the message has the error that closed it."""
+        check_process(self._process)
         if self._is_closed:
             after = "" if self._failure is None else f", after {self._failure}"
             raise ConfigError(f"the Balancer is closed{after}; create a new one")
@@ -108,6 +117,8 @@ class Connection:
 
     def fail(self, error: Exception) -> None:
         """Leave the reason for the other ranks and close, after an error that may be this rank's alone."""
+        if self._process != os.getpid():  # the parent goes on
+            return
         self._failure_note.write(error)
         self.close_after(error)
 
