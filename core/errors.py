@@ -10,7 +10,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 # `key:secret@` of a URL, but no port, and nothing else that comes before an @ in a path.
 _CREDENTIALS = re.compile(r"(\b[A-Za-z][\w+.-]+:/{1,3})[^\s/?@]*:(?!\d+/)\S*@")
 # A URL of an object store, perhaps with one slash less, as a `Path`, and with options, among which can be keys.
-_STORED = re.compile(r"\b(s3|gs|gcs|abfss?|hdfs|viewfs):/{1,2}(?=[^\s/])([^\s?'\"]*)(?:\?[^\s'\";,]+)?")
+_STORED = re.compile(r"\b(s3|gs|gcs|abfss?|hdfs|viewfs):/{1,2}(?=[^\s/])([^\s?'\"]*)(?:\?[^\s'\";,]+)?", re.IGNORECASE)
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:

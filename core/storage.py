@@ -5,21 +5,24 @@ Credentials come from where pyarrow looks for them: the environment, configurati
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from evenrank.core.errors import DataError, first_line
+from evenrank.core.listing import list_files, matches
 
 if TYPE_CHECKING:  # the command line imports this module
     from pyarrow import fs
 
 CONNECTIONS = 8  # files that are transferred at a time
 _CHUNK = 16 << 20  # bytes of a request
-# A `Path` has made one slash of the two.
-_URL = re.compile(r"(?:(s3|gs|gcs|abfss?|hdfs|viewfs|file|https?):(?:/+|$)|([A-Za-z][\w+.-]+)://)(.*)", re.DOTALL)
+# A `Path` has made one slash of the two. Other schemes are URLs too, because what is meant is no folder `foo:`.
+_URL = re.compile(
+    r"(?:(s3|gs|gcs|abfss?|hdfs|viewfs|file|https?):(?:/+|$)|([a-z][\w+.-]+):/+)(.*)", re.DOTALL | re.IGNORECASE
+)
 # Credentials, which may have slashes by mistake; bucket or host; path; options.
 _PARTS = re.compile(r"([^/?@]*:(?!\d+/)[^@]*@)?([^/?]*)/*([^?]*)(\?.*)?", re.DOTALL)
 
@@ -60,13 +63,22 @@ class Remote:
             container = self.files.get_file_info(self.path.partition("/")[0] or "/")
         return bool(container.type.name != "NotFound")
 
-    def files_below(self) -> "dict[str, fs.FileInfo]":
-        """Return the sizes and times of all files in a folder, at any depth, by their paths relative to it."""
+    def files_below(self, pattern: Sequence[str] | None = None) -> "dict[str, fs.FileInfo]":
+        """Return the sizes and times of files in a folder, at any depth, by their paths relative to it.
+
+        These are all, also hidden ones, or those that a pattern stands for; see `core.listing`.
+        """
         from pyarrow import fs
 
         with _wrap_errors(self, "listed"):
-            found = self.files.get_file_info(fs.FileSelector(self.path, allow_not_found=True, recursive=True))
-        return {info.path[len(self.path) + 1 :]: info for info in found if info.is_file}
+            if pattern is not None and self.files.type_name == "local":
+                paths = [f"{self.path}/{name}" for name in list_files(Path(self.path), pattern)]
+                pattern = None
+            else:
+                paths = fs.FileSelector(self.path, allow_not_found=True, recursive=True)
+            infos = self.files.get_file_info(paths)
+        found = {info.path[len(self.path) + 1 :]: info for info in infos if info.is_file}
+        return found if pattern is None else {name: found[name] for name in found if matches(pattern, name)}
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the content of a file, as it is stored."""
@@ -77,6 +89,12 @@ class Remote:
     def read(self) -> bytes:
         """Return the content of a file."""
         return b"".join(self.chunks())
+
+    def etag(self) -> str:
+        """Return what identifies the content of a file, or an empty text if the store has no such thing."""
+        with _wrap_errors(self, "read"), self.files.open_input_file(self.path) as file:
+            found: bytes = next((value for key, value in file.metadata().items() if key.lower() == "etag"), b"")
+        return found.decode()
 
     def upload(self, source: Path) -> None:
         """Replace the file by one of this host; readers see the old one until all of it is there."""
@@ -96,7 +114,7 @@ class Remote:
 def is_url(place: Path | str) -> bool:
     """Return whether a place is a URL other than `file://`; it may have become a `Path`."""
     found = _URL.fullmatch(str(place))
-    return found is not None and found[1] != "file"
+    return found is not None and (found[1] or "").lower() != "file"
 
 
 def local_path(place: Path | str) -> Path:
@@ -110,7 +128,7 @@ def locate(place: Path | str) -> Path | Remote:
     found = _URL.fullmatch(str(place))
     if found is None or not is_url(place):
         return local_path(place)
-    scheme, rest = found[1] or found[2], found[3]
+    scheme, rest = (found[1] or found[2]).lower(), found[3]
     import pyarrow as pa
     from pyarrow import fs
 

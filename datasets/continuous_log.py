@@ -227,8 +227,7 @@ class FolderLog:
 
     def _list(self) -> dict[str, int]:
         """Return the sizes of all files by their names."""
-        files = {name: info.size for name, info in self._root.files_below().items() if name.endswith(".parquet")}
-        return {name: size for name, size in files.items() if not any(part[0] in "._" for part in name.split("/"))}
+        return {name: info.size for name, info in self._root.files_below(("**", "*.parquet")).items()}
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read records first..end-1, a row group at a time, of which the last one is kept."""

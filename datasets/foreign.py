@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.listing import list_files
 from evenrank.datasets import schema
 from evenrank.datasets.schema import (
     ACTION,
@@ -124,12 +125,11 @@ def describe_folder(folder: Path, split: str, reader: ListReader) -> Manifest:
     if reader.sort_by_time and TIMESTAMP_MS not in columns:
         raise ConfigError(f"sort_by_time needs a column of {TIMESTAMP_MS}, they have {', '.join(columns)}")
     schema.check_new_names(columns.keys() - {USER_ID, *EVENT_DTYPES})
-    paths = {path.relative_to(folder).as_posix(): path.stat() for path in sorted(folder.rglob("*.parquet"))}
-    # As for Spark, names that begin with . or _ are not data; the cache is one of them.
-    files = [name for name in paths if not any(part[0] in "._" for part in name.split("/"))]
+    files = [*list_files(folder, ("**", "*.parquet"))]  # the cache is hidden
     if not files:
         raise DataError(f"{folder} has no Parquet files; pass a folder with files that end in .parquet")
-    versions = [(name, paths[name].st_size, paths[name].st_mtime_ns) for name in files]
+    stats = {name: (folder / name).stat() for name in files}
+    versions = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
     view = [*columns.items(), *["sorted"] * reader.sort_by_time]
     key = _hash([str(folder), split, view, versions])
     entry = find_or_build(

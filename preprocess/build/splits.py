@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
@@ -151,12 +152,15 @@ def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequenc
 def second_log(path: Path, log: TabularConfig) -> tuple[Path, ...]:
     """Return the files of the second log that the path of `file:PATH` leads to; none if it is a list of users.
 
-    Only logs have items.
+    Only logs have items, or are not the file itself.
     """
-    with contextlib.suppress(DataError):
-        files = tuple(find_files([path]))
-        open_table(files[0], [log.item_column], separator=log.delimiter, columns=log.columns)
+    files = tuple(find_files([path]))
+    if files != (path,):
         return files
+    with contextlib.suppress(DataError):
+        table = open_table(path, [log.item_column], separator=log.delimiter, columns=log.columns)
+        if len(table.head(1, pl.col(log.item_column).is_not_null())):  # any key is a column of JSON lines
+            return files
     return ()
 
 

@@ -2,20 +2,20 @@
 
 import contextlib
 import glob
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenrank.core.errors import DataError, EvenrankError, escape_controls
 from evenrank.core.files import check_space, replacing
+from evenrank.core.listing import num_literal
 from evenrank.core.storage import CONNECTIONS, Remote, locate
 from evenrank.datasets.remote import latest_version
 from evenrank.datasets.schema import MANIFEST_NAME
-from evenrank.preprocess.files.locate import is_hidden
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -28,11 +28,12 @@ class Copies:
     folder: Path
     on_stage: Callable[[str], None]
     fetched: list[Remote] = field(default_factory=list)  # files of logs and features
+    listed: set[Path] = field(default_factory=set)  # copies of all files that were found
 
     def path_of(self, place: Path) -> Path:
         """Return the path of a copy of what a path, pattern or URL stands for; one of this host is returned as it is.
 
-        The files that a folder or pattern stands for are fetched, and perhaps others, so it is to be expanded again.
+        A folder or pattern is to be expanded again, after `remove_others`, into the files that it stands for now.
         """
         remote = locate(place)
         if isinstance(remote, Path):
@@ -42,14 +43,10 @@ class Copies:
             files = [(remote, info)]
         else:
             keys = remote.path.split("/") if info.type.name == "NotFound" else []
-            pattern = keys[next((index for index, key in enumerate(keys) if glob.has_magic(key)), len(keys)) :]
+            pattern = keys[num_literal(keys) :]
             tail = "".join(f"/{key}" for key in pattern)
             base = replace(remote, path=remote.path.removesuffix(tail), url=remote.url.removesuffix(tail))
-            files = [
-                (base / name, info)
-                for name, info in base.files_below().items()
-                if _matches(parts := name.split("/"), pattern) and not is_hidden(parts, pattern)
-            ]
+            files = [(base / name, info) for name, info in base.files_below(pattern).items()]
         self._fetch(files)
         self.fetched.extend(file for file, _ in files)
         return self._copy(remote, escape=base != remote)
@@ -70,34 +67,44 @@ class Copies:
             raise DataError(f"{remote} has a part that is no name of a file; rename it")
         return Path(glob.escape(folder) if escape else folder, name)
 
+    def remove_others(self) -> None:
+        """Remove what a killed run has fetched and this one did not find."""
+        for path in self.folder.rglob("*"):
+            if path not in self.listed and path.is_file():
+                path.unlink()
+
     def _fetch(self, files: Sequence[tuple[Remote, "fs.FileInfo"]]) -> None:
-        missing = [(remote, info) for remote, info in files if not self._is_copied(remote, info)]
-        if not missing:
-            return
-        (first, _), num_bytes = missing[0], sum(info.size for _, info in missing)
-        self.folder.mkdir(exist_ok=True)
-        check_space(self.folder, num_bytes, f"{first} and the files beside it")
+        self.listed.update(self._copy(remote) for remote, _ in files)
         with ThreadPoolExecutor(CONNECTIONS) as pool:
+            are_copied = pool.map(lambda file: self._is_copied(*file), files)
+            missing = [file for file, is_copied in zip(files, are_copied, strict=True) if not is_copied]
+            if not missing:
+                return
+            (first, _), num_bytes = missing[0], sum(info.size for _, info in missing)
+            self.folder.mkdir(exist_ok=True)
+            check_space(self.folder, num_bytes, f"{first} and the files beside it")
             for number, remote in enumerate(pool.map(self._download, *zip(*missing, strict=True)), 1):
                 self.on_stage(f"fetching {remote}, file {number} of {len(missing)}")
 
     def _is_copied(self, remote: Remote, info: "fs.FileInfo") -> bool:
-        """Return whether there is a copy, perhaps of a run that was killed."""
+        """Return whether there is a copy of this version, perhaps of a run that was killed."""
         copy = self._copy(remote)
-        return copy.exists() and (copy.stat().st_size, int(copy.stat().st_mtime)) == (info.size, _seconds(info))
+        return copy.is_file() and copy.stat().st_mtime_ns == _time_of_copy(info, remote.etag())
 
     def _download(self, remote: Remote, info: "fs.FileInfo") -> Remote:
-        path = self._copy(remote)
+        path, etag = self._copy(remote), remote.etag()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as new:
                 with new.open("xb") as file:
                     for chunk in remote.chunks():
                         file.write(chunk)
-                os.utime(new, (_seconds(info),) * 2)
+                if new.stat().st_size != info.size or remote.etag() != etag:
+                    raise DataError(f"{remote} was replaced while it was fetched; run it again")
+                os.utime(new, ns=(_time_of_copy(info, etag),) * 2)
         except OSError as error:
             reason = error.strerror or error
-            raise DataError(f"{remote} cannot be copied to {path}: {reason}; check its name, and the space") from error
+            raise DataError(f"{remote} cannot be copied to {self.folder}: {reason}; check name and space") from error
         return remote
 
     def show_stage(self, stage: str) -> None:
@@ -116,20 +123,10 @@ def copies_in(folder: Path, on_stage: Callable[[str], None]) -> Iterator[Copies]
     try:
         yield copies
     except EvenrankError as error:
-        if not copies.fetched:
-            raise
         raise type(error)(copies.original(str(error))) from error.__cause__
 
 
-def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether a pattern matches a path or a folder above it."""
-    if not pattern:
-        return True
-    if pattern[0] == "**":
-        return any(_matches(parts[begin:], pattern[1:]) for begin in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
-
-
-def _seconds(info: "fs.FileInfo") -> int:
-    """Return the time of the last change; listings have fractions of seconds that requests for a file lack."""
-    return (info.mtime_ns or 0) // 1_000_000_000
+def _time_of_copy(info: "fs.FileInfo", etag: str) -> int:
+    """Return the time of change of a copy in nanoseconds, by which it is told from copies of other versions."""
+    version = f"{info.size} {etag or (info.mtime_ns or 0) // 1_000_000_000}"  # requests for a file have whole seconds
+    return int.from_bytes(hashlib.sha256(version.encode()).digest()[:6]) * 1000  # in file systems' range and precision

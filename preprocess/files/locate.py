@@ -1,13 +1,17 @@
 """Paths, patterns and folders -> data files; what their names say: format, compression, values of hive folders."""
 
-import glob
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.files import check_regular
+from evenrank.core.listing import list_files, num_literal
+from evenrank.preprocess.files.table import wrap_read_errors
 
 TEXT, JSON, PARQUET = "delimited text", "JSON lines", "Parquet"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # as PyArrow calls them
@@ -30,55 +34,50 @@ def file_format(path: Path) -> str:
     return known
 
 
-def find_files(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return the data files that paths of files and folders, and patterns such as `logs/*.csv`, stand for.
+class DataFile(NamedTuple):
+    """What its place says of a file."""
 
-    Each has a name for the manifest, which depends neither on the machine nor on the other paths: where it is below its
-    path, with hive folders above that, such as `day=1/log.csv`.
+    source: str  # for the manifest: the path below the one that was given, with hive folders above that
+    folders: dict[str, str | None]  # columns that folders below the path add, or from the first part that is a pattern
+    real: str  # path without links
+
+
+def find_files(paths: Sequence[Path]) -> dict[Path, DataFile]:
+    """Return the data files that paths of files and folders, and patterns such as `logs/*.csv`, stand for.
 
     The files of each path are sorted. Of folders at any depth and of patterns, empty files and names that begin with
     `.` or `_` are left out.
     """
-    files: list[tuple[Path, str]] = []
+    files: list[tuple[Path, DataFile]] = []
     for path in paths:
-        if not path.exists() and not glob.has_magic(str(path)):
-            raise DataError(f"{path} cannot be read: No such file or directory; check the path")
-        found = sorted(set(_expand(path)))
+        found = _expand(path)
         if not found:
             raise DataError(f"{path} leads to no data file; check it")
         if len({file_format(file) for file in found}) > 1:
             raise DataError(f"{path} has files of several formats; use a pattern such as *.csv")
-        files += [(file, _name_below(file, path)) for file in found]
-    for file, count in Counter(file.resolve() for file, _ in files).items():
+        files += found.items()
+    for real, count in Counter(file.real for _, file in files).items():
         if count > 1:
             given = ", ".join(map(str, paths))
-            raise ConfigError(f"{file} is in {given} twice, and its events would count twice; give each file once")
+            raise ConfigError(f"{real} is in {given} twice, and its events would count twice; give each file once")
     return dict(files)
 
 
-def _expand(path: Path) -> Iterator[Path]:
-    if path.exists() and not path.is_dir():
-        yield path
-        return
-    for match in path.iterdir() if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True)):
-        if not is_hidden(match.parts, path.parts) and (match.is_dir() or (match.is_file() and match.stat().st_size)):
-            yield from _expand(match)
+def _expand(path: Path) -> dict[Path, DataFile]:
+    end = len(path.parts) if os.path.lexists(path) else num_literal(path.parts)
+    base, pattern = Path(*path.parts[:end]), path.parts[end:]
+    if not pattern and not os.path.isdir(base):
+        check_regular(base)
+        base, found = base.parent, {base.name: os.path.realpath(base)}
+    else:
+        with wrap_read_errors(path):
+            found = {name: real for name, real in list_files(base, pattern).items() if (base / name).stat().st_size}
+    hive = [*takewhile(lambda part: "=" in part, reversed(base.absolute().parts))][::-1]
+    sources = {name: "/".join([*hive, name]) for name in found}
+    return {base / name: DataFile(sources[name], partition_values(name), real) for name, real in found.items()}
 
 
-def is_hidden(parts: Sequence[str], given: Sequence[str]) -> bool:
-    """Return whether the parts of a path that were not given have a hidden file or folder, such as _temporary."""
-    return any(part.startswith((".", "_")) and "=" not in part for part in parts if part not in given)
-
-
-def _name_below(path: Path, given: Path) -> str:
-    parts, shared = path.absolute().parts, given.absolute().parts
-    begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parts[:-1], shared, strict=False)))
-    while "=" in parts[begin - 1]:
-        begin -= 1
-    return "/".join(parts[begin:])
-
-
-def partition_values(path: Path) -> dict[str, str | None]:
+def partition_values(name: str) -> dict[str, str | None]:
     """Return the columns that the folders of a path add to its file, such as `day` of `day=1/log.csv`, by name."""
-    pairs = (folder.partition("=") for folder in path.parent.parts)
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1])
     return {unquote(name): None if value == _HIVE_NULL else unquote(value) for name, is_pair, value in pairs if is_pair}

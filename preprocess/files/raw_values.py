@@ -14,7 +14,6 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.files.locate import partition_values
 from evenrank.preprocess.files.table import FAULT, Piece, Rows, Table, Types
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
@@ -62,30 +61,37 @@ def _with_ids(
         yield rows._replace(frame=frame)
 
 
-def id_kind(tables: Sequence[Table], column: str, checks: Callable[[Table], Mapping[str, pl.Expr]]) -> IdKind:
-    """Return the type of the ids in a column of all files.
+def id_kinds(
+    tables: Sequence[Table], columns: Mapping[str, str], checks: Callable[[Table], Mapping[str, pl.Expr]]
+) -> dict[str, IdKind]:
+    """Return the types of the ids in columns of all files, by their names.
 
     Text without types is judged by its first rows that pass the checks.
     """
-    is_unsigned = any(table.dtypes[column].is_unsigned_integer() for table in tables)
+    kinds: dict[str, IdKind] = dict.fromkeys(columns, "int64")
     for table in tables:
-        dtype = table.dtypes[column]
-        if dtype == pl.String:
-            if table.has_types:
-                return "text"
-            sample = table.head(_SAMPLED_ROWS).filter(*checks(table).values()).select(column)
-            if sample.get_column(column).null_count() == len(sample) > 0:  # in JSON lines, which name no columns
-                raise DataError(f"{table.path}: column {column!r} is missing in the first rows; check its name")
-            is_plain = [is_missing(table, column) | is_plain_integer(pl.col(column), kind) for kind in INTEGERS]
-            is_int64, is_uint64 = sample.select(i=is_plain[0].all(), u=is_plain[1].all()).row(0)
-            if not is_int64 and not is_uint64:
-                return "text"
-            is_unsigned |= not is_int64
-        elif not dtype.is_numeric():
-            raise DataError(
-                f"{table.path}: column {column!r} of type {dtype} cannot hold ids; convert it to integers or texts"
-            )
-    return "uint64" if is_unsigned else "int64"
+        sample = None  # of all columns
+        for name, column in columns.items():
+            dtype = table.dtypes[column]
+            if kinds[name] == "text":
+                continue
+            if dtype == pl.String and table.has_types:
+                kinds[name] = "text"
+            elif dtype == pl.String:
+                sample = table.head(_SAMPLED_ROWS).filter(*checks(table).values()) if sample is None else sample
+                if sample.get_column(column).null_count() == len(sample) > 0:  # in JSON lines, which name no columns
+                    raise DataError(f"{table.path}: column {column!r} is missing in the first rows; check its name")
+                is_plain = [is_missing(table, column) | is_plain_integer(pl.col(column), kind) for kind in INTEGERS]
+                is_int64, is_uint64 = sample.select(i=is_plain[0].all(), u=is_plain[1].all()).row(0)
+                if not is_int64:
+                    kinds[name] = "uint64" if is_uint64 else "text"
+            elif not dtype.is_numeric():
+                raise DataError(
+                    f"{table.path}: column {column!r} of type {dtype} cannot hold ids; convert it to integers or texts"
+                )
+            elif dtype.is_unsigned_integer():
+                kinds[name] = "uint64"
+    return kinds
 
 
 def raw_id(table: Table, column: str, kind: IdKind) -> pl.Expr:
@@ -199,7 +205,7 @@ def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:
     for column in columns:
         key = json.dumps(column, ensure_ascii=False)
         for table in tables:
-            if column in partition_values(table.path) or any(key in text for text in table.texts()):
+            if column in table.from_folders or any(key in text for text in table.texts()):
                 break
         else:
             raise DataError(f"{table.path} has no column {column!r} in any row; check its name")

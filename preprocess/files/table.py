@@ -2,7 +2,7 @@
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,8 +86,8 @@ class Rows(NamedTuple):
         The other rows are bad.
         """
         is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values()).fill_null(False)
-        rows = self.frame.select(*columns, is_good.alias(_IS_GOOD))
-        good, is_bad = rows.drop(_IS_GOOD), ~rows.get_column(_IS_GOOD)
+        good = self.frame.select(*columns, is_good.alias(_IS_GOOD))
+        is_bad = ~good.drop_in_place(_IS_GOOD)
         last_line = self.first_line + len(self.frame) - 1
         if not is_bad.any():
             return Events(good, last_line)
@@ -109,6 +109,7 @@ class Table:
     blocks: Callable[[Types, Piece], Iterable[Rows]]
     pieces: Sequence[Piece]
     has_types: bool  # whether the file knows the types of its columns
+    from_folders: Collection[str] = ()  # columns of text that are the names of its folders
     separator: str | None = None  # of the fields of delimited text
 
     def read(self, numbers: Types | None = None, piece: Piece = WHOLE) -> Iterator[Rows]:
@@ -124,7 +125,8 @@ class Table:
         """Return the first well-formed rows that meet a condition, at most `limit`."""
         found = pl.DataFrame(schema={**self.dtypes, FAULT: pl.String()})
         for rows in self.read():
-            found.extend(rows.frame.select(found.columns).filter(pl.col(FAULT).is_null(), condition))
+            well_formed = rows.frame.lazy().filter(pl.col(FAULT).is_null(), condition)
+            found.extend(well_formed.select(found.columns).collect())
             if len(found) >= limit:
                 break
         return found.head(limit)

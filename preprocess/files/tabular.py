@@ -8,11 +8,12 @@ import contextlib
 import csv
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import polars as pl
@@ -55,6 +56,7 @@ _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into 
 _IS_OBJECT = "evenrank is_object"
 _BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
 _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
+_Folders = Mapping[str, str | None]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # What Python writes and JSON does not have, and numbers that Polars refuses or rounds: where they may be, and which.
 _MAYBE_ODD = r"[:\[,][ \t]*(?:NaN|-?Infinity|-?[0-9]+\.?[0-9]*[eE]\+?[0-9]|-?[0-9]{16,}\.)"
@@ -65,13 +67,18 @@ _TEXT_OR_NUMBER = re.compile(
 
 
 def open_table(
-    path: Path, needed: Collection[str], *, separator: str | None = None, columns: Sequence[str] = ()
+    path: Path,
+    needed: Collection[str],
+    *,
+    separator: str | None = None,
+    columns: Sequence[str] = (),
+    folders: _Folders = MappingProxyType({}),
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
     Fields of delimited text may be quoted with `"` if the separator is one character; quotes inside a quoted field are
-    doubled, and a quoted field ends on the line where it starts. Columns that a file lacks are taken from the names of
-    its folders, such as `day=1`, as text; JSON lines have the keys of the first line. Values in JSON lines become text.
+    doubled, and a quoted field ends on the line where it starts. Columns that a file lacks are taken from its folders,
+    as text; JSON lines have the keys of the first line. Values in JSON lines become text.
 
     Args:
         path: the file.
@@ -79,6 +86,7 @@ def open_table(
         separator: one character, or one character repeated. None: the usual one by which the first line has all needed
             columns or, if there is no header, as many fields as `columns`.
         columns: names of all columns of delimited text in file order; empty: the first line has them.
+        folders: columns that its folders add, as `find_files` returns them.
     """
     check_regular(path)
     if path.stat().st_size == 0:
@@ -90,12 +98,13 @@ def open_table(
         )
     with wrap_read_errors(path):
         if file_format == locate.PARQUET:
-            return _open_parquet(path, needed)
+            return _open_parquet(path, needed, folders)
         line = read_first_line(path)  # which checks the encoding
-        folders = locate.partition_values(path)
         if file_format == locate.JSON:
             keys = _keys(line)
-            own, constants = _locate_columns(path, [n for n in needed if n in keys or n not in folders], needed)
+            own, constants = _locate_columns(
+                path, [n for n in needed if n in keys or n not in folders], needed, folders
+            )
             return _text_table(path, partial(_parse_json, names=own), own, constants)
         if separator is None:
             separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
@@ -108,7 +117,7 @@ def open_table(
         remedy = "choose one of them"
         if not columns:
             remedy += " or, if that is no header, give --columns (of --context, --context-header)"
-        own, constants = _locate_columns(path, columns or fields, needed, remedy)
+        own, constants = _locate_columns(path, columns or fields, needed, folders, remedy)
         parse = partial(_parse_delimited, separator=separator, columns=columns or fields, names=own)
         return _text_table(path, parse, own, constants, has_header=not columns, separator=separator)
 
@@ -122,13 +131,14 @@ def _keys(line: str) -> frozenset[str]:
 
 
 def _locate_columns(
-    path: Path, present: Sequence[str], needed: Collection[str], remedy: str = "choose one of them"
+    path: Path, present: Sequence[str], needed: Collection[str], folders: _Folders, remedy: str = "choose one of them"
 ) -> tuple[list[str], list[pl.Expr]]:
     """Return the needed columns that a file has, and the others, from the names of its folders."""
-    folders = locate.partition_values(path)
     own = [name for name in needed if name in present or name not in folders]
     for name in own:
         if name not in present:
+            if name in locate.partition_values(str(path)):
+                remedy = f"a folder adds one only below the path that is given, or in a pattern such as {name}=*"
             raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}; {remedy}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
@@ -139,9 +149,9 @@ def _locate_columns(
     return own, [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
 
 
-def _open_parquet(path: Path, needed: Collection[str]) -> Table:
+def _open_parquet(path: Path, needed: Collection[str], folders: _Folders) -> Table:
     scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
-    names, constants = _locate_columns(path, scanned.collect_schema().names(), needed)
+    names, constants = _locate_columns(path, scanned.collect_schema().names(), needed, folders)
     num_rows = scanned.select(pl.len()).collect().item()
     return Table(
         path=path,
@@ -205,13 +215,15 @@ def _text_table(
     has_header: bool = False,
     separator: str | None = None,
 ) -> Table:
+    from_folders = [constant.meta.output_name() for constant in constants]
     return Table(
         path=path,
         num_rows=estimate_lines(path),
-        dtypes=dict.fromkeys([*names, *(constant.meta.output_name() for constant in constants)], pl.String()),
+        dtypes=dict.fromkeys([*names, *from_folders], pl.String()),
         blocks=partial(_read_text, path, parse, names, constants, has_header),
         pieces=text_pieces(path),
         has_types=False,
+        from_folders=from_folders,
         separator=separator,
     )
 
@@ -228,17 +240,22 @@ def _read_text(
     own_numbers = {name: numbers[name] for name in names if name in numbers}
 
     def rows(block: Block) -> Rows:
-        return Rows(parse(block, own_numbers).with_columns(constants), block.first_line, block.texts)
+        frame = parse(block, own_numbers)
+        return Rows(frame.with_columns(constants) if constants else frame, block.first_line, block.texts)
 
     return _map_ahead(rows, read_blocks(path, piece, has_header=has_header))
 
 
 def _map_ahead(parse: Callable[[Block], Rows], blocks: Iterator[Block]) -> Iterator[Rows]:
     """Yield what becomes of each block, while the next one is parsed and the one after it is read."""
+    first = [*islice(blocks, 2)]
+    if len(first) < 2:
+        yield from map(parse, first)  # a thread would take longer than a small file
+        return
     background = ThreadPoolExecutor(1)
     try:
-        pending = [background.submit(parse, block) for block in islice(blocks, 1)]
-        for block in blocks:
+        pending = [background.submit(parse, first[0])]
+        for block in chain(first[1:], blocks):
             pending.append(background.submit(parse, block))
             yield pending.pop(0).result()
         for last in pending:
@@ -270,7 +287,8 @@ def _parse_delimited(
         if parse_numbers(data, ord(separator[0]), len(separator), kind_of_column, integers, decimals):
             values = zip([name for name in columns if name in kinds], integers, decimals, strict=True)
             rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
-            return pl.DataFrame(rows).with_columns(pl.lit(None, dtype=pl.String).alias(FAULT))
+            no_fault = pl.Series(dtype=pl.String).extend_constant(None, block.num_lines)
+            return pl.DataFrame({**rows, FAULT: no_fault})
     outputs = np.array([names.index(name) if name in names else -1 for name in columns])
     texts = np.empty((len(names), len(data)), dtype=np.uint8)  # whose pages take no memory before they are used
     ends = np.zeros((len(names), block.num_lines + 1), dtype=np.int64)

@@ -114,8 +114,7 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
             number = 2
         while True:
             size = _BLOCK_BYTES if piece.end is None else min(_BLOCK_BYTES, max(0, piece.end - file.tell()))
-            data = bytearray(size)  # which grows in place
-            del data[file.readinto(data) :]
+            data = bytearray(file.read(size))  # without touching more memory than a small file needs
             if number == 1 and not piece.begin and data.startswith(_BOM):
                 del data[: len(_BOM)]
             if not data:

@@ -1,9 +1,10 @@
 """Logs in files of any layout -> interactions. Columns are found by name; all others are ignored."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
+from typing import ParamSpec, TypeVar
 
 import polars as pl
 
@@ -18,7 +19,7 @@ from evenrank.preprocess.files.raw_values import (
     check_json_keys,
     check_kinds,
     id_checks,
-    id_kind,
+    id_kinds,
     integer_bits,
     is_missing,
     raw_id,
@@ -35,6 +36,8 @@ from evenrank.preprocess.sources.interactions import Interactions
 _MAX_ACTION = 2**31 - 1
 _PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars
 
+Given = ParamSpec("Given")
+Built = TypeVar("Built")
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
@@ -55,7 +58,7 @@ def read_tabular(
     """
     files, columns = find_files(config.events), {USER_ID: config.user_column, ITEM_ID: config.item_column}
     opener = partial(open_table, needed=config.needed_columns, separator=config.delimiter, columns=config.columns)
-    tables = [with_ids(opener(path), *columns.values()) for path in files]
+    tables = [with_ids(opener(path, folders=file.folders), *columns.values()) for path, file in files.items()]
     if config.timestamp_unit not in ("auto", "row"):
         dtype = tables[0].dtypes[config.timestamp_column]
         if all(table.dtypes[config.timestamp_column].is_temporal() for table in tables):
@@ -67,24 +70,24 @@ def read_tabular(
     check_json_keys(tables, [column.name for column in config.extra_columns if column.fill is not None])
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
-    kinds = {
-        name: fixed.get(name) or id_kind(tables, column, lambda table: _values(config, table)[1])
-        for name, column in columns.items()
-    }
+    judged = {name: column for name, column in columns.items() if name not in fixed}
+    found = id_kinds(tables, judged, lambda table: _values(config, table)[1])
+    kinds = {name: fixed.get(name) or found[name] for name in columns}
     may_differ = [name for name in columns if kinds[name] != "text" and (name in known or rules[name] != KEEP)]
     guessed = {name: columns[name] for name in may_differ}
     others = [file.path for file in config.feature_files.values()]
+    names = [*((path, file.source) for path, file in files.items()), *((path, path.name) for path in others)]
     is_row = rules[ITEM_ID] == KEEP
 
     def part(table: Table) -> EventPart:
         _describe(table, config, kinds, is_row, first_ms)  # which raises an error now if a type is unsuitable
         read = partial(_read, table, config, kinds, guessed, is_row, first_ms)
-        name, source = str(table.path), files[table.path]
+        name, source = str(table.path), files[table.path].source
         return EventPart(name=name, source=source, num_events=table.num_rows, read=read, pieces=table.pieces)
 
     return Interactions(
         parts=tuple(map(part, tables)),
-        sources=partial(source_files, [*files.items(), *((path, path.name) for path in others)]),
+        sources=partial(source_files, names),
         files=(*files, *others),
         context=read_features(config, USER_ID, kinds[USER_ID]),
         item_features=read_features(config, ITEM_ID, kinds[ITEM_ID]),
@@ -103,6 +106,21 @@ def read_tabular(
     )
 
 
+def _kept_by_types(build: Callable[Given, Built]) -> Callable[Given, Built]:
+    """Let a function return what it has returned for another table of the same types: files are many, types few."""
+    kept = lru_cache(maxsize=64)(lambda *key: list[Built]())
+
+    def built(*given: Given.args, **named: Given.kwargs) -> Built:
+        types = (value.dtypes if isinstance(value, Table) else value for value in given)
+        found = kept(*(tuple(value.items()) if isinstance(value, Mapping) else value for value in types))
+        if not found:
+            found.append(build(*given, **named))
+        return found[0]
+
+    return built
+
+
+@_kept_by_types
 def _describe(
     table: Table, config: TabularConfig, kinds: Mapping[str, IdKind], is_row: bool, first_ms: Mapping[str, int]
 ) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
@@ -110,8 +128,9 @@ def _describe(
     values, checks = _values(config, table)
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
     for name, column in columns.items():
-        checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and is_row)
-    checks |= {f"{config.timestamp_column} {reason}": values[1] >= least for reason, least in first_ms.items()}
+        checks = checks | id_checks(table, column, kinds[name], is_row=name == ITEM_ID and is_row)
+    early = {f"{config.timestamp_column} {reason}": values[1] >= least for reason, least in first_ms.items()}
+    checks = checks | early
     return [*(raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()), *values], checks
 
 
@@ -132,6 +151,7 @@ def _read(
         yield events
 
 
+@_kept_by_types
 def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
     """Return all columns of events besides the ids, and their checks."""
     action, checks = _action(config, table)

@@ -8,16 +8,34 @@ from evenrank.core.storage import Remote, is_url, join, local_path, locate
 
 
 def test_a_url_is_recognized_also_after_it_has_become_a_path() -> None:
-    for url in ("s3://bucket/log/*.csv", "gs://bucket", "abfs://c@a.dfs.core.windows.net/x", "hdfs://host:8020/x"):
+    for url in (
+        "s3://bucket/log/*.csv",
+        "gs://bucket",
+        "abfs://c@a.dfs.core.windows.net/x",
+        "hdfs://host:8020/x",
+        "S3://b",
+        "foo://b/x",
+        "Foo+b://x",
+    ):
         assert is_url(url)
         assert is_url(Path(url))
-    for path in ("log.csv", "/s3/x", "s3:x", "day=1/log.csv", "lognormal:mean=5,std=1", "C:/x", "file:///out/mine"):
+    for path in (
+        "log.csv",
+        "/s3/x",
+        "s3:x",
+        "day=1/log.csv",
+        "lognormal:mean=5,std=1",
+        "C:/x",
+        "c:/x",
+        "file:///out/mine",
+        "FILE:///out",
+    ):
         assert not is_url(path)
         assert not is_url(Path(path))
 
 
 def test_file_urls_are_paths_of_this_host() -> None:
-    for url in ("file:///out/my%20log.csv", Path("file:///out/my%20log.csv")):
+    for url in ("file:///out/my%20log.csv", Path("file:///out/my%20log.csv"), "File:///out/my%20log.csv"):
         assert locate(url) == local_path(url) == Path("/out/my log.csv")
     assert locate("out/mine") == Path("out/mine")
 
@@ -27,6 +45,7 @@ def test_file_urls_are_paths_of_this_host() -> None:
     [
         ("s3://key:secret@bucket/my%20log/*.csv?region=us-east-1", "bucket/my log/*.csv", "s3://bucket/my log/*.csv"),
         ("s3://bucket/?region=us-east-1", "bucket", "s3://bucket"),
+        ("S3://key:secret@bucket/A?region=us-east-1", "bucket/A", "s3://bucket/A"),
         ("s3://bucket/a/b@c/?region=us-east-1", "bucket/a/b@c", "s3://bucket/a/b@c"),
         ("gs://anonymous@bucket/x", "bucket/x", "gs://anonymous@bucket/x"),
     ],
@@ -52,6 +71,7 @@ def test_names_are_joined_to_folders_and_before_the_options_of_a_url() -> None:
         ("s3://key:h1d/den@bucket/out", "s3://bucket/out cannot be opened: its credentials have characters"),
         ("s3://key:h1dden@bucket/out?token=h1dden", "s3://bucket/out cannot be opened: Unexpected query parameter"),
         ("s3://key:h1dden@bu cket/out", "s3://bu cket/out cannot be opened: "),
+        ("foo://user:h1dden@host/x", "foo://host/x cannot be opened: Unrecognized filesystem type in URI"),
         ("https://user:h1dden@host/x", "https://host/x cannot be opened: Unrecognized filesystem type in URI"),
     ],
 )

@@ -78,8 +78,8 @@ def test_a_file_that_is_added_with_the_end_while_a_log_is_listed_is_not_lost(
     add_file(tmp_path, "1.parquet", range(3))
     files_below = Remote.files_below
 
-    def list_and_add(self: Remote) -> Any:
-        listed = files_below(self)
+    def list_and_add(self: Remote, *pattern: Any) -> Any:
+        listed = files_below(self, *pattern)
         add_file(tmp_path, "2.parquet", range(3, 5))
         end_log(tmp_path)
         return listed
@@ -99,7 +99,7 @@ def test_ranks_number_records_alike_however_a_growing_folder_is_listed(
     sizes = [draw.randint(0, 4) for _ in range(8)]
     files_below, added = Remote.files_below, [0]
 
-    def list_slowly(self: Remote) -> Any:
+    def list_slowly(self: Remote, *pattern: Any) -> Any:
         before = {f"{number}.parquet" for number in range(added[0])}
         for _ in range(draw.randint(0, len(sizes) - added[0])):
             first = sum(sizes[: added[0]])
@@ -107,7 +107,7 @@ def test_ranks_number_records_alike_however_a_growing_folder_is_listed(
             added[0] += 1
         if added[0] == len(sizes):
             end_log(tmp_path)
-        found = files_below(self)
+        found = files_below(self, *pattern)
         return {name: found[name] for name in sorted(found) if name in before or draw.random() < 0.5}
 
     monkeypatch.setattr(Remote, "files_below", list_slowly)

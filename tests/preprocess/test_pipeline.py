@@ -316,10 +316,17 @@ def test_a_log_in_1970_is_an_error_unless_allowed(tmp_path: Path) -> None:
     assert manifest.options["time"]["last"] == "1970-01-01T00:00:03Z"
 
 
+@pytest.mark.parametrize("form", ["txt", "csv", "jsonl", "parquet"])
 @pytest.mark.parametrize("name", ["zoë", "12"])
-def test_a_file_lists_the_users_of_eval_by_their_raw_ids(tmp_path: Path, name: str) -> None:
-    users = tmp_path / "users.txt"
-    users.write_text(f"{name}\nnobody\n")
+def test_a_file_lists_the_users_of_eval_by_their_raw_ids(tmp_path: Path, name: str, form: str) -> None:
+    users, listed = tmp_path / f"users.{form}", pl.DataFrame({"user": [name, "nobody"]})
+    writers: dict[str, Callable[[Path], object]] = {
+        "txt": lambda path: path.write_text(f"{name}\nnobody\n"),
+        "csv": listed.write_csv,
+        "jsonl": listed.write_ndjson,
+        "parquet": listed.write_parquet,
+    }
+    writers[form](users)
     log = tmp_path / "log.csv"
     log.write_text(f"user,item,time\n{name},5,2015-01-02\n{name},6,2015-01-03\n13,6,2015-01-01\n")
     custom = TabularConfig(events=(log,), user_column="user", item_column="item", timestamp_column="time")
@@ -327,9 +334,9 @@ def test_a_file_lists_the_users_of_eval_by_their_raw_ids(tmp_path: Path, name: s
     manifest = preprocess(config)
     assert [row["length"] for row in _rows(tmp_path / "out" / "eval")] == [2]
     assert [row["length"] for row in _rows(tmp_path / "out" / "train")] == [1]
-    assert manifest.options["split"] == "file:users.txt"
+    assert manifest.options["split"] == f"file:users.{form}"
     assert manifest.options["audit"] == {"listed users without events": 1}
-    assert [source.path for source in manifest.sources] == ["log.csv", "users.txt"]
+    assert [source.path for source in manifest.sources] == ["log.csv", f"users.{form}"]
 
 
 def test_a_folder_with_what_is_read_is_not_replaced(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from io import FileIO
-from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.optional_imports import naming_extras
 from evenrank.core.settings import check_at_least
+from evenrank.core.storage import is_url, local_path
 from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
 
@@ -110,7 +110,9 @@ class JsonLines(Writer):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(every, every)
-        self.path = Path(path)
+        if is_url(text := os.fspath(path)):
+            raise DataError(f"{text} is a URL; write the log to a file of this host, and copy it there")
+        self.path = local_path(text)
         self._options = options or {}
         try:
             with contextlib.suppress(FileExistsError):  # if the parent is a file, creating the log reports it

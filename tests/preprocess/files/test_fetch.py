@@ -1,15 +1,22 @@
 import gzip
 import json
+import re
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.storage import Remote
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
+from evenrank.preprocess.engine import UnfinishedError
 from evenrank.preprocess.files.fetch import copies_in
 from evenrank.preprocess.files.locate import find_files
+from evenrank.preprocess.job import Job
 from tests.s3_server import BUCKET, S3, SECRET
 
 _ROWS = [{"user_id": user, "item_id": f"i{user * n % 17}", "timestamp": 10**9 + n} for user in range(9) for n in (1, 5)]
@@ -83,22 +90,16 @@ def test_logs_at_urls_give_the_same_bytes_as_local_files(logs: Path, s3: S3, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"local", "fetched"}
 
 
-def _run(events: Path | str, out: Path | str, vocabulary: Path | str | None = None, *, overwrite: bool = False) -> None:
+def _log_config(events: Path | str, out: Path | str, **options: Any) -> PreprocessConfig:
     log = TabularConfig(
         events=(Path(events),), user_column="user_id", item_column="item_id", timestamp_column="timestamp"
     )
+    return PreprocessConfig(dataset="custom", custom=log, out=out, split="none", allow_empty=True, **options)
+
+
+def _run(events: Path | str, out: Path | str, vocabulary: Path | str | None = None, *, overwrite: bool = False) -> None:
     earlier = None if vocabulary is None else Path(vocabulary)
-    preprocess(
-        PreprocessConfig(
-            dataset="custom",
-            custom=log,
-            out=out,
-            split="none",
-            vocabulary=earlier,
-            overwrite=overwrite,
-            allow_empty=True,
-        )
-    )
+    preprocess(_log_config(events, out, vocabulary=earlier, overwrite=overwrite))
 
 
 def test_ids_of_a_dataset_at_a_url_are_kept(logs: Path, s3: S3, tmp_path: Path) -> None:
@@ -143,16 +144,25 @@ def test_a_url_stands_for_the_files_that_the_path_would(logs: Path, s3: S3, tmp_
 def test_errors_name_the_url_of_the_file(logs: Path, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "bad.csv").write_text("user_id,item_id,timestamp\n1,2,3\n1,2\n")
-    s3.put(tmp_path / "bad.csv", "bad/bad.csv")
-    for events, error, message in (
-        ("bad/*.csv", DataError, f"s3://{BUCKET}/bad/bad.csv: 1 bad row, first line 3"),
-        ("bad/missing.csv", DataError, f"s3://{BUCKET}/bad/missing.csv cannot be read: No such file or directory"),
-        ("in/*.txt", DataError, f"s3://{BUCKET}/in/eval.txt has no column 'user_id'"),
-        ("out/../x.csv", DataError, f"s3://{BUCKET}/out/../x.csv has a part that is no name of a file"),
+    (tmp_path / "good.csv").write_text("user_id,item_id,timestamp\n1,2,1600000000\n")
+    for name in ("bad", "good"):
+        s3.put(tmp_path / f"{name}.csv", f"{name}/{name}.csv")
+    preprocess(_log_config(s3.url("good"), s3.url("made"), ids="dense"))
+    damaged = next(name for name in s3.keys("made") if name.endswith("vocabulary_user_id.parquet"))
+    s3.put(tmp_path / "good.csv", f"made/{damaged}")
+    here, options = f"s3://{BUCKET}", dict[str, Any]()
+    for events, message, options in (
+        ("bad/*.csv", "bad/bad.csv: 1 bad row, first line 3", {}),
+        ("bad/missing.csv", "bad/missing.csv cannot be read: No such file or directory", {}),
+        ("none/*.csv", "none/*.csv leads to no data file", {}),
+        ("in/*.txt", "in/eval.txt has no column 'user_id'", {}),
+        ("out/../x.csv", "out/../x.csv has a part that is no name of a file", {}),
+        ("good", "none.csv cannot be read: No such file", {"split": f"file:{s3.url('none.csv')}"}),
+        ("good", f"made/{damaged} cannot be read", {"vocabulary": Path(s3.url("made"))}),
     ):
         for out in (tmp_path / "out", s3.url("errors")):
-            with pytest.raises(error, match=message) as raised:
-                _run(s3.url(events), out)
+            with pytest.raises(DataError, match=f"^{re.escape(f'{here}/{message}')}") as raised:
+                preprocess(replace(_log_config(s3.url(events), out), **options))
             assert SECRET not in str(raised.value)
     assert s3.keys("errors") == set()
     for out in ("bad", ""):
@@ -161,3 +171,69 @@ def test_errors_name_the_url_of_the_file(logs: Path, s3: S3, tmp_path: Path, mon
     with pytest.raises(ConfigError, match=f"raw_dir s3://{BUCKET}/raw is a URL; choose a folder of this host"):
         PreprocessConfig(dataset="ml-1m", out=tmp_path / "out", raw_dir=Path(s3.url("raw")))
     assert s3.keys("bad") == {"bad.csv"}
+
+
+def _leave_copies(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run end after it has fetched its files, as if the disk were full, so that the next one goes on."""
+
+    def end(job: Job, workers: object) -> None:
+        raise UnfinishedError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "run", end)
+        with pytest.raises(UnfinishedError):
+            preprocess(config)
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.csv", "/b.csv"])
+def test_copies_that_a_killed_run_left_count_only_if_they_are_what_is_there_now(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    text, bucket = "user_id,item_id,timestamp\n{},2,1600000000\n", tmp_path / tmp_path.name
+    bucket.mkdir()
+    for name in "abc":
+        (bucket / f"{name}.csv").write_text(text.format(name))
+    s3.put(bucket, bucket.name)
+    config = _log_config(s3.url(f"{bucket.name}{pattern}"), tmp_path / "out")
+    _leave_copies(config, monkeypatch)
+    (bucket / "a.csv").unlink()  # compacted into d.csv
+    s3.files.delete_file(f"{BUCKET}/{bucket.name}/a.csv")
+    for name, user in (("b", "x"), ("d", "a")):  # the former within the same second, perhaps, and of the same size
+        (bucket / f"{name}.csv").write_text(text.format(user))
+        s3.put(bucket / f"{name}.csv", f"{bucket.name}/{name}.csv")
+    preprocess(config)
+    expected = _log_config(f"{bucket}{pattern}", tmp_path / "expected")
+    preprocess(expected)
+    assert _contents(tmp_path / "out") == _contents(tmp_path / "expected")
+    assert s3.num_reads(f"{bucket.name}/c.csv") == (pattern != "/b.csv")  # which is as it was
+
+
+def test_an_object_that_is_gone_is_not_read_from_the_copy_of_a_killed_run(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,1600000000\n")
+    s3.put(tmp_path / "log.csv", "gone/log.csv")
+    config = _log_config(s3.url("gone/log.csv"), tmp_path / "out")
+    _leave_copies(config, monkeypatch)
+    s3.files.delete_file(f"{BUCKET}/gone/log.csv")
+    with pytest.raises(DataError, match=rf"^s3://{BUCKET}/gone/log.csv cannot be read: No such file"):
+        preprocess(config)
+
+
+def test_an_object_that_is_replaced_while_it_is_fetched_is_an_error(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,1600000000\n")
+    s3.put(tmp_path / "log.csv", "late/log.csv")
+    chunks = Remote.chunks
+
+    def replaced(remote: Remote) -> Iterator[bytes]:
+        yield from chunks(remote)
+        (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,3,1600000000\n")
+        s3.put(tmp_path / "log.csv", "late/log.csv")
+
+    monkeypatch.setattr(Remote, "chunks", replaced)
+    with pytest.raises(
+        DataError, match=rf"^s3://{BUCKET}/late/log.csv was replaced while it was fetched; run it again"
+    ):
+        preprocess(_log_config(s3.url("late/log.csv"), tmp_path / "out"))

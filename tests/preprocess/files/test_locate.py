@@ -48,8 +48,8 @@ def test_the_names_of_files_depend_neither_on_the_machine_nor_on_other_paths(
     logs: Path, paths: list[str], names: list[str], is_absolute: bool
 ) -> None:
     given = [Path(path).absolute() if is_absolute else Path(path) for path in paths]
-    assert list(find_files(given).values()) == names
-    assert [name for path in given for name in find_files([path]).values()] == names
+    assert [file.source for file in find_files(given).values()] == names
+    assert [file.source for path in given for file in find_files([path]).values()] == names
 
 
 @pytest.mark.parametrize(
@@ -88,5 +88,31 @@ def test_the_name_tells_the_format() -> None:
 
 
 def test_folders_add_columns() -> None:
-    path = Path("a/day=1/city=S%C3%A3o%2FPaulo/x=__HIVE_DEFAULT_PARTITION__/y=1=2/z=/log.csv")
-    assert partition_values(path) == {"day": "1", "city": "São/Paulo", "x": None, "y": "1=2", "z": ""}
+    name = "a/day=1/city=S%C3%A3o%2FPaulo/x=__HIVE_DEFAULT_PARTITION__/y=1=2/z=/log.csv"
+    assert partition_values(name) == {"day": "1", "city": "São/Paulo", "x": None, "y": "1=2", "z": ""}
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+@pytest.mark.parametrize(
+    ("path", "added"),
+    [
+        ("a.csv", {}),
+        (".", {"shop": "2"}),
+        ("shop=2", {}),
+        ("shop=2/b.csv", {}),
+        ("shop=*", {"shop": "2"}),
+        ("shop=*/*.csv", {"shop": "2"}),
+        ("shop=2/*.csv", {}),
+        ("**/b.csv", {"shop": "2"}),
+    ],
+)
+def test_folders_add_columns_below_the_path_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, added: dict[str, str], is_absolute: bool
+) -> None:
+    folder = tmp_path / "day=7" / "logs"
+    (folder / "shop=2").mkdir(parents=True)
+    for name in ("a.csv", "shop=2/b.csv"):
+        (folder / name).write_text("x\n")
+    monkeypatch.chdir(folder)
+    (*_, file) = find_files([folder / path if is_absolute else Path(path)]).values()
+    assert file.folders == added

@@ -51,12 +51,17 @@ WRITERS: dict[str, Callable[[pl.DataFrame, Path], object]] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_column_that_a_file_lacks_is_that_of_its_folder(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "day=7" / "user=9" / name
-    path.parent.mkdir(parents=True)
+    path, folders = tmp_path / "day=7" / name, {"day": "7", "user": "9"}
+    path.parent.mkdir()
     WRITERS[name](pl.DataFrame({"user": ["1", "2"], "item": ["3", "4"]}), path)
-    table = open_table(path, ["user", "day", "item"])
+    table = open_table(path, ["user", "day", "item"], folders=folders)
     assert table.head(9).select("user", "day", "item").rows() == [("1", "7", "3"), ("2", "7", "4")]
+    if name != "log.jsonl":  # whose rows lack what is missing
+        with pytest.raises(
+            DataError, match=r"has no column 'day'.*; a folder adds one only below the path that is given"
+        ):
+            open_table(path, ["user", "day"])
     if name == "log.csv":  # by whose delimiter at least one column must be found
         return
     with pytest.raises(DataError, match="all needed columns are in the names of its folders; one must be in the file"):
-        open_table(path, ["day"])
+        open_table(path, ["day"], folders=folders)

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import re
+import sys
 from collections.abc import Mapping
 from datetime import date, datetime
 from decimal import Decimal
@@ -593,11 +594,11 @@ def test_a_column_with_a_fill_that_json_lines_never_have_is_an_error(tmp_path: P
     late = '{"user": 1, "item": 2, "time": 3}\n' * 5000 + '{"user": 1, "item": 2, "time": 3, "price": 7}\n'
     (folder / "a.jsonl").write_text(late)
     (folder / "b.jsonl").write_text('{"user": 1, "item": 2, "time": 3}\n')
-    good = _config(folder, event_columns=("price=0", "day:int=0"))
+    good = _config(tmp_path, event_columns=("price=0", "day:int=0"))
     prices = [read_part(part).good["price"].sum() for part in read_tabular(good, AUTO, {}).parts]
     assert prices == [7, 0]
     with pytest.raises(DataError, match=r"b\.jsonl has no column 'prize' in any row; check its name$"):
-        read_tabular(_config(folder, event_columns=("prize=0",)), AUTO, {})
+        read_tabular(_config(tmp_path, event_columns=("prize=0",)), AUTO, {})
 
 
 def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
@@ -636,3 +637,26 @@ def test_invalid_columns_of_events_raise(options: dict[str, Any], message: str) 
     with pytest.raises(ConfigError, match=message) as caught:
         dataclasses.replace(_config(Path("log.csv")), **options)
     assert "\n" not in str(caught.value)
+
+
+def test_many_small_files_cost_little_more_than_to_read_them(tmp_path: Path) -> None:
+    def num_calls(num_files: int) -> int:
+        folder, calls = tmp_path / str(num_files), 0
+        folder.mkdir()
+        for number in range(num_files):
+            (folder / f"{number}.csv").write_text("user,item,time\n1,2,3\n")
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)  # of this thread
+        try:
+            for part in read_tabular(_config(folder), AUTO, {}).parts:
+                read_part(part)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    num_calls(1)  # so that all is imported and compiled
+    assert (num_calls(30) - num_calls(10)) / 20 < 9_000

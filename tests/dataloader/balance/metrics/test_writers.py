@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 import platform
@@ -6,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from evenrank.dataloader.balance.metrics.log_record import LogRecord
 from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, shown_numbers, summarize
 from evenrank.dataloader.balance.metrics.writers import JsonLines, MLflow, TensorBoard, WandB
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, step, timed, write
+from tests.privileges import unprivileged
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -121,23 +120,21 @@ def test_paths_that_cannot_be_written_are_errors(tmp_path: Path, writer: Any, na
         writer(tmp_path / name)
 
 
+def test_the_url_of_a_log_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("s3://key:secret@bucket/log.jsonl", Path("s3://bucket/log.jsonl")):
+        with pytest.raises(DataError, match=r"^s3://bucket/log\.jsonl is a URL; write the log to a file of this host"):
+            JsonLines(url)
+    JsonLines(f"file://{tmp_path}/log.jsonl").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
 @pytest.mark.parametrize("writer", [JsonLines, TensorBoard])
 def test_a_missing_permission_is_reported_at_once(tmp_path: Path, writer: type[JsonLines | TensorBoard]) -> None:
     writer(tmp_path / "before").close()  # so that all imports are done
     (tmp_path / "locked").mkdir(mode=0o555)
-    with _unprivileged(), pytest.raises(DataError, match="log cannot be written: Permission denied; choose another f"):
+    with unprivileged(), pytest.raises(DataError, match="log cannot be written: Permission denied; choose another f"):
         writer(tmp_path / "locked" / "log")
-
-
-@contextlib.contextmanager
-def _unprivileged() -> Iterator[None]:
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
 
 
 def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
