@@ -3,6 +3,7 @@
 import glob
 import importlib
 import inspect
+import os
 import re
 import sys
 import tomllib
@@ -266,11 +267,12 @@ def page_path(subject: Path, chosen: Path | None) -> Path:
     if page.is_dir() or is_url(page):
         kind = "URL" if is_url(page) else "folder"
         raise ConfigError(f"{page} is a {kind}; --html needs the name of a file")
-    if is_dataset and page.resolve().is_relative_to(subject.resolve()):
+    real_page, real_subject = (Path(os.path.realpath(path)) for path in (page, subject))
+    if is_dataset and real_page.is_relative_to(real_subject):
         raise ConfigError(
             f"{page} is inside the dataset, which may contain nothing else; choose a file outside {subject} with --html"
         )
-    if page.resolve() == subject.resolve():
+    if real_page == real_subject:
         raise ConfigError(f"{page} is the log, which the page would replace; choose another file with --html")
     return page
 

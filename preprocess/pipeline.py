@@ -1,5 +1,6 @@
 """The whole job: raw files -> interactions -> buckets -> sequences -> splits -> a folder of Parquet files."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def _write(
     folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, count: int, *, show_progress: bool
 ) -> Manifest:
     base = read_base(copies.dataset_of(config.out).absolute(), config) if config.append else None
+    copies.remove_others()
     earlier = {} if base is None else dict(base.ids)
     if config.vocabulary is not None:
         earlier = read_earlier(config.vocabulary, parse_unknown(config.unknown))
@@ -87,6 +89,10 @@ def _write(
         on_stage(f"opening {config.dataset}")
         first_ms = {} if base is None else base.first_ms
         opened = open_source(config, rules=rules, known=known, first_ms=first_ms, show_progress=show_progress)
+        for name in earlier:
+            if (found_kind := opened.id_kinds[name]) != known[name]:
+                which = f"{found_kind} in {config.dataset} and {known[name]} in {config.vocabulary or out}"
+                raise ConfigError(f"{name} is {which}; leave the vocabulary out, or give one of that dataset")
         source = number_features(opened, config.vocabulary if base is None else base.folder)
         files = [*source.files, *filter(None, [parse_split(config.split).file])]
         _check_out(files, out, copies.fetched)
@@ -119,7 +125,7 @@ def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remo
     """Raise a ConfigError if replacing the output would remove what is read."""
     replaced: Sequence[Path | Remote] = [file for file in fetched if f"{file}".startswith(f"{out}/")]
     if isinstance(out, Path):
-        replaced = [path for path in files if path.resolve().is_relative_to(out.resolve())]
+        replaced = [path for path in files if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(out))]
     if replaced:
         raise ConfigError(f"{replaced[0]} is read, and is in {out}, which would be replaced; choose another folder")
 

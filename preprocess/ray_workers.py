@@ -42,7 +42,8 @@ class RayWorkers:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             if not self._is_connected:
-                if target := re.fullmatch(r"([\w.-]+):(\d+)", self._address or ""):  # Ray would wait for minutes
+                # Ray would wait for minutes.
+                if target := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", self._address or ""):
                     socket.create_connection((target[1], int(target[2])), timeout=_SECONDS_TO_CONNECT).close()
                 ray.init(**of_cluster, log_to_driver=False, logging_level=logging.ERROR)
                 if threading.current_thread() is threading.main_thread():

@@ -4,6 +4,7 @@ An integer is its own key, and a text has the hash of its UTF-8 bytes as key. So
 and rows be ordered by user, before any id is known. Two texts with the same hash are an error, never one id.
 """
 
+import glob
 import secrets
 from pathlib import Path
 
@@ -83,7 +84,8 @@ class TextValues:
         rows = pl.DataFrame(schema={_KEY: pl.Int64, _VALUE: pl.String})
         for path in sorted(self._folder.glob("*.ends")):
             begin, end = np.fromfile(path, dtype=np.int64, count=2, offset=8 * index).tolist()
-            rows.extend(pl.scan_ipc(path.with_suffix(".arrow")).slice(begin, end - begin).collect())
+            texts = glob.escape(str(path.with_suffix(".arrow")))  # `glob=False` is newer than the oldest Polars
+            rows.extend(pl.scan_ipc(texts).slice(begin, end - begin).collect())
         rows = rows.unique()
         if rows.get_column(_KEY).is_duplicated().any():
             equal = rows.filter(pl.col(_KEY).is_duplicated()).sort(_KEY, _VALUE).get_column(_VALUE).head(2).to_list()

@@ -36,8 +36,10 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
     If `out` is a symbolic link, the link is kept and its target replaced. A folder that contains something else than a
     dataset is only replaced with `overwrite`; a file or a mount point never.
     """
-    out = out.resolve()
-    with run_folder(out) as folder:
+    out = Path(os.path.realpath(out))
+    if not out.name or out.is_symlink():  # `realpath` leaves no other links
+        raise DataError(f"{out} is {'a loop of links' if out.name else 'no folder'}; choose another output folder")
+    with run_folder(out, out) as folder:
         with wrap_write_errors(out):
             _check_replaceable(out, overwrite=overwrite)
         result, dataset = write(folder), folder / DATASET_NAME
@@ -53,8 +55,8 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
 
 
 @contextlib.contextmanager
-def run_folder(out: Path) -> Iterator[Path]:
-    """Yield the hidden folder beside `out` in which a run works, locked against others.
+def run_folder(out: Path, shown: object) -> Iterator[Path]:
+    """Yield the hidden folder beside `out` in which a run works, locked against others that would write to `shown`.
 
     It is kept if the run is killed or ends with an UnfinishedError, and has what that one left then.
     """
@@ -63,8 +65,9 @@ def run_folder(out: Path) -> Iterator[Path]:
     left = False
     try:
         with wrap_write_errors(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            lock_file = _lock(lock, out)
+            for folder in reversed(missing_parents):  # `parents=True` is recursive
+                folder.mkdir(exist_ok=True)
+            lock_file = _lock(lock, shown)
         try:
             with wrap_write_errors(out):
                 _put_back(out, old)
@@ -109,7 +112,7 @@ def wrap_write_errors(out: object, partial: Path | None = None) -> Iterator[None
         raise DataError(f"{reason}, check permissions and space") from error
 
 
-def _lock(path: Path, out: Path) -> BufferedReader:
+def _lock(path: Path, out: object) -> BufferedReader:
     """Return the lock file, locked until it is closed."""
     while True:
         file = open_lock_file(path)
@@ -144,11 +147,14 @@ def _find_foreign(folder: Path) -> str | None:
             is_own = is_of_dataset(file.read())
     except (DataError, OSError):
         is_own = is_of_dataset(b"")
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        is_folder = path.is_dir() and not path.is_symlink()
-        if not (is_folder or is_own(name)):
-            return name
+    folders = [folder]
+    while folders:  # `rglob` is recursive
+        for path in sorted(folders.pop().iterdir()):
+            name = path.relative_to(folder).as_posix()
+            if path.is_dir() and not path.is_symlink():
+                folders.append(path)
+            elif not is_own(name):
+                return name
     return None
 
 

@@ -1,5 +1,6 @@
 """Whether a run goes on with what a killed one has left, or starts over."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -50,10 +51,11 @@ def begin(folder: Path, plan: Mapping[str, Any], kinds: Mapping[str, IdKind]) ->
 
     `kinds` are the types of ids that are known. Return those that are known now: the killed run may have found more.
     """
-    path, found = folder / _PLAN_NAME, dict[str, Any]()
+    path, found, known = folder / _PLAN_NAME, dict[str, Any](), dict[str, IdKind]()
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        known: dict[str, IdKind] = found.pop("kinds")
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):  # it is damaged
+            content = dict(json.loads(path.read_text(encoding="utf-8")))
+            known, found = dict(content.pop("kinds")), content
         changed = [name for name in plan if plan[name] != found.get(name)]
         if not changed and kinds.items() <= known.items() and (folder / DATASET_NAME).is_dir():
             _LOGGER.warning("going on with what an earlier run has finished")

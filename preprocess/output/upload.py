@@ -49,7 +49,7 @@ def replace_remote(
         parent.mkdir(mode=0o700, exist_ok=True)
     if not is_trusted(parent, (os.geteuid(),)):
         raise DataError(f"{parent} is not a folder of this user alone; remove it, or set TMPDIR to another folder")
-    with run_folder(parent / hashlib.sha256(out.url.encode()).hexdigest()[:16]) as run:
+    with run_folder(parent / hashlib.sha256(out.url.encode()).hexdigest()[:16], out) as run:
         manifest, folder = write(run), run / DATASET_NAME
         earlier = _check_replaceable(out, overwrite=overwrite)  # again, because a run can take hours
         content = (folder / MANIFEST_NAME).read_bytes()

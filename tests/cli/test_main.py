@@ -195,6 +195,7 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ("metrics run.jsonl --html run.jsonl", "run.jsonl is the log, which the page would replace; choose"),
         ("metrics run.jsonl --html .", ". is a folder; --html needs the name of a file"),
         ("metrics run.jsonl --html run.jsonl/x.html", "run.jsonl/x.html could not be written: "),
+        ("preprocess --dataset synthetic --out foo://bucket/x", "foo://bucket/x cannot be opened: Unrecognized filesy"),
     ],
 )
 def test_a_mistake_is_one_line_and_exits_with_2(here: Path, evenrank: Evenrank, arguments: str, message: str) -> None:
@@ -214,6 +215,14 @@ def test_a_mistake_is_one_line_and_exits_with_2(here: Path, evenrank: Evenrank, 
     assert run.stderr.startswith(f"error: {message}")
     assert not run.stdout or arguments.endswith("run.jsonl/x.html")  # the table comes before the page
     assert {path.name: path.read_bytes() for path in here.iterdir()} == before
+
+
+@pytest.mark.parametrize("command", ["inspect", "simulate", "metrics", "fit", "preprocess --dataset custom --events"])
+def test_a_loop_of_links_is_an_error_of_one_line(here: Path, evenrank: Evenrank, command: str) -> None:
+    (here / "loop.jsonl").symlink_to(here / "loop.jsonl")
+    run = evenrank(*command.split(), "loop.jsonl")
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert run.stderr.startswith("error: loop.jsonl ")
 
 
 def test_mistakes_of_usage_and_help(evenrank: Evenrank) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,8 +118,14 @@ def test_what_a_node_lacks_is_found_before_the_work_begins(
     monkeypatch.setattr("evenrank.preprocess.ray_workers.BYTES_PER_PROCESS", 1 << 60)
     with pytest.raises(ConfigError, match=r"^no node of the Ray cluster has a core and"), RayWorkers(address, 1, []):
         pass
-    with pytest.raises(ConfigError, match=r"^there is no Ray cluster at 127\.0\.0\.1:1: .*; check --ray-address$"):
-        RayWorkers("127.0.0.1:1", 1, []).__enter__()
+
+
+@pytest.mark.parametrize("nowhere", ["127.0.0.1:1", "[::1]:1", "::1:1", "ray://127.0.0.1:1", "127.0.0.1:99999", "[x"])
+def test_an_address_without_a_cluster_is_an_error_at_once(nowhere: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^there is no Ray cluster at {re.escape(nowhere)}: .*; check --ray-address$"
+    ):
+        RayWorkers(nowhere, 1, []).__enter__()
 
 
 def test_a_cluster_that_a_program_uses_stays_connected(tmp_path: Path, address: str) -> None:

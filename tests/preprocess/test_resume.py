@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import logging
 import multiprocessing
 import os
@@ -223,6 +224,29 @@ def test_a_run_with_other_files_or_options_starts_over_and_says_why(
         caplog.clear()
         assert preprocess(config) == preprocess(dataclasses.replace(config, out=tmp_path / "other"))
         assert caplog.messages == ["going on with what an earlier run has finished"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "other", "out"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", "null", "{}", "kinds", "[" * 10**5, "\0", "\udcff"])
+def test_a_damaged_plan_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    _write_log(tmp_path)
+    config = _config(tmp_path, "out")
+
+    def end(*arguments: object) -> None:
+        raise engine.UnfinishedError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "write_range", end)
+        with pytest.raises(engine.UnfinishedError):
+            preprocess(config)
+    (plan,) = tmp_path.glob(".out.partial/*.json")
+    if content == "kinds":
+        content = json.dumps(json.loads(plan.read_text()) | {"kinds": 7})
+    plan.write_text(content, errors="surrogateescape")
+    assert preprocess(config) == preprocess(dataclasses.replace(config, out=tmp_path / "other"))
+    assert [message.partition(":")[0] for message in caplog.messages] == ["starting over"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "other", "out"]
 
 
