@@ -211,7 +211,7 @@ class LoaderAdapter(Generic[Batch]):
     def is_left(self) -> bool:
         """Return whether the next iteration begins another epoch than that of the last step, which goes on."""
         epoch, position = self.current.after_last
-        is_begun = epoch < self.current.next.epoch or not self._is_shared
+        is_begun = epoch < self.current.next.epoch or (self._has_positions and not self._is_shared)
         return position > 0 and is_begun and self._ends.get(epoch) != position and not self._is_bypassed
 
     def bypass(self) -> None:

@@ -88,12 +88,12 @@ class EpochPositions(ABC):
 
     def _begin_epoch(self) -> Iteration:
         """Return the next iteration, after which the next epoch follows."""
-        epoch, position = self._current.after_last
-        if self._plan_check is not None and position and epoch < self.epoch:
-            left = ResumePoint(epoch=epoch, start=position, position=position)
-            if self._begin(left).schedule.num_steps:
-                warn_of_rest(self._current.after_last)
         iteration = self._begin(self._current.next)
+        epoch, position = self._current.after_last
+        if self._plan_check is not None and epoch in self._begun and epoch < self.epoch:
+            schedule = self._begin(self._begun[epoch]).schedule
+            if position and schedule.num_steps and position < schedule.position_after(schedule.num_steps - 1):
+                warn_of_rest(self._current.after_last)
         self._begun[iteration.point.epoch] = self._current.begin()
         return iteration
 
