@@ -1,11 +1,10 @@
-from .build.filters import Filters as Filters
-from .build.inference_requests import RequestRule as RequestRule
-from .config import PreprocessConfig as PreprocessConfig
-from .log_config import TabularConfig as TabularConfig
-from .pipeline import preprocess as preprocess
-from .sources.catalog import DATASETS as DATASETS
-from .sources.synthetic import Drift as Drift
-from .sources.synthetic import SyntheticConfig as SyntheticConfig
+from .build.filters import Filters
+from .build.inference_requests import RequestRule
+from .config import PreprocessConfig
+from .log_config import TabularConfig
+from .pipeline import preprocess
+from .sources.catalog import DATASETS
+from .sources.synthetic import Drift, SyntheticConfig
 
 __all__ = [
     "DATASETS",
