@@ -70,9 +70,6 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             **self._own_invariants(),
         }
 
-    def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        return self.epoch > int(state["epoch"])
-
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
         """Transform a batch with a generator for seed, epoch and `counters`, and pin it."""
         if self._transform is not None:

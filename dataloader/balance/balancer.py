@@ -236,9 +236,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _start_next(self, *, skip_rest: bool) -> None:
         self._source.start_next(skip_rest=skip_rest)
 
-    def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        return self._source.is_ended(state)
-
     def close(self) -> None:
         """End the background thread and the process groups; on every rank. Closing twice does nothing."""
         self._connection.close()

@@ -97,12 +97,10 @@ class LoaderAdapter(Generic[Batch]):
         self._has_ended = False  # this rank has no more batches in the next iteration, which is the rest of an epoch
         self._has_loaded = False  # a state, since the latest iteration
         self._is_bypassed = False
-        self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
+        self._end: Position | None = None  # the last one of an epoch over all ranks, once it is known
         # Whether this rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint.
         self._snapshots: Snapshots[tuple[bool, bytes | str]] = Snapshots(_KEPT_STEPS, ahead)
-        # Of a loader with a position of its own, before its latest iteration, and until `current` moves.
-        self._state_at_start: dict[str, Any] | None = None
-        self._at_start = self.current.after_last
+        self._state_at_start: dict[str, Any] | None = None  # of a loader with a position of its own
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the next epoch, which moves `current` on once they are handed out."""
@@ -194,6 +192,7 @@ class LoaderAdapter(Generic[Batch]):
             self.current.start_next(skip_rest=skip_rest)
         elif self._has_positions:
             self._state_at_start = self._batches.state_dict()
+            self.current.move_to(ResumePoint())
         elif self._begun is None and (skip_rest or not self._has_ended):
             self.current.start_next(skip_rest=skip_rest)
             if self._has_state:
@@ -206,13 +205,13 @@ class LoaderAdapter(Generic[Batch]):
 
     def end_epoch(self) -> None:
         """Record that no rank has a batch after the one that was handed out last."""
-        self._ends = dict([self.current.after_last])
+        self._end = self.current.after_last
 
     def is_left(self) -> bool:
         """Return whether the next iteration begins another epoch than that of the last step, which goes on."""
-        epoch, position = self.current.after_last
-        is_begun = epoch < self.current.next.epoch or (self._has_positions and not self._is_shared)
-        return position > 0 and is_begun and self._ends.get(epoch) != position and not self._is_bypassed
+        last = self.current.after_last
+        is_begun = last.epoch < self.current.next.epoch or (self._has_positions and not self._is_shared)
+        return last.position > 0 and is_begun and last != self._end and not self._is_bypassed
 
     def bypass(self) -> None:
         """Record that the caller supplied batches directly."""
@@ -223,7 +222,7 @@ class LoaderAdapter(Generic[Batch]):
         self._check_stateful()
         position = self.current.after_last if batch is None else Position(batch.epoch, batch.position)
         if self._has_positions:
-            if batch is None and (self._is_shared or position is self._at_start):
+            if batch is None and (self._is_shared or not position.position):
                 return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
             return cast(dict[str, Any], self._batches.state_dict(after=position))
         if self._is_bypassed:
@@ -240,7 +239,7 @@ class LoaderAdapter(Generic[Batch]):
         return _FORMAT.make(
             epoch=position.epoch,
             position=position.position,
-            is_end=self._ends.get(position.epoch) == position.position,
+            is_end=position == self._end,
             world_size=self._world_size,
             ranks={str(self._rank): text},
         )
@@ -251,10 +250,9 @@ class LoaderAdapter(Generic[Batch]):
         if self._has_positions:
             self._batches.load_state_dict(state)
             self._state_at_start = None
-            self._ends = dict([self.current.after_last])  # if nothing is left of that epoch
+            self._end = self.current.after_last  # if nothing is left of that epoch
             if not self._is_shared:
-                self.current.move_to(ResumePoint())
-                self._at_start = self.current.after_last
+                self.current.move_to(ResumePoint(epoch=getattr(self._batches, "epoch", 0)))
             return
         state = _FORMAT.check(state)
         saved = state["ranks"].get(str(self._rank))
@@ -280,15 +278,9 @@ class LoaderAdapter(Generic[Batch]):
         position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
         self._has_loaded, self._has_ended, self._begun = True, has_ended and not is_end, None
         self.current.move_to(ResumePoint(epoch=position.epoch, position=position.position), is_over=is_end)
-        self._ends = {position.epoch: position.position} if is_end else {}
+        self._end = position if is_end else None
         self._snapshots.entries.clear()
         self._snapshots.add(position, (has_ended, saved))
-
-    def is_ended(self, state: Mapping[str, Any]) -> bool:
-        """Return whether nothing is left of the epoch of a state that was just loaded."""
-        if self._has_positions:
-            return bool(getattr(self._batches, "epoch", state.get("epoch")) != state.get("epoch"))
-        return bool(state["is_end"])
 
     def _check_stateful(self) -> None:
         if not self._has_state:

@@ -1,5 +1,6 @@
 """`EpochNode`: base of loaders and of Balancer, which are iterables of epochs and nodes of torchdata at once."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, runtime_checkable
@@ -40,10 +41,6 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned."""
 
-    @abstractmethod
-    def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        """Return whether nothing is left of the epoch of a state that was just loaded."""
-
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or continue at a state. Called by torchdata."""
         super().reset(initial_state)
@@ -53,7 +50,7 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
             return
         self.load_state_dict(initial_state)
         self._reset_to = self._current.next if self._current.next.position else None
-        if self._is_ended(initial_state):
+        if self._current.next.epoch > initial_state.get("epoch", math.inf):  # nothing is left of that epoch
             self._epoch_iterator = iter(())
 
     def _start_next(self, *, skip_rest: bool) -> None:
