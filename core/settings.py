@@ -54,12 +54,10 @@ def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name:
 
 def check_record(record: Any) -> None:
     """Check the fields of a dataclass as `check_types` does, and make tuples of lists in the place of tuples."""
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     for field in dataclasses.fields(record):
-        if isinstance(values[field.name], list):
-            values[field.name] = _converted(values[field.name], field.type)
-            object.__setattr__(record, field.name, values[field.name])
-    check_types(type(record), values)
+        if isinstance(value := getattr(record, field.name), list):
+            object.__setattr__(record, field.name, _converted(value, field.type))
+    check_types(type(record), {field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
 
 
 def check_at_least(minimum: int, **values: object) -> dict[str, object]:

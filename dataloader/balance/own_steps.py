@@ -96,14 +96,12 @@ def _header(common: Header, batch: JaggedBatch | None, error: Exception | None) 
     failed = error is not None
     if batch is None:
         return common._replace(status=int(failed), ended=int(not failed))
-    return Header(
-        schema_hash=common.schema_hash,
+    return common._replace(
         status=int(failed),
         num_real=0 if failed else batch.num_real,
         num_rows=batch.batch_size,
         epoch=batch.epoch,
         step=batch.step,
         position=batch.position,
-        loader_hash=common.loader_hash,
         plan_hash=batch.plan_hash or 0,
     )

@@ -140,8 +140,6 @@ def lay_out(
             end += _aligned(sent[chunk, section])
         if sends_all or chunk != rank:
             send_bytes[chunk] = end - start
-    host_data = end
-
     if sends_all:  # all chunks of an all-gather have one size
         for source in range(world_size):
             end = max(end, _chunk_bytes(sections, lengths[source], rank_of[source]))

@@ -98,16 +98,8 @@ def _value(entry: dict[str, Any], key: str, kind: Any) -> Any:
     raise ValueError(f"{key!r} is {json.dumps(value)[:40]}")
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= _LARGEST  # type: ignore[operator]
-
-
-_SCALARS: dict[type, Callable[[object], bool]] = {
+_SCALARS: dict[type, Callable[[Any], bool]] = {
     bool: lambda value: type(value) is bool,
-    int: _is_count,
-    float: _is_number,
+    int: lambda value: type(value) is int and 0 <= value < _LARGEST,
+    float: lambda value: type(value) in (int, float) and 0 <= value <= _LARGEST,
 }

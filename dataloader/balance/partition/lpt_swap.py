@@ -36,10 +36,7 @@ def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int
 
     All slots stay if no rank is above `target` before balancing, or if the result would not be lighter.
     """
-    batch_size = len(costs) // world_size
-    best = np.empty(len(costs), dtype=np.int32)
-    for rank in range(world_size):
-        best[rank * batch_size : (rank + 1) * batch_size] = rank
+    best = (np.arange(len(costs)) // (len(costs) // world_size)).astype(np.int32)
     best_load = rank_loads.sums_by_rank(costs, best, world_size).max()
     for percentile in _OPEN_PLACE_PERCENTILES:
         if best_load <= target:

@@ -3,7 +3,7 @@
 A message is of up to 8 steps. Its size follows from the batches' schema alone, so it is all-gathered without exchanging
 sizes first, also between ranks that are out of step. Of each step it has
 
-    header    9 x int64    schema hash, status, ended, num_real, num_rows, epoch, step, position, loader hash
+    header    10 x int64   schema hash, status, ended, num_real, num_rows, epoch, step, position, hashes of loader, plan
     costs     B x int64
     tokens    B x int32
     lengths   K x B int32  in schema order
