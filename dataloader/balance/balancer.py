@@ -55,11 +55,10 @@ def _check(
     source = LoaderAdapter(
         batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + MAX_STEPS
     )
-    num_batches = source.length()
     exchange_device = make_device(device)
     observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
     settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
-    report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=num_batches)
+    report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=source.length())
     return (exchange_device, source, observe), report
 
 
@@ -154,9 +153,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
                 prepared = self._await_plan(following)
                 self._unpack(launched[0])
                 launched.append(self._launch(following, prepared))
-                self._record_position(launched[0], is_last=launched[1].in_flight is None)
                 # User code can raise on one rank alone, so it runs after the collective was launched on all ranks.
-                yield self._hand_out(launched.popleft())
+                yield self._hand_out(launched.popleft(), is_last=launched[-1].in_flight is None)
         except GeneratorExit:
             # Other ranks may go on, and wait for samples, up to the next all-gather, which tells them.
             with contextlib.suppress(Exception):
@@ -184,7 +182,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         """
         self._connection.check_open()
         if batch is not None:
-            self._source.bypass()
+            self._source.is_bypassed = True
             batch = batch.clone()  # the caller may fill its buffers again before the background reads them
         return start_together(self._start, [LoadedStep(batch)])[0]
 
@@ -205,9 +203,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._unpack(handle)
         if handle.batch is None:
             return None
-        self._record_position(handle, is_last=False)
         try:
-            return self._hand_out(handle)
+            return self._hand_out(handle, is_last=False)
         except Exception as error:
             self._connection.fail(error)
             raise
@@ -274,19 +271,16 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             handle.in_flight = None
             handle.exchange_seconds += time.perf_counter() - started
 
-    def _record_position(self, handle: Handle, *, is_last: bool) -> None:
-        """Make `state_dict` return the position after a step."""
-        assert handle.batch is not None
-        self._current.after_last = Position(handle.batch.epoch, handle.batch.position)
+    def _hand_out(self, handle: Handle, *, is_last: bool) -> Batch:
+        """Return the batch of a step, after which `state_dict` returns the position after it."""
+        batch, metrics = cast(Batch, handle.batch), handle.plan().metrics
+        self._current.after_last = Position(batch.epoch, batch.position)
         if is_last:
             self._source.end_epoch()
-
-    def _hand_out(self, handle: Handle) -> Batch:
-        metrics = handle.plan().metrics
         if self._observe is not None and metrics is not None:
             exchanged, waited = handle.exchange_seconds, handle.waited_seconds
             self._observe(dataclasses.replace(metrics, exchange_seconds=exchanged, waited_seconds=waited))
-        return cast(Batch, handle.batch)
+        return batch
 
     def _load(self, source: Iterator[Batch]) -> LoadedStep:
         self._connection.check_open()  # before a batch is pulled

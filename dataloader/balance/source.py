@@ -96,7 +96,7 @@ class LoaderAdapter(Generic[Batch]):
         self._begun: Iterator[Batch] | None = None  # the next iteration, where `start_next` has begun it
         self._has_ended = False  # this rank has no more batches in the next iteration, which is the rest of an epoch
         self._has_loaded = False  # a state, since the latest iteration
-        self._is_bypassed = False
+        self.is_bypassed = False  # the caller of the Balancer supplies batches itself
         self._end: Position | None = None  # the last one of an epoch over all ranks, once it is known
         # Whether this rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint.
         self._snapshots: Snapshots[tuple[bool, bytes | str]] = Snapshots(_KEPT_STEPS, ahead)
@@ -211,11 +211,7 @@ class LoaderAdapter(Generic[Batch]):
         """Return whether the next iteration begins another epoch than that of the last step, which goes on."""
         last = self.current.after_last
         is_begun = last.epoch < self.current.next.epoch or (self._has_positions and not self._is_shared)
-        return last.position > 0 and is_begun and last != self._end and not self._is_bypassed
-
-    def bypass(self) -> None:
-        """Record that the caller supplied batches directly."""
-        self._is_bypassed = True
+        return last.position > 0 and is_begun and last != self._end and not self.is_bypassed
 
     def state_after(self, batch: JaggedBatch | None) -> dict[str, Any]:
         """Return the state after a batch that was handed out; None: the last one."""
@@ -225,7 +221,7 @@ class LoaderAdapter(Generic[Batch]):
             if batch is None and (self._is_shared or not position.position):
                 return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
             return cast(dict[str, Any], self._batches.state_dict(after=position))
-        if self._is_bypassed:
+        if self.is_bypassed:
             raise ConfigError(
                 "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
                 "state of the loader; save that yourself, or iterate over the Balancer"

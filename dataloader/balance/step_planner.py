@@ -21,7 +21,7 @@ from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.sections import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.own_steps import LoadedStep, read_steps
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition
+from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.ranks import consistency, metadata
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
@@ -123,25 +123,22 @@ class StepPlanner:
             **self.config.options_of_step(epoch, step),
         )
         prepared = self.prepare(batch, schema, assignment.rank_of, known.lengths)
-        metrics = None
+        plan_seconds, metrics = time.perf_counter() - started, None
         if self.is_measured:
-            seconds = {"gather_seconds": gather_seconds, "plan_seconds": time.perf_counter() - started}
-            metrics = self._measure(schema, known, assignment, epoch=epoch, step=step, **seconds)
+            lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
+            num_bytes = sample_bytes(schema, lengths).reshape(known.costs.shape)
+            metrics = measure_step(
+                assignment,
+                costs=known.costs,
+                tokens=known.tokens,
+                sample_bytes=np.where(assignment.rank_of >= 0, num_bytes, 0),
+                epoch=epoch,
+                step=step,
+                is_balanced=self.config.balances(epoch, step),
+                gather_seconds=gather_seconds,
+                plan_seconds=plan_seconds,
+            )
         return PlannedStep(prepared=prepared, rank_of=assignment.rank_of, metrics=metrics)
-
-    def _measure(
-        self, schema: BatchSchema, known: metadata.StepMetadata, assignment: Assignment, **others: Any
-    ) -> StepMetrics:
-        lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
-        num_bytes = sample_bytes(schema, lengths).reshape(known.costs.shape)
-        others["is_balanced"] = self.config.balances(others["epoch"], others["step"])
-        return measure_step(
-            assignment,
-            costs=known.costs,
-            tokens=known.tokens,
-            sample_bytes=np.where(assignment.rank_of >= 0, num_bytes, 0),
-            **others,
-        )
 
     def _common_schema(self, loaded: LoadedStep) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
