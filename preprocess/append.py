@@ -1,7 +1,7 @@
 """New days of a log after those of a dataset, with the same result as all of them at once."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from evenrank.preprocess.files.times import utc_text
 from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
 from evenrank.preprocess.sources.interactions import Interactions
 
-_OF_LOG = ("events", "delimiter", "timestamp_unit", "on_error")  # options that depend on files
+OF_LOG = ("events", "delimiter", "timestamp_unit", "on_error")  # options that depend on files
 _AT_ONCE = "preprocess all of the log at once"
 
 
@@ -65,10 +65,10 @@ class Base:
     def _num_logs(self) -> int:
         return len(self.manifest.sources) - len(self.others)
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise a ConfigError if the options of preprocessing are not those of this dataset."""
+    def check_options(self, options: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
+        """Raise a ConfigError if options of preprocessing, `but` some, are not those of this dataset."""
         for name, value in json.loads(json.dumps(options)).items():
-            if name not in _OF_LOG and value != (old := self.manifest.options.get(name)):
+            if name not in but and value != (old := self.manifest.options.get(name)):
                 raise ConfigError(
                     f"{name} is {value!r}, and was {old!r} when {self.folder} was made; append with the same options"
                 )
@@ -76,21 +76,13 @@ class Base:
     def check_rules(self, rules: Mapping[str, str]) -> None:
         """Raise a ConfigError if the rules of ids may be other ones than those of this dataset."""
         for name, ids in self.ids.items():
-            was_given = (
-                ids.summary.rule == KEEP and ids.summary.distinct is None
-            )  # `auto` counts the values that it keeps
+            # `auto` counts the values that it keeps.
+            was_given = ids.summary.rule == KEEP and ids.summary.distinct is None
             if rules[name] not in (ids.summary.rule, "" if was_given else AUTO):
                 raise ConfigError(
                     f"the rule of {name} is {rules[name]}, and the ids of {self.folder} are {ids.summary.rule}; "
                     f"give --ids as for that dataset, or {_AT_ONCE}"
                 )
-
-    def check_unit(self, unit: str) -> None:
-        """Raise a ConfigError unless the times of new events have the same unit."""
-        if unit != (old := self.manifest.options["timestamp_unit"]):
-            raise ConfigError(
-                f"timestamp_unit is {unit!r}, and was {old!r} when {self.folder} was made; append with the same options"
-            )
 
     @property
     def first_ms(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ from evenrank.datasets.schema import (
     content_hash,
     summarize_lengths,
 )
-from evenrank.preprocess.append import Base, check_source
+from evenrank.preprocess.append import OF_LOG, Base, check_source
 from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
@@ -37,25 +37,12 @@ from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.key_table import KeyTable, TextValues
 from evenrank.preprocess.build.read_events import ReadPiece, ReadRules, join_pieces, read_piece
-from evenrank.preprocess.build.splits import (
-    IN_EVAL,
-    SplitFacts,
-    SplitRule,
-    by_second_log,
-    parse_split,
-    read_listed_users,
-)
+from evenrank.preprocess.build.splits import IN_EVAL, SplitFacts, SplitRule, parse_split, read_listed_users
 from evenrank.preprocess.build.vocabulary import EarlierIds, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
 from evenrank.preprocess.files.times import check_era, utc_text
-from evenrank.preprocess.output.ranges import (
-    EVENTS_PER_FILE,
-    RangeRules,
-    RangeSummary,
-    schema_of,
-    write_range,
-)
+from evenrank.preprocess.output.ranges import EVENTS_PER_FILE, RangeRules, RangeSummary, schema_of, write_range
 from evenrank.preprocess.output.replace import DATASET_NAME
 from evenrank.preprocess.output.resume import WORK_NAME
 from evenrank.preprocess.output.writer import split_file, write_item_features, write_no_rows
@@ -101,15 +88,14 @@ class Job:
     @property
     def rule(self) -> SplitRule:
         """The rule of the split."""
-        rule = parse_split(self.config.split)
-        return by_second_log(rule) if self.source.has_eval_log else rule
+        return parse_split(self.config.split, has_eval_log=self.source.has_eval_log)
 
     def run(self, workers: Workers) -> Manifest:
         """Write all files, and return the manifest."""
         config, source = self.config, self.source
         if self.base is not None:
             check_source(source)
-            self.base.check_options(self.options)
+            self.base.check_options(self.options, but=OF_LOG)
         rule, eval_users, num_listed = self.rule, np.empty(0, dtype=np.int64), 0
         num_before, last_ms = 0, 0
         num_expected = sum(part.num_events for part in source.parts)
@@ -149,7 +135,7 @@ class Job:
             self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
             if self.base is not None:
                 if log.runs:
-                    self.base.check_unit(source.time_unit)
+                    self.base.check_options({"timestamp_unit": source.time_unit})
                 self.counts, before = Counter(self.base.skipped) + log.num_skipped, self.base.statistics
                 num_before, first_ms, last_ms = before.num_events, before.first_ms, before.last_ms
             buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
@@ -180,8 +166,7 @@ class Job:
                 folder=self.folder,
                 buckets=buckets,
                 num_bits=num_range_bits(num_left, EVENTS_PER_FILE),
-                split=config.split,
-                has_eval_log=source.has_eval_log,
+                split=rule,
                 facts=facts,
                 filters=config.filters,
                 requests=config.requests,
@@ -251,7 +236,7 @@ class Job:
         config, num_ranges = self.config, 1 << rules.num_bits
         num_items = None if rules.item_ids.table is None else rules.item_ids.size  # few of all hashes occur, perhaps
         statistics = EventCounter(
-            _shown_split(config.split, rules.rule), rules.rule.by, num_items, config.filters.overlap
+            _shown_split(config.split, rules.split), rules.split.by, num_items, config.filters.overlap
         )
         written: list[RangeSummary] = []
         with contextlib.ExitStack() as stack:

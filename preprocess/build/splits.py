@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +52,7 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRule:
-    """A rule that divides sequences into splits."""
+    """A rule that divides sequences into splits; it can be pickled."""
 
     divide: Callable[[Sequences, SplitFacts], dict[str, Sequences]]
     by: Literal["user", "last", "time", ""]  # of `eval`: users, last events of each, late events; empty: there is none
@@ -64,28 +65,28 @@ class SplitRule:
         return self.by in ("last", "time")
 
 
-def parse_split(text: str) -> SplitRule:
-    """Parse the text of a rule, as above."""
+def parse_split(text: str, *, has_eval_log: bool = False) -> SplitRule:
+    """Parse the text of a rule, as above; with `has_eval_log`, a file is a second log, whose events have IN_EVAL."""
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
-            return SplitRule(divide=lambda sequences, facts: _by_user(sequences, fraction, facts.seed), by="user")
+            return SplitRule(divide=partial(_by_user, fraction=fraction), by="user")
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_TARGETS:
-            return SplitRule(divide=lambda sequences, facts: _leave_last(sequences, count), by="last")
+            return SplitRule(divide=partial(_leave_last, count=count), by="last")
         if kind == "time":
             last = _LAST.fullmatch(value)
             offset_ms = -int(last[1]) * DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
             if last or 0 <= offset_ms <= MAX_TIMESTAMP_MS:
-                return SplitRule(
-                    divide=lambda sequences, facts: _by_time(sequences, offset_ms + facts.last_ms * (last is not None)),
-                    by="time",
-                    remedy="choose a time between them",
-                )
+                divide = partial(_by_time, offset_ms=offset_ms, from_end=last is not None)
+                return SplitRule(divide=divide, by="time", remedy="choose a time between them")
         if kind == "file" and value:
+            if has_eval_log:
+                remedy = "give a second log with other events"
+                return SplitRule(divide=_by_second_log, by="time", file=Path(value), remedy=remedy)
             remedy = "list some users of the log, but not all"
             return SplitRule(divide=_by_list, by="user", file=Path(value), remedy=remedy)
         if text == "none":
-            return SplitRule(divide=lambda sequences, facts: {TRAIN: sequences}, by="")
+            return SplitRule(divide=_all_in_train, by="")
     except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
@@ -101,9 +102,13 @@ def _milliseconds(text: str) -> int:
     return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
 
 
-def _by_user(sequences: Sequences, fraction: float, seed: int) -> dict[str, Sequences]:
+def _all_in_train(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
+    return {TRAIN: sequences}
+
+
+def _by_user(sequences: Sequences, facts: SplitFacts, fraction: float) -> dict[str, Sequences]:
     # The salt must not be 0, because the hash with salt 0 orders the rows.
-    hashes = user_hash(sequences.user_keys, salt=(seed << 1) | 1)
+    hashes = user_hash(sequences.user_keys, salt=(facts.seed << 1) | 1)
     # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
     in_eval = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
     return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
@@ -114,7 +119,7 @@ def _by_list(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
     return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
 
 
-def _leave_last(sequences: Sequences, count: int) -> dict[str, Sequences]:
+def _leave_last(sequences: Sequences, facts: SplitFacts, count: int) -> dict[str, Sequences]:
     """Keep all events of users in `train` whose history would become empty, and leave these users out of `eval`."""
     has_history = sequences.lengths > count
     train = replace(sequences, ends=np.where(has_history, sequences.ends - count, sequences.ends))
@@ -123,17 +128,12 @@ def _leave_last(sequences: Sequences, count: int) -> dict[str, Sequences]:
     return {TRAIN: train, EVAL: replace(evaluated, num_targets=num_targets)}
 
 
-def _by_time(sequences: Sequences, boundary_ms: int) -> dict[str, Sequences]:
-    times = sequences.events[TIMESTAMP_MS]
+def _by_time(sequences: Sequences, facts: SplitFacts, offset_ms: int, from_end: bool) -> dict[str, Sequences]:
+    times, boundary_ms = sequences.events[TIMESTAMP_MS], offset_ms + facts.last_ms * from_end
     boundaries = first_at_or_after(sequences.begins, sequences.ends, sequences.order, times, boundary_ms)
     train = replace(sequences, ends=boundaries).take(boundaries > sequences.begins)
     evaluated = replace(sequences, num_targets=(sequences.ends - boundaries).astype(np.int32))
     return {TRAIN: train, EVAL: evaluated.take(boundaries < sequences.ends)}
-
-
-def by_second_log(rule: SplitRule) -> SplitRule:
-    """Return the rule of a file that is a second log, whose events have IN_EVAL."""
-    return replace(rule, divide=_by_second_log, by="time", remedy="give a second log with other events")
 
 
 def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:

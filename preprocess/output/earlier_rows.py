@@ -56,11 +56,6 @@ class EarlierRows:
         columns = {name: events.get_column(name).to_numpy() for name in self.dtypes}
         return columns | {name: keys[columns[name] - 1] for name, keys in self.keys.items()}
 
-    def keep(self, name: str, folder: Path) -> DataFile:
-        """Put a file into the folder of the new dataset."""
-        keep_file(self.folder, name, folder)
-        return self.files[name]
-
 
 def keep_file(old: Path, name: str, new: Path) -> None:
     """Put a file of a folder into another one, perhaps in place of what a killed run has left."""

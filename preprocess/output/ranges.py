@@ -20,8 +20,8 @@ from evenrank.preprocess.build.filters import Filters, cut_windows
 from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import RequestRule, request_table
 from evenrank.preprocess.build.sequences import build_sequences
-from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule, by_second_log, parse_split
-from evenrank.preprocess.output.earlier_rows import EarlierRows
+from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
+from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
 from evenrank.preprocess.output.writer import split_file, split_schema, write_rows
 from evenrank.preprocess.sources.features import FeatureLookup, Seen
 
@@ -36,8 +36,7 @@ class RangeRules:
     folder: Path  # of the dataset
     buckets: Buckets
     num_bits: int  # of a hash, which are the number of its range
-    split: str  # rule
-    has_eval_log: bool
+    split: SplitRule
     facts: SplitFacts
     filters: Filters
     requests: RequestRule | None
@@ -47,12 +46,6 @@ class RangeRules:
     items: FeatureLookup  # features of items that become columns of events
     extra_events: Mapping[str, str]  # types of the further columns of events
     earlier: EarlierRows | None  # to which events are appended
-
-    @property
-    def rule(self) -> SplitRule:
-        """The rule of the split."""
-        rule = parse_split(self.split)
-        return by_second_log(rule) if self.has_eval_log else rule
 
 
 class RangeSummary(NamedTuple):
@@ -77,14 +70,14 @@ class WrittenRange(NamedTuple):
 def schema_of(rules: RangeRules, split: str) -> pa.Schema:
     """Return the columns of the files of a split."""
     counted = [WINDOW] * (rules.filters.window is not None)
-    counted += [NUM_TARGETS] * (split == EVAL and rules.rule.has_targets)
+    counted += [NUM_TARGETS] * (split == EVAL and rules.split.has_targets)
     columns = {**dict.fromkeys(counted, "int32"), **rules.context.dtypes}
     return split_schema(columns, {**rules.extra_events, **rules.items.dtypes})
 
 
 def write_range(rules: RangeRules, index: int) -> WrittenRange:
     """Write the files of the range with this number."""
-    rule, columns, earlier = rules.rule, rules.buckets.read_range(index, rules.num_bits), rules.earlier
+    columns, earlier = rules.buckets.read_range(index, rules.num_bits), rules.earlier
     if earlier is not None:
         is_same = earlier.is_same and earlier.num_bits == rules.num_bits and not len(columns[USER_ID])
         before = earlier.read(index, rules.num_bits)
@@ -97,7 +90,7 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
     sequences = replace(sequences, events=events)
     # Which leaves no reference to the keys of users and items.
     columns = {name: sequences.events[name] for name in (ITEM_ID, ACTION)} | {USER_ID: sequences.user_ids}
-    divided = rule.divide(sequences, rules.facts)
+    divided = rules.split.divide(sequences, rules.facts)
     files, lengths, seen = {}, {}, []
     for split, rows in divided.items():
         # Windows would separate targets from the events before them, so rows with targets are not cut.
@@ -107,7 +100,8 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
         lengths[split] = rows.lengths
         name = split_file(split, index)
         if len(rows) and earlier is not None:
-            files[split] = earlier.keep(name, rules.folder)
+            keep_file(earlier.folder, name, rules.folder)
+            files[split] = earlier.files[name]
         elif len(rows):
             files[split] = write_rows(rules.folder, name, schema_of(rules, split), rows, context)
     known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
