@@ -59,9 +59,8 @@ class Remote:
 
     def has_container(self) -> bool:
         """Return whether the bucket or container exists that the path begins with."""
-        with _wrap_errors(self, "read"):
-            container = self.files.get_file_info(self.path.partition("/")[0] or "/")
-        return bool(container.type.name != "NotFound")
+        container = replace(self, path=self.path.partition("/")[0] or "/")
+        return bool(container.info().type.name != "NotFound")
 
     def files_below(self, pattern: Sequence[str] | None = None) -> "dict[str, fs.FileInfo]":
         """Return the sizes and times of files in a folder, at any depth, by their paths relative to it.

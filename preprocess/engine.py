@@ -39,12 +39,9 @@ def num_workers(memory_limit: float | None, *, are_processes: bool = False) -> i
     each = _GB + _GB_PER_THREAD if are_processes else _GB_PER_THREAD
     if memory_limit is not None and not _GB + each <= memory_limit < math.inf:
         raise ConfigError(f"memory_limit must be at least {_GB + each:g} GB, got {memory_limit:g}; raise it")
-    return max(1, int(min(_num_cores(), (limit - _GB) / each)))
-
-
-def _num_cores() -> int:
     # macOS has no such call.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(num_cores, (limit - _GB) / each)))
 
 
 def _free_memory() -> int:

@@ -96,8 +96,3 @@ def hashed_ids(rule: str, kind: IdKind, keys: NDArray[np.int64]) -> Ids:
     collisions = int(counts[counts > 1].sum())
     summary = IdSummary(rule=rule, kind=kind, distinct=len(keys), collisions=collisions)
     return Ids(size=num_ids, summary=summary)
-
-
-def table_ids(table: KeyTable, summary: IdSummary) -> Ids:
-    """Return the rule by which the keys of a table are numbered from 1; all others get 0."""
-    return Ids(size=len(table) + 1, summary=summary, table=table)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
 from evenrank.preprocess.build.distinct import COUNT, KEY, VALUE, Column, Distinct, find_distinct, keys_in
-from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids, table_ids
+from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids
 from evenrank.preprocess.build.key_table import KeyTable, keys_of
 from evenrank.preprocess.engine import Engine
 
@@ -134,7 +134,7 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
         unknown_values=unknown.values,
         unknown_events=unknown.events,
     )
-    return table_ids(KeyTable(keys), summary)
+    return Ids(size=size + 1, summary=summary, table=KeyTable(keys))
 
 
 @dataclass(slots=True)

@@ -107,7 +107,8 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
         number, begin = 1, 0
         if piece.begin:
             file.seek(piece.begin - 1)
-            _skip_line(file)  # it begins in the piece before, or the piece begins with a line
+            while (read := file.readline(_BLOCK_BYTES)) and not read.endswith(b"\n"):
+                pass  # this line begins in the piece before, unless the piece begins with a line
             begin = file.tell()
         elif has_header:
             file.readline()
@@ -135,11 +136,6 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
             num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
             yield Block(first_line=number, num_lines=num_lines, data=data)
             number += num_lines
-
-
-def _skip_line(file: BufferedReader) -> None:
-    while (read := file.readline(_BLOCK_BYTES)) and not read.endswith(b"\n"):
-        pass
 
 
 def _lines_before(path: Path, end: int) -> int:

@@ -126,15 +126,11 @@ def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
     return EventPart(
         name=f"users {first + 1} to {last}",
         num_events=int((last - first) * mean_length),
-        read=partial(_read_block, config, seed, first, last),
+        read=partial(_draw_block, config, seed, first, last),
     )
 
 
-def _read_block(config: SyntheticConfig, seed: int, first: int, last: int, piece: Piece) -> list[Events]:
-    return [Events(_draw_block(config, seed, first, last))]
-
-
-def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl.DataFrame:
+def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int, piece: Piece) -> list[Events]:
     # One generator per block, so that a block does not depend on which others were drawn before.
     rng = np.random.default_rng((seed, 1, first))
     lengths = config.lengths.sample(rng, last - first)
@@ -153,15 +149,9 @@ def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl
         items = _drift(
             config, config.drift, items, times, is_first, seed=seed, rng=np.random.default_rng((seed, 2, first))
         )
-    return pl.DataFrame(
-        {
-            USER_ID: np.repeat(np.arange(first + 1, last + 1), lengths),
-            ITEM_ID: items,
-            ACTION: actions,
-            TIMESTAMP_MS: times,
-        },
-        schema=_SCHEMA,
-    )
+    users = np.repeat(np.arange(first + 1, last + 1), lengths)
+    columns = {USER_ID: users, ITEM_ID: items, ACTION: actions, TIMESTAMP_MS: times}
+    return [Events(pl.DataFrame(columns, schema=_SCHEMA))]
 
 
 def _drift(
