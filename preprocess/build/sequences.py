@@ -46,21 +46,6 @@ def order_events(
 
 
 @compiled
-def first_at_or_after(
-    begins: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    order: NDArray[np.int32],
-    times: NDArray[np.int64],
-    boundary: int,
-) -> NDArray[np.int64]:
-    """Return for each row the offset in `order` of its first event at or after a time, else its end: int64 [rows]."""
-    offsets = np.empty(len(begins), dtype=np.int64)
-    for row in range(len(begins)):
-        offsets[row] = begins[row] + np.searchsorted(times[order[begins[row] : ends[row]]], boundary)
-    return offsets
-
-
-@compiled
 def gather(
     column: NDArray[Any], order: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[Any]:

@@ -27,7 +27,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
-from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
+from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.files.locate import find_files
 from evenrank.preprocess.files.raw_values import id_checks, raw_id, with_ids
 from evenrank.preprocess.files.tabular import open_table
@@ -129,11 +129,11 @@ def _leave_last(sequences: Sequences, facts: SplitFacts, count: int) -> dict[str
 
 
 def _by_time(sequences: Sequences, facts: SplitFacts, offset_ms: int, from_end: bool) -> dict[str, Sequences]:
-    times, boundary_ms = sequences.events[TIMESTAMP_MS], offset_ms + facts.last_ms * from_end
-    boundaries = first_at_or_after(sequences.begins, sequences.ends, sequences.order, times, boundary_ms)
-    train = replace(sequences, ends=boundaries).take(boundaries > sequences.begins)
-    evaluated = replace(sequences, num_targets=(sequences.ends - boundaries).astype(np.int32))
-    return {TRAIN: train, EVAL: evaluated.take(boundaries < sequences.ends)}
+    is_before = sequences.events[TIMESTAMP_MS] < offset_ms + facts.last_ms * from_end
+    train = sequences.take_events(is_before[sequences.order])
+    num_targets = (sequences.lengths - train.lengths).astype(np.int32)
+    evaluated = replace(sequences, num_targets=num_targets)
+    return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
 
 
 def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
@@ -142,8 +142,8 @@ def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequenc
     num_before = np.concatenate(([0], np.cumsum(in_eval)))  # events of the second log, by place in the order
     num_before_row = np.concatenate(([0], num_before[sequences.begins]))
     rows = np.searchsorted(sequences.begins, np.arange(len(in_eval)), side="right")  # of each place, from 1
-    num_targets = (num_before[sequences.ends] - num_before[sequences.begins]).astype(np.int32)
     train = sequences.take_events(~in_eval)
+    num_targets = (sequences.lengths - train.lengths).astype(np.int32)
     evaluated = sequences.take_events(in_eval | (num_before[:-1] == num_before_row[rows]))
     evaluated = replace(evaluated, num_targets=num_targets)
     return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
