@@ -11,8 +11,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.listing import list_files
 from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import CACHE_NAME, USER_ID, Manifest, SourceFile, read_manifest, sha256_of
+from evenrank.datasets.schema import USER_ID, Manifest, SourceFile, read_manifest, sha256_of
 from evenrank.preprocess.build.buckets import num_range_bits
 from evenrank.preprocess.build.filters import Filters
 from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP
@@ -45,9 +46,8 @@ class Base:
 
     def copy_to(self, folder: Path) -> Manifest:
         """Put all its files into the folder of the new dataset, and return the manifest."""
-        for path in filter(Path.is_file, self.folder.rglob("*")):
-            if not (name := path.relative_to(self.folder).as_posix()).startswith(CACHE_NAME):
-                keep_file(self.folder, name, folder)
+        for name in list_files(self.folder):  # all but those of the cache, which is hidden
+            keep_file(self.folder, name, folder)
         return self.manifest
 
     def with_logs(self, sources: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:

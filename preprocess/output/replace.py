@@ -74,11 +74,10 @@ def run_folder(out: Path, shown: object) -> Iterator[Path]:
                 if not is_trusted(partial, (os.geteuid(),)):
                     _remove(partial)
                 partial.mkdir(mode=0o700, exist_ok=True)
-            try:
-                yield partial
-            except UnfinishedError:
-                left = True
-                raise
+            yield partial
+        except UnfinishedError:
+            left = True
+            raise
         finally:
             with wrap_write_errors(out):
                 try:
@@ -142,12 +141,10 @@ def _check_replaceable(out: Path, *, overwrite: bool) -> None:
 
 def _find_foreign(folder: Path) -> str | None:
     """Return the first file or link that is in neither the manifest nor the cache of a dataset."""
-    try:
-        with open_regular(folder / MANIFEST_NAME) as file:
-            is_own = is_of_dataset(file.read())
-    except (DataError, OSError):
-        is_own = is_of_dataset(b"")
-    folders = [folder]
+    content = b""
+    with contextlib.suppress(DataError, OSError), open_regular(folder / MANIFEST_NAME) as file:
+        content = file.read()
+    is_own, folders = is_of_dataset(content), [folder]
     while folders:  # `rglob` is recursive
         for path in sorted(folders.pop().iterdir()):
             name = path.relative_to(folder).as_posix()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import is_trusted
+from evenrank.core.listing import list_files
 from evenrank.core.storage import CONNECTIONS, Remote
 from evenrank.datasets.remote import version_name
 from evenrank.datasets.schema import MANIFEST_NAME, Manifest
@@ -54,11 +55,7 @@ def replace_remote(
         earlier = _check_replaceable(out, overwrite=overwrite)  # again, because a run can take hours
         content = (folder / MANIFEST_NAME).read_bytes()
         version = out / version_name(content)
-        sizes = {
-            path.relative_to(folder).as_posix(): path.stat().st_size
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
+        sizes = {name: os.path.getsize(path) for name, path in list_files(folder).items()}
         there = {name: info.size for name, info in earlier.items()}
         names = [name for name, size in sizes.items() if there.get(f"{version.name}/{name}") != size]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
