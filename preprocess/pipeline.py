@@ -84,7 +84,7 @@ def _write(
         rules |= {name: ids.summary.rule for name, ids in earlier.items()}
     else:
         base.check_rules(rules)
-    on_stage = copies.show_stage
+    on_stage = copies.on_stage
     while True:
         on_stage(f"opening {config.dataset}")
         first_ms = {} if base is None else base.first_ms

@@ -20,13 +20,7 @@ _HOUR_MS = DAY_MS // 24
 _MAX_BINS = 120  # of the timeline: as many bars as can be told apart on a phone
 _BIN_HOURS = (1, 24, *(168 * weeks for weeks in (1, 4, 13, 52, 520, 5200)))
 _LARGEST = np.iinfo(np.int64).max
-
-
-class Counted(NamedTuple):
-    """Distinct values and how often each occurs: int64 [n] both."""
-
-    values: NDArray[np.int64]
-    counts: NDArray[np.int64]
+Counted = tuple[NDArray[np.int64], NDArray[np.int64]]  # distinct values and how often each occurs: [n] both
 
 
 class EventCounts(NamedTuple):
@@ -48,12 +42,12 @@ def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> Even
     for name, rows in divided.items():
         if rows.num_targets.any():  # the events before those to predict are in train too
             rows = replace(rows, begins=rows.ends - rows.num_targets)
-        items[name] = _counted(rows.values(ITEM_ID))
+        items[name] = np.unique(rows.values(ITEM_ID), return_counts=True)
     train, has_eval = divided[TRAIN], EVAL in divided
     newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
     eval_users = divided[EVAL].user_keys if has_eval else train.user_keys[:0]
     return EventCounts(
-        hours=_counted(times // _HOUR_MS),
+        hours=np.unique(times // _HOUR_MS, return_counts=True),
         items=items,
         users=len(sequences),
         eval_users=len(eval_users),
@@ -62,10 +56,6 @@ def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> Even
         last_ms=int(times.max(initial=-_LARGEST)),
         newest_train=int(newest.max(initial=-_LARGEST)),
     )
-
-
-def _counted(values: NDArray[np.int64]) -> Counted:
-    return Counted(*np.unique(values, return_counts=True))
 
 
 class EventCounter:
@@ -93,7 +83,7 @@ class EventCounter:
             self._items.add(*items)
             if name == TRAIN and EVAL in counts.items:
                 self._train_items.add(*items)
-            self._events[name] += int(items.counts.sum())
+            self._events[name] += int(items[1].sum())
         self._users += counts.users
         self._eval_users += counts.eval_users
         self._cold_users += counts.cold_users

@@ -107,10 +107,6 @@ class Copies:
             raise DataError(f"{remote} cannot be copied to {self.folder}: {reason}; check name and space") from error
         return remote
 
-    def show_stage(self, stage: str) -> None:
-        """Pass on a description of the progress."""
-        self.on_stage(self.original(stage))
-
     def original(self, text: str) -> str:
         """Return a message about copies as one about the URLs."""
         return escape_controls(text).replace(f"{self.folder}{os.sep}", "")
@@ -118,8 +114,8 @@ class Copies:
 
 @contextlib.contextmanager
 def copies_in(folder: Path, on_stage: Callable[[str], None]) -> Iterator[Copies]:
-    """Yield copies in a folder; errors name the URLs."""
-    copies = Copies(folder=folder, on_stage=on_stage)
+    """Yield copies in a folder; errors and descriptions of the progress name the URLs."""
+    copies = Copies(folder=folder, on_stage=lambda stage: on_stage(copies.original(stage)))
     try:
         yield copies
     except EvenrankError as error:

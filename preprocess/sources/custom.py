@@ -129,8 +129,7 @@ def _describe(
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
     for name, column in columns.items():
         checks = checks | id_checks(table, column, kinds[name], is_row=name == ITEM_ID and is_row)
-    early = {f"{config.timestamp_column} {reason}": values[1] >= least for reason, least in first_ms.items()}
-    checks = checks | early
+    checks |= {f"{config.timestamp_column} {reason}": values[1] >= least for reason, least in first_ms.items()}
     return [*(raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()), *values], checks
 
 
