@@ -1,9 +1,8 @@
 """A dataset's raw files or distributions, as interactions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +13,6 @@ from evenrank.preprocess.build.buckets import Columns
 from evenrank.preprocess.build.ids import KEEP
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.catalog import CATALOG, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files
@@ -38,10 +36,9 @@ def open_source(
     """
     if config.dataset == SYNTHETIC and config.expand is not None:
         expansion = parse_expansion(config.expand)
-        base = replace(config, dataset=expansion.base, split="none")
-        return expand_interactions(
-            open_source(base, rules=rules, show_progress=show_progress), expansion, seed=config.seed
-        )
+        base_config = replace(config, dataset=expansion.base, split="none")
+        base = open_source(base_config, rules=rules, show_progress=show_progress)
+        return expand_interactions(base, expansion, seed=config.seed)
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
     log = config.custom
@@ -51,16 +48,11 @@ def open_source(
         rules, known = dict.fromkeys(rules, KEEP), {}  # all ids are integers
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
-    return _read_logs(
-        log, parse_split(config.split).file, partial(read_tabular, rules=rules, known=known, first_ms=first_ms)
-    )
-
-
-def _read_logs(log: TabularConfig, second: Path | None, read: Callable[[TabularConfig], Interactions]) -> Interactions:
-    """Open a log and, if the file of the split is a log too, that one, whose events have a mark."""
+    second = parse_split(config.split).file
     if second is None or not (files := second_log(second, log)):
-        return read(log)
-    interactions = read(replace(log, events=(*log.events, second)))
+        return read_tabular(log, rules, known, first_ms)
+    # The file of the split is a log too, whose events have a mark.
+    interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known, first_ms)
     num_first = len(interactions.parts) - len(files)
     parts = [
         replace(part, expand=partial(_mark_log, in_eval=index >= num_first))

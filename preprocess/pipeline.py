@@ -75,11 +75,12 @@ def _write(
 ) -> Manifest:
     base = read_base(copies.dataset_of(config.out).absolute(), config) if config.append else None
     copies.remove_others()
-    earlier = {} if base is None else dict(base.ids)
-    if config.vocabulary is not None:
+    earlier, earlier_folder = ({}, config.vocabulary) if base is None else (dict(base.ids), base.folder)
+    if config.vocabulary is not None:  # so that nothing is appended
         earlier = read_earlier(config.vocabulary, parse_unknown(config.unknown))
     known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
-    rules = _id_rules(config)
+    default = AUTO if config.dataset == CUSTOM else DENSE if config.dataset in CATALOG or config.expand else KEEP
+    rules = {USER_ID: default, ITEM_ID: default} | parse_ids(config.ids)
     if base is None:
         rules |= {name: ids.summary.rule for name, ids in earlier.items()}
     else:
@@ -93,11 +94,10 @@ def _write(
             if (found_kind := opened.id_kinds[name]) != known[name]:
                 which = f"{found_kind} in {config.dataset} and {known[name]} in {config.vocabulary or out}"
                 raise ConfigError(f"{name} is {which}; leave the vocabulary out, or give one of that dataset")
-        source = number_features(opened, config.vocabulary if base is None else base.folder)
+        source = number_features(opened, earlier_folder)
         files = [*source.files, *filter(None, [parse_split(config.split).file])]
         _check_out(files, out, copies.fetched)
-        datasets = [config.vocabulary, None if base is None else base.folder]
-        plan = plan_of(config, [*files, *(dataset / MANIFEST_NAME for dataset in datasets if dataset is not None)])
+        plan = plan_of(config, [*files, *([] if earlier_folder is None else [earlier_folder / MANIFEST_NAME])])
         if (kinds := begin(folder, plan, known)) != known:
             known = kinds  # which a run that was killed found
             continue
@@ -128,8 +128,3 @@ def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remo
         replaced = [path for path in files if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(out))]
     if replaced:
         raise ConfigError(f"{replaced[0]} is read, and is in {out}, which would be replaced; choose another folder")
-
-
-def _id_rules(config: PreprocessConfig) -> dict[str, str]:
-    default = AUTO if config.dataset == CUSTOM else DENSE if config.dataset in CATALOG or config.expand else KEEP
-    return {USER_ID: default, ITEM_ID: default} | parse_ids(config.ids)

@@ -204,11 +204,10 @@ def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:
         return
     for column in columns:
         key = json.dumps(column, ensure_ascii=False)
-        for table in tables:
-            if column in table.from_folders or any(key in text for text in table.texts()):
-                break
-        else:
-            raise DataError(f"{table.path} has no column {column!r} in any row; check its name")
+        if any(column in table.from_folders for table in tables):
+            continue
+        if not any(key in text for table in tables for text in table.texts()):
+            raise DataError(f"{tables[-1].path} has no column {column!r} in any row; check its name")
 
 
 def _has_bad_bytes(text: pl.Expr) -> pl.Expr:

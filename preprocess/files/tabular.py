@@ -102,9 +102,8 @@ def open_table(
         line = read_first_line(path)  # which checks the encoding
         if file_format == locate.JSON:
             keys = _keys(line)
-            own, constants = _locate_columns(
-                path, [n for n in needed if n in keys or n not in folders], needed, folders
-            )
+            present = [name for name in needed if name in keys or name not in folders]
+            own, constants = _locate_columns(path, present, needed, folders)
             return _text_table(path, partial(_parse_json, names=own), own, constants)
         if separator is None:
             separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
