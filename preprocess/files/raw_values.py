@@ -125,24 +125,18 @@ class TextIdsError(Exception):
     """Columns of ids that were taken for integers have others; the argument says where, by the name of the id."""
 
 
-def check_kinds(
-    table: Table,
-    rows: pl.DataFrame,
-    columns: Mapping[str, str],
-    kinds: Mapping[str, IdKind],
-    checks: Mapping[str, pl.Expr],
-) -> None:
-    """Raise a TextIdsError if columns of ids have others than integers of their kinds, in rows that pass checks.
+def check_kinds(table: Table, rows: pl.DataFrame, columns: Mapping[str, str], kinds: Mapping[str, IdKind]) -> None:
+    """Raise a TextIdsError if columns of ids have others than integers of their kinds, in some rows of a table.
 
     `columns` are those of the file by the name of the id.
     """
-    checked, found = rows.filter(pl.col(FAULT).is_null(), *checks.values()), {}
+    found = {}
     for name, column in columns.items():
         text = pl.col(column).cast(pl.String)
         if table.dtypes[column] in (pl.String, pl.UInt64):
             is_integer = is_plain_integer(text) | is_plain_integer(text, kinds[name])
             is_other = ~is_integer & ~is_missing(table, column) & ~_has_bad_bytes(text)
-            for value in checked.select(text.filter(is_other).head(1)).to_series():
+            for value in rows.select(text.filter(is_other).head(1)).to_series():
                 found[name] = f"{table.path} has {value[:80]!r} in column {column!r}"
     if found:
         raise TextIdsError(found)

@@ -158,13 +158,12 @@ class Table:
 
 
 @contextlib.contextmanager
-def wrap_read_errors(*paths: Path | str) -> Iterator[None]:
-    """Replace an error of the operating system, a decompressor or Polars by a `DataError` that names `paths`."""
+def wrap_read_errors(path: Path) -> Iterator[None]:
+    """Replace an error of the operating system, a decompressor or Polars by a `DataError` that names a path."""
     try:
         yield
     except (pl.exceptions.PolarsError, OSError, EOFError, zlib.error) as error:
-        names = ", ".join(map(str, paths))
         # Only errors of the operating system have `strerror`; the others come from the contents of a file.
         if reason := getattr(error, "strerror", None):
-            raise DataError(f"{names} cannot be read: {reason}; check the path and its permissions") from error
-        raise DataError(f"{names} cannot be read: {first_line(error)}; check that the file is complete") from error
+            raise DataError(f"{path} cannot be read: {reason}; check the path and its permissions") from error
+        raise DataError(f"{path} cannot be read: {first_line(error)}; check that the file is complete") from error

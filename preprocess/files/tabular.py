@@ -219,7 +219,7 @@ def _text_table(
         path=path,
         num_rows=estimate_lines(path),
         dtypes=dict.fromkeys([*names, *from_folders], pl.String()),
-        blocks=partial(_read_text, path, parse, names, constants, has_header),
+        blocks=partial(_read_text, path, parse, constants, has_header),
         pieces=text_pieces(path),
         has_types=False,
         from_folders=from_folders,
@@ -228,18 +228,10 @@ def _text_table(
 
 
 def _read_text(
-    path: Path,
-    parse: _Parse,
-    names: Sequence[str],
-    constants: Sequence[pl.Expr],
-    has_header: bool,
-    numbers: Types,
-    piece: Piece,
+    path: Path, parse: _Parse, constants: Sequence[pl.Expr], has_header: bool, numbers: Types, piece: Piece
 ) -> Iterator[Rows]:
-    own_numbers = {name: numbers[name] for name in names if name in numbers}
-
     def rows(block: Block) -> Rows:
-        frame = parse(block, own_numbers)
+        frame = parse(block, numbers)
         return Rows(frame.with_columns(constants) if constants else frame, block.first_line, block.texts)
 
     return _map_ahead(rows, read_blocks(path, piece, has_header=has_header))
@@ -278,8 +270,8 @@ def _parse_delimited(
     The needed columns are Int64 or Float64 if all `names` are in `numbers` and plain digits, without quotes, else text.
     """
     data = np.frombuffer(block.data, dtype=np.uint8)
-    if len(numbers) == len(names) and (len(separator) > 1 or b'"' not in block.data):
-        kinds = {name: DECIMAL if dtype == pl.Float64 else INTEGER for name, dtype in numbers.items()}
+    if numbers.keys() >= set(names) and (len(separator) > 1 or b'"' not in block.data):
+        kinds = {name: DECIMAL if numbers[name] == pl.Float64 else INTEGER for name in names}
         integers = np.empty((len(kinds), block.num_lines), dtype=np.int64)
         decimals = integers.view(np.float64)  # each row is of one type
         kind_of_column = np.array([kinds.get(name, SKIPPED) for name in columns], dtype=np.int8)

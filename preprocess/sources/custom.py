@@ -25,7 +25,7 @@ from evenrank.preprocess.files.raw_values import (
     raw_id,
     with_ids,
 )
-from evenrank.preprocess.files.table import EventPart, Events, Piece, Table
+from evenrank.preprocess.files.table import FAULT, EventPart, Events, Piece, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, least_ms, timestamp_ms
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
@@ -146,7 +146,8 @@ def _read(
         typed = replace(table, dtypes=rows.frame.schema)
         events = rows.check(*_describe(typed, config, kinds, is_row, first_ms))
         if events.num_bad:
-            check_kinds(typed, rows.frame, guessed, kinds, _values(config, typed)[1])
+            passing = rows.frame.filter(pl.col(FAULT).is_null(), *_values(config, typed)[1].values())
+            check_kinds(typed, passing, guessed, kinds)
         yield events
 
 
