@@ -140,11 +140,10 @@ def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequenc
     """Predict the events of the second log from those of the first one before them; `train` has all of the first."""
     in_eval = sequences.events[IN_EVAL][sequences.order] == 1
     num_before = np.concatenate(([0], np.cumsum(in_eval)))  # events of the second log, by place in the order
-    num_before_row = np.concatenate(([0], num_before[sequences.begins]))
-    rows = np.searchsorted(sequences.begins, np.arange(len(in_eval)), side="right")  # of each place, from 1
+    num_before_row = np.repeat(num_before[sequences.begins], sequences.lengths)  # by place, those of earlier rows
     train = sequences.take_events(~in_eval)
     num_targets = (sequences.lengths - train.lengths).astype(np.int32)
-    evaluated = sequences.take_events(in_eval | (num_before[:-1] == num_before_row[rows]))
+    evaluated = sequences.take_events(in_eval | (num_before[:-1] == num_before_row))
     evaluated = replace(evaluated, num_targets=num_targets)
     return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
 
