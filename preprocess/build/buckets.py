@@ -81,14 +81,12 @@ class Buckets:
     def read_range(self, index: int, num_bits: int) -> Columns:
         """Return the events of the keys whose hashes begin with these bits, the number `index`."""
         shift = self.num_bits - num_bits
-        if shift >= 0:
+        if shift > 0:
             parts = [self.read(bucket) for bucket in range(index << shift, (index + 1) << shift)]
-            return (
-                {name: np.concatenate([part.pop(name) for part in parts]) for name in self.dtypes}
-                if shift
-                else parts[0]
-            )
+            return {name: np.concatenate([part.pop(name) for part in parts]) for name in self.dtypes}
         columns = self.read(index >> -shift)
+        if shift == 0:
+            return columns
         is_in = user_hash(columns[self.key]) >> np.uint64(64 - num_bits) == index
         return {name: values[is_in] for name, values in columns.items()}
 

@@ -96,8 +96,7 @@ def k_core(buckets: Buckets, filters: Filters, engine: Engine) -> int:
 
 
 def _count_items(buckets: Buckets, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    values, counts = np.unique(buckets.read(index, (ITEM_ID,))[ITEM_ID], return_counts=True)
-    return values, counts
+    return np.unique(buckets.read(index, (ITEM_ID,))[ITEM_ID], return_counts=True)
 
 
 def _remove_rare(buckets: Buckets, frequent: KeyTable, min_user_events: int, index: int) -> int:
