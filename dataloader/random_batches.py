@@ -27,7 +27,6 @@ from evenrank.datasets.schema import (
     EVENT_DTYPES,
     ITEM_ID,
     MULTI_VALUED,
-    SCHEMA_VERSION,
     TIMESTAMP_MS,
     USER_ID,
     Manifest,
@@ -91,20 +90,11 @@ def draw_samples(
     events: dict[str, Any] = {ITEM_ID: items, ACTION: actions, TIMESTAMP_MS: np.arange(num_events)}
     rows[USER_ID] = data.users.sample(rng, num_samples)
     manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
         dataset="random",
-        sources=(),
-        options={},
-        splits={},
         contextual={
             name: MULTI_VALUED if isinstance(feature, RandomFeature) else "int64"
             for name, feature in data.contextual.items()
         },
-        extra_events={},
-        vocabulary_sizes={},
-        context_labels={},
-        ids={},
-        content_hash="",
     )
     return SequenceStore(
         manifest=manifest,

@@ -29,13 +29,12 @@ from pyarrow import fs
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets import schema
-from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.foreign import ListReader
 from evenrank.datasets.remote import latest_version
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, MANIFEST_NAME, USER_ID, IdSummary, Manifest
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import join_blocks, overlaps
-from evenrank.datasets.unpack import YEAR_MS, RowBlock, wrap_parquet_errors
+from evenrank.datasets.unpack import RowBlock, wrap_parquet_errors
 
 END_NAME = "_END"
 """Name of the file after which no file is added to a folder."""
@@ -103,17 +102,12 @@ def describe_log(
         if dtype not in schema.EXTRA_DTYPES:
             raise ConfigError(f"extra_events[{name!r}] must be one of {', '.join(schema.EXTRA_DTYPES)}, got {dtype!r}")
     manifest = Manifest(
-        schema_version=schema.SCHEMA_VERSION,
         dataset="log",
-        sources=(),
-        options={},
-        splits={},
         contextual={**dict.fromkeys(labelled, "int64"), **dict.fromkeys(floats, schema.FLOAT)},
         extra_events=extra_events,
         vocabulary_sizes={USER_ID: 0, ACTION: 0, **vocabulary_sizes},
         context_labels=dict.fromkeys(labelled, (None,)),
         ids=dict.fromkeys((USER_ID, ITEM_ID), IdSummary(rule="keep", kind="int64")),
-        content_hash="",
     )
     return replace(manifest, content_hash=schema.content_hash(manifest))
 
@@ -134,10 +128,7 @@ def _checked_rows(table: pa.Table, manifest: Manifest, place: str, first_row: in
     if wrong := [name for name, count in counts.items() if count > 1 or (not count and name in required)]:
         raise DataError(f"{place} has {counts[wrong[0]]} columns {wrong[0]!r}; write one, as the log's manifest says")
     columns = {name: name for name, count in counts.items() if count}
-    # Times of a followed dataset can be in 1970, as with --timestamp-unit row.
-    is_early = "statistics" in manifest.options and read_statistics(manifest).first_ms < YEAR_MS
-    reader = ListReader(columns=columns, row_numbers=repeat(0), may_be_early=is_early)
-    block = reader.rows(table, manifest, place, first_row)
+    block = ListReader(columns=columns, row_numbers=repeat(0)).rows(table, manifest, place, first_row)
     if (num_targets := block.row_columns.get(schema.NUM_TARGETS)) is not None:
         for row in np.flatnonzero(num_targets > block.lengths)[:1]:
             fault = f"{schema.NUM_TARGETS} is {num_targets[row]}, of {block.lengths[row]} events"

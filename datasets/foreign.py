@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.listing import list_files
 from evenrank.datasets import schema
+from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
@@ -31,7 +32,7 @@ from evenrank.datasets.schema import (
     Manifest,
     Split,
 )
-from evenrank.datasets.unpack import RowBlock, check_times, find_or_build, read_blocks, wrap_parquet_errors
+from evenrank.datasets.unpack import YEAR_MS, RowBlock, check_times, find_or_build, read_blocks, wrap_parquet_errors
 
 _LAYOUT = "v2"  # version of the manifests in the cache, part of the entry's name
 
@@ -43,7 +44,6 @@ class ListReader:
     columns: Mapping[str, str]  # in the files, by name in batches
     row_numbers: Iterator[int] = field(default_factory=count)  # in place of user ids
     sort_by_time: bool = False  # else lists out of order are refused
-    may_be_early: bool = False  # whether times can be in 1970; else these are taken for seconds, and refused
 
     def __call__(self, file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
         """Return the rows of a group; a null list has no events."""
@@ -81,7 +81,9 @@ class ListReader:
             order = np.lexsort((events[TIMESTAMP_MS], np.repeat(np.arange(len(lengths)), lengths)))
             events = {name: column[order] for name, column in events.items()}
         if TIMESTAMP_MS in lists:
-            has_unit = self.may_be_early or pa.types.is_timestamp(lists[TIMESTAMP_MS].type.value_type)
+            # Times of a followed dataset can be in 1970, as with --timestamp-unit row; others are taken for seconds.
+            is_early = "statistics" in manifest.options and read_statistics(manifest).first_ms < YEAR_MS
+            has_unit = is_early or pa.types.is_timestamp(lists[TIMESTAMP_MS].type.value_type)
             place, column = f"{path}, row", repr(self.columns[TIMESTAMP_MS])
             check_times(
                 events[TIMESTAMP_MS], lengths, lambda row: f"{place} {first_row + row}: {column}", has_unit=has_unit
@@ -161,9 +163,7 @@ def _describe(folder: Path, names: list[str], split: str, reader: ListReader) ->
     labelled = [name for name, dtype in contextual.items() if dtype != FLOAT]
     unread = Split(files=tuple(files), rows=sum(file.rows for file in files), interactions=0, lengths={})
     manifest = Manifest(
-        schema_version=schema.SCHEMA_VERSION,
         dataset=folder.name,
-        sources=(),
         options={"columns": dict(columns), "sort_by_time": reader.sort_by_time},
         splits={split: unread},
         contextual=contextual,
@@ -171,7 +171,6 @@ def _describe(folder: Path, names: list[str], split: str, reader: ListReader) ->
         vocabulary_sizes=dict.fromkeys((USER_ID, ITEM_ID, ACTION, *labelled), 0),
         context_labels=dict.fromkeys(labelled, (None,)),
         ids=dict.fromkeys((USER_ID, ITEM_ID), IdSummary(rule="keep", kind="int64")),
-        content_hash="",
     )
     sizes, parts = dict(manifest.vocabulary_sizes), []
     for _, block in read_blocks(folder, manifest, unread, replace(reader, row_numbers=count())):

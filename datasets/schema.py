@@ -16,7 +16,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -139,24 +139,24 @@ class IdSummary:
 class Manifest:
     """`manifest.json`: the description of a dataset."""
 
-    schema_version: int
+    schema_version: int = SCHEMA_VERSION
     dataset: str
     """Name of the dataset."""
-    sources: tuple[SourceFile, ...]
-    options: Mapping[str, Any]
+    sources: tuple[SourceFile, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     """The options of preprocessing; `audit` counts what was left out, `statistics` the events."""
-    splits: Mapping[str, Split]
-    contextual: Mapping[str, str]
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    contextual: Mapping[str, str] = field(default_factory=dict)
     """The contextual features, in column order, and their types: `int64`, `list<int64>` or `float32`."""
-    extra_events: Mapping[str, str]
+    extra_events: Mapping[str, str] = field(default_factory=dict)
     """Further list columns and their element types: `int64`, `int32` or `float32`."""
-    vocabulary_sizes: Mapping[str, int]
+    vocabulary_sizes: Mapping[str, int] = field(default_factory=dict)
     """Per feature of ids: largest id + 1."""
-    context_labels: Mapping[str, tuple[str | None, ...]]
+    context_labels: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Per contextual feature of ids: the labels of ids 0 (None), 1, 2, ..."""
-    ids: Mapping[str, IdSummary]
+    ids: Mapping[str, IdSummary] = field(default_factory=dict)
     """Of `user_id` and `item_id`, and of features whose values were numbered."""
-    content_hash: str
+    content_hash: str = ""
     """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
     item_features: DataFile | None = None
     """The table of the features of items, if there is one."""
@@ -336,7 +336,6 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         if not isinstance(values, list) or not all(label is None or isinstance(label, str) for label in values):
             raise ValueError("the labels of a feature are no list of strings")
     return Manifest(
-        schema_version=SCHEMA_VERSION,
         dataset=str(raw["dataset"]),
         sources=tuple(SourceFile(**source) for source in raw["sources"]),
         options=dict(raw["options"]),

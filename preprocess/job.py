@@ -21,7 +21,6 @@ from evenrank.datasets.schema import (
     EVENT_DTYPES,
     ITEM_ID,
     REQUESTS_NAME,
-    SCHEMA_VERSION,
     USER_ID,
     Manifest,
     Split,
@@ -196,7 +195,6 @@ class Job:
             sources = self.base.with_logs(sources)
         labels = {**source.context.values, **source.item_features.values}
         manifest = Manifest(
-            schema_version=SCHEMA_VERSION,
             dataset=config.dataset,
             sources=sources,
             options={
@@ -221,7 +219,6 @@ class Job:
                 },
                 **source.feature_ids,
             },
-            content_hash="",
             item_features=item_table,
         )
         manifest = replace(manifest, content_hash=content_hash(manifest))

@@ -38,7 +38,7 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.costs.model_costs import TokenCost
-from evenrank.datasets.schema import ACTION, ITEM_ID, SCHEMA_VERSION, USER_ID, Manifest
+from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID, Manifest
 from evenrank.training import device_peaks, make_pipeline, scale_loss
 from evenrank.training.pipelines import Pipeline
 from trainer.config import TrainConfig
@@ -133,23 +133,8 @@ def measured(task: WorkerTask, world: World) -> RunResult:
 
 def _manifest(workload: Workload, config: TrainConfig) -> Manifest:
     """Return the manifest of the data that are drawn, which says how large the tables are."""
-    return Manifest(
-        schema_version=SCHEMA_VERSION,
-        dataset="random",
-        sources=(),
-        options={},
-        splits={},
-        contextual={},
-        extra_events={},
-        vocabulary_sizes={
-            USER_ID: workload.user_rows,
-            ITEM_ID: workload.item_rows,
-            ACTION: 2**config.num_tasks,
-        },
-        context_labels={},
-        ids={},
-        content_hash="",
-    )
+    sizes = {USER_ID: workload.user_rows, ITEM_ID: workload.item_rows, ACTION: 2**config.num_tasks}
+    return Manifest(dataset="random", vocabulary_sizes=sizes)
 
 
 def _reset_peak_memory(device: torch.device) -> None:
