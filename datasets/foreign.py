@@ -64,11 +64,9 @@ class ListReader:
         lengths = counts[ITEM_ID].astype(np.int64)
         for name, others in counts.items():
             for row in np.flatnonzero(others != lengths)[:1]:
-                raise DataError(
-                    f"{path}, row {first_row + row}: "
-                    f"{self.columns[ITEM_ID]!r} has {lengths[row]} values, {self.columns[name]!r} has {others[row]}; "
-                    "the lists of a row need one value per event"
-                )
+                of_items, of_others = repr(self.columns[ITEM_ID]), repr(self.columns[name])
+                fault = f"{of_items} has {lengths[row]} values, {of_others} has {others[row]}"
+                raise DataError(f"{path}, row {first_row + row}: {fault}; the lists of a row need one value per event")
         values = {
             name: self._values(name, array, manifest, path)
             for name, array in (arrays | {name: array.flatten() for name, array in lists.items()}).items()
@@ -92,6 +90,7 @@ class ListReader:
         return RowBlock(lengths, users | values, events, {})
 
     def _values(self, name: str, array: pa.Array, manifest: Manifest, path: str) -> NDArray[Any]:
+        column = f"{path}: column {self.columns[name]!r} ({name})"
         fault: object = f"{array.null_count} nulls and type {array.type}"
         try:
             if pa.types.is_timestamp(array.type):
@@ -101,22 +100,17 @@ class ListReader:
                 largest = np.abs(floats).max(initial=0)
                 if largest < (np.inf if array.type == pa.float32() else 1 << 24):  # else a float32 rounds integers
                     return floats
-                reason = f"has {largest:.9g}, not finite or from 2^24 on; convert it to integers or float32"
-                raise DataError(f"{path}: column {self.columns[name]!r} ({name}) {reason}")
+                rounded = f"{largest:.9g}, not finite or from 2^24 on"
+                raise DataError(f"{column} has {rounded}; convert it to integers or float32")
             if pa.types.is_integer(array.type) and not array.null_count:
                 values: NDArray[np.integer] = array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
                 if name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events) or values.min(initial=0) >= 0:
                     return values
                 fault = values.min()
         except pa.ArrowException as error:
-            fault = f"type {array.type}: {first_line(error)}"
-            raise DataError(
-                f"{path}: column {self.columns[name]!r} ({name}) cannot have {fault}; convert it"
-            ) from error
-        raise DataError(
-            f"{path}: column {self.columns[name]!r} ({name}) must have integers, from 0 if they are ids, it has "
-            f"{fault}; `evenrank preprocess` numbers ids"
-        )
+            raise DataError(f"{column} cannot have type {array.type}: {first_line(error)}; convert it") from error
+        wanted = "must have integers, from 0 if they are ids"
+        raise DataError(f"{column} {wanted}, it has {fault}; `evenrank preprocess` numbers ids")
 
 
 def describe_folder(folder: Path, split: str, reader: ListReader) -> Manifest:

@@ -150,7 +150,8 @@ class StreamSource:
     def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
         """Yield rows first..end-1 of a file, one row group at a time."""
         path = f"{self.root}/{data_file.path}"
-        _check_local(self.files, path)
+        if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
+            check_regular(path)  # because opening a named pipe would wait for a writer
         try:
             with (
                 wrap_parquet_errors(path),
@@ -201,12 +202,6 @@ def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str) -> S
         multi_valued={name: MultiValued(offsets=row_offsets(name)) for name in manifest.multi_valued},
         num_targets=column(NUM_TARGETS, "int32") if blocks and NUM_TARGETS in blocks[0].row_columns else None,
     )
-
-
-def _check_local(files: fs.FileSystem, path: str) -> None:
-    """Check that an existing local file is a regular one, because opening a named pipe would wait for a writer."""
-    if isinstance(files, fs.LocalFileSystem) and os.path.exists(path):
-        check_regular(path)
 
 
 def overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
