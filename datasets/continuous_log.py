@@ -143,13 +143,6 @@ def _checked_rows(table: pa.Table, manifest: Manifest, place: str, first_row: in
     return block
 
 
-class _Footer(NamedTuple):
-    """What the end of a file says of it."""
-
-    digest: int  # tells a replaced file, by the sizes and statistics of its columns
-    group_rows: tuple[int, ...]  # of its row groups
-
-
 class FolderLog:
     """A folder, or prefix of an object store, to which Parquet files are added; each row is a record.
 
@@ -212,8 +205,9 @@ class FolderLog:
                 is_final = False
                 break
             self._names.append(name)
-            self._bounds.append(self._bounds[-1] + sum(footer.group_rows))
-            self._digests.append(footer.digest)
+            digest, group_rows = footer
+            self._bounds.append(self._bounds[-1] + sum(group_rows))
+            self._digests.append(digest)
         return LogEnd(self._bounds[-1], is_final)
 
     def _list(self) -> dict[str, int]:
@@ -227,7 +221,7 @@ class FolderLog:
             if (begin := self._bounds[index]) >= end:
                 break
             if self._group_rows[0] != index:
-                self._group_rows = index, self._unchanged(self._names[index], self._digests[index]).group_rows
+                self._group_rows = index, self._unchanged(self._names[index], self._digests[index])
             for group, group_first, group_end in overlaps(self._group_rows[1], max(first - begin, 0), end - begin):
                 blocks.append(self._read_group(index, group).rows(group_first, group_end))
         if len({schema.NUM_TARGETS in block.row_columns for block in blocks}) > 1:
@@ -262,8 +256,11 @@ class FolderLog:
         self._num_before, self._before = num_before, before
         self._old, self._group_rows, self._block = None, (-1, ()), None
 
-    def _read_footer(self, name: str) -> _Footer | None:
-        """Return the footer of a file, or None if it is incomplete: Parquet ends with its footer."""
+    def _read_footer(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return a digest of the footer of a file, and the rows of its groups, or None if the file is incomplete.
+
+        Parquet ends with the footer, whose sizes and statistics of columns tell a replaced file.
+        """
         with wrap_parquet_errors(f"{self._root}/{name}"):
             try:
                 with self._root.files.open_input_file(f"{self._root.path}/{name}") as opened:
@@ -272,7 +269,7 @@ class FolderLog:
                     digest = int(hashlib.sha256(opened.read()).hexdigest()[:16], 16)
             except (FileNotFoundError, pa.ArrowInvalid):
                 return None
-        return _Footer(digest, tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
+        return digest, tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
 
     def _check_growth(self, name: str, size: int) -> None:
         """Log an incomplete file, warn if it does not grow, and at last raise an error: its writer may be dead."""
@@ -289,21 +286,22 @@ class FolderLog:
             _log.warning("%s; it and all files after it wait", fault)
             self._warn_at = math.inf
 
-    def _unchanged(self, name: str, digest: int) -> _Footer:
+    def _unchanged(self, name: str, digest: int) -> tuple[int, ...]:
+        """Return the rows of the groups of a file, which must be as it was."""
         footer = self._read_footer(name)
-        if footer is None or footer.digest != digest:
+        if footer is None or footer[0] != digest:
             raise DataError(
                 f"{self._root}/{name} was replaced or deleted before all of its records were trained; restore it"
             )
-        return footer
+        return footer[1]
 
     def _read_group(self, index: int, group: int) -> RowBlock:
         if self._block is None or self._block[:2] != (index, group):
             path = self._root / self._names[index]
-            footer = self._unchanged(self._names[index], self._digests[index])
+            group_rows = self._unchanged(self._names[index], self._digests[index])
             with wrap_parquet_errors(str(path)), self._root.files.open_input_file(path.path) as opened:
                 table = pq.ParquetFile(opened, pre_buffer=True).read_row_group(group, columns=_columns(self.manifest))
-            block = _checked_rows(table, self.manifest, str(path), sum(footer.group_rows[:group]))
+            block = _checked_rows(table, self.manifest, str(path), sum(group_rows[:group]))
             self._block = index, group, block
         return self._block[2]
 

@@ -119,24 +119,24 @@ def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
 class ColumnWriter(contextlib.AbstractContextManager["ColumnWriter"]):
     """Writes a column to a new `.npy` file in parts.
 
-    It is not mapped, because a store to a mapped file on a full disk kills the process.
+    It is not mapped, because a store to a mapped file on a full disk kills the process. Its `length` is that so far.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._file = path.open("xb")
         self._dtype = np.dtype(dtype)
-        self._length = 0
+        self.length = 0
         self._file.write(_header(self._dtype, 0))  # as long as that of any other length
 
     def append(self, values: NDArray[Any]) -> None:
         """Append values [n] of the column's dtype."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
-        self._length += len(values)
+        self.length += len(values)
 
     def __exit__(self, *_: object) -> None:
         with self._file:
             self._file.seek(0)
-            self._file.write(_header(self._dtype, self._length))
+            self._file.write(_header(self._dtype, self.length))
             self._file.flush()
             os.fsync(self._file.fileno())  # some file systems report only now that the disk is full
 
@@ -208,7 +208,6 @@ def unpack(
 def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: GroupReader, entry: Path) -> None:
     for kind in (ROWS, ROW_OFFSETS, EVENTS):
         (entry / kind).mkdir()
-    num_rows = num_events = 0
     with contextlib.ExitStack() as stack:
 
         def create(name: str, dtype: str) -> ColumnWriter:
@@ -216,7 +215,6 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
 
         offsets = create(OFFSETS, "int64")
         row_offsets = {name: create(f"{ROW_OFFSETS}/{name}", "int64") for name in manifest.multi_valued}
-        num_values = dict.fromkeys(row_offsets, 0)
         for column in (offsets, *row_offsets.values()):
             column.append(np.zeros(1, dtype=np.int64))
         rows = {name: create(f"{ROWS}/{name}", dtype) for name, dtype in manifest.row_columns.items()}
@@ -226,16 +224,14 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
                 rows[NUM_TARGETS] = create(NUM_TARGETS, "int32")
             if block.row_columns.keys() != rows.keys():
                 raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
-            offsets.append(num_events + np.cumsum(block.lengths))
-            num_rows += len(block.lengths)
-            num_events += int(block.lengths.sum())
+            offsets.append(events[TIMESTAMP_MS].length + np.cumsum(block.lengths))
+            for name, counts in block.counts.items():
+                row_offsets[name].append(rows[name].length + np.cumsum(counts))
             for name, values in block.row_columns.items():
                 rows[name].append(values)
-            for name, counts in block.counts.items():
-                row_offsets[name].append(num_values[name] + np.cumsum(counts))
-                num_values[name] += int(counts.sum())
             for name, values in block.event_columns.items():
                 events[name].append(values)
+        num_rows, num_events = offsets.length - 1, events[TIMESTAMP_MS].length
         if (num_rows, num_events) != (split.rows, split.interactions):
             raise DataError(
                 f"{folder} contains {num_rows:,} rows and {num_events:,} events, its manifest says {split.rows:,} and "
