@@ -77,8 +77,6 @@ class Samples:
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of samples with indices in 0..len-1: int64 of the same shape."""
-        if not len(self.left_out):
-            return indices
         # left_out 2 3 7: 2 samples precede row 2, also 2 precede row 3, and 5 precede row 7. Sample 4 comes after two
         # rows that are left out, so it is row 6; sample 5 comes after three, so it is row 8.
         samples_before = self.left_out - np.arange(len(self.left_out))

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -199,12 +199,11 @@ def user_hash(user_ids: "NDArray[np.int64]", *, salt: int = 0) -> "NDArray[np.ui
     return mix64(hashed ^ mix64(np.array([salt], dtype=np.int64).view(np.uint64))) if salt else hashed
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_names(names: Collection[str]) -> None:
     """Raise a ConfigError unless all can be names of contextual features and list columns.
 
     They become keys of batches and file names, so none may be reserved or differ from another only by case.
     """
-    names = tuple(names)
     _check_distinct(names)
     if reserved := [name for name in names if name in RESERVED_NAMES]:
         raise ConfigError(
@@ -213,9 +212,8 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
-def check_new_names(names: Iterable[str]) -> None:
+def check_new_names(names: Collection[str]) -> None:
     """Check names of contextual features of a new dataset, which also become names of modules, without dots."""
-    names = tuple(names)
     check_names(names)
     if dotted := [name for name in names if "." in name]:
         raise ConfigError(
