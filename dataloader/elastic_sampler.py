@@ -31,7 +31,7 @@ from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.dataloader.collate.gather import SampleLengths
@@ -265,14 +265,12 @@ class ElasticLoader(Generic[Batch]):
         return self._sampler.remaining_batches()
 
     def __iter__(self) -> Iterator[Batch]:
-        check = self._sampler._plan_check
-        return self._iterate() if check is None else check.telling(self._iterate())
+        check, batches = self._sampler._plan_check, self._sampler._hand_out(self._place_batches())
+        return batches if check is None else check.telling(batches)
 
-    def _iterate(self) -> Iterator[Batch]:
-        sampler, check, observe = self._sampler, self._sampler._plan_check, self._sampler._observe
-        plans = None if check is None else check.begin_epoch(sampler.epoch, sampler.remaining_batches())
+    def _place_batches(self) -> Iterator[tuple[Any, Position, int | None, StepMetrics | None]]:
         handed_out: deque[_Step] = deque()
-        self._latest = sampler._handed_out = handed_out
+        self._latest = self._sampler._handed_out = handed_out
         for batch in self._loader:
             if not handed_out or (self._loader.persistent_workers and self._latest is not handed_out):
                 raise ConfigError(
@@ -280,14 +278,8 @@ class ElasticLoader(Generic[Batch]):
                     "persistent workers; iterate over the ElasticLoader alone, and once at a time"
                 )
             step = handed_out.popleft()
-            if plans is not None:
-                plans.add(step.fields["plan_hash"])
-            if observe is not None and step.metrics is not None:
-                observe(step.metrics)
-            self._current.after_last = step.position
-            yield self._placed(batch, step) if isinstance(batch, JaggedBatch) else batch
-        if check is not None and plans is not None:
-            check.end_epoch(plans)
+            placed = self._placed(batch, step) if isinstance(batch, JaggedBatch) else batch
+            yield placed, step.position, step.fields.get("plan_hash"), step.metrics
 
     def _placed(self, batch: Any, step: _Step) -> Any:
         if batch.num_real != len(step.sample_ids):
@@ -356,11 +348,10 @@ class _GivenLengths:
         self._arrays = dict(arrays)
         zeros = np.zeros(num_samples, dtype=np.int64)
         self._num_candidates = arrays.pop(_NUM_CANDIDATES, zeros).astype(np.int64)
-        fields = {name: jagged().field for name in arrays}
-        if loss_key is not None and loss_key.key in fields:
-            fields[loss_key.key] = loss_key.field
-        self._of_keys = {(fields[name], name): values.astype(np.int64) for name, values in arrays.items()}
-        check_loss_key(loss_key, self._of_keys)
+        fields = {} if loss_key is None else {loss_key.key: loss_key.field}
+        self._of_keys = {
+            (fields.get(name, jagged().field), name): values.astype(np.int64) for name, values in arrays.items()
+        }
         specs = tuple(
             FieldSpec(name=field, keys=(name,), dtype=torch.int64, lengths_dtype=torch.int64)
             for field, name in self._of_keys

@@ -83,7 +83,6 @@ def build_loader(
         DataError: the dataset, or the file of codes, is missing or malformed.
         RankError: with `balance`, another rank failed, or has other data or settings.
     """
-
     arguments = locals()
 
     def make(members: Members | None = None) -> Loader[Batch]:
@@ -132,7 +131,6 @@ class Loader(EpochPositions, RankLoader[Batch]):
     `BalanceConfig.timeout`. If the samples of the last step do not fill it, its last ranks have fewer samples or none,
     see `num_real`; with `balance` any rank may. A loader can be pickled, except for `on_step` and the comparison of
     plans between ranks; unpickling maps the same files.
-
     """
 
     def __init__(
@@ -166,7 +164,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
             {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
         )
         self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
-        self._on_step = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
+        self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
 
     def _open(self, stores: Sequence[SequenceStore], window: tuple[int, int] | None = None) -> "OpenedSamples[Batch]":
         config = self._config
@@ -224,10 +222,11 @@ class Loader(EpochPositions, RankLoader[Batch]):
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._iterate() if self._plan_check is None else self._plan_check.telling(self._iterate())
+        batches = self._hand_out(self._make_steps())
+        return batches if self._plan_check is None else self._plan_check.telling(batches)
 
-    def _iterate(self) -> Iterator[Batch]:
-        seed, iteration, is_measured = self._seed, self._begin_epoch(), self._on_step is not None
+    def _make_steps(self) -> Iterator[tuple[Batch, Position, int | None, StepMetrics | None]]:
+        seed, iteration, is_measured = self._seed, self._begin_epoch(), self._observe is not None
         epoch, schedule = iteration.point.epoch, iteration.schedule
         opened = self._open_epoch(epoch)
 
@@ -242,24 +241,16 @@ class Loader(EpochPositions, RankLoader[Batch]):
             return made
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
-        plans = None if self._plan_check is None else self._plan_check.begin_epoch(epoch, num_steps)
         step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
         for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
-            if plans is not None and batch.plan_hash is not None:
-                plans.add(batch.plan_hash)
-            if self._on_step is not None and metrics is not None:
-                self._on_step(metrics)
-            self._current.after_last = Position(batch.epoch, batch.position)
-            yield batch
-        if self._plan_check is not None and plans is not None:
-            self._plan_check.end_epoch(plans)
+            yield batch, Position(batch.epoch, batch.position), batch.plan_hash, metrics
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
         self._workers.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_on_step": None, "_plan_check": None}  # often an open file; a connection
+        return super().__getstate__() | {"_observe": None, "_plan_check": None}  # often an open file; a connection
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch yielded last, or after another one.

@@ -56,6 +56,7 @@ class BatchSchema:
         keys = tuple((spec.name, key) for spec in self.fields for key in spec.keys or ())
         object.__setattr__(self, "jagged_keys", keys)
         object.__setattr__(self, "key_names", tuple(name_keys(keys)))
+        check_loss_key(self.loss_key, keys)
 
     def lengths_by_key(self, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Return the rows of lengths [K, ...], by name."""
@@ -99,39 +100,21 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
     batch_type: Any = type(batch)
     fills, limits = batch.fill_values(), batch.length_limits
     return _schema(
-        batch_type,
-        batch.batch_size,
-        tuple(_spec_of(name, value, batch.batch_size, fills.get(name, 0)) for name, value in batch.tensors()),
-        batch.loss_key(),
-        tuple(sorted(limits.items())) if limits else (),
-        tuple((name, getattr(batch, name)) for name in _names_of_shared(batch_type)),
+        batch_type=batch_type,
+        batch_size=batch.batch_size,
+        fields=tuple(_spec_of(name, value, batch.batch_size, fills.get(name, 0)) for name, value in batch.tensors()),
+        loss_key=batch.loss_key(),
+        length_limits=tuple(sorted(limits.items())) if limits else (),
+        shared=tuple((name, getattr(batch, name)) for name in _names_of_shared(batch_type)),
     )
+
+
+_schema = functools.lru_cache(BatchSchema)  # the batches of a loader have one schema, and each is compared with it
 
 
 @functools.cache
 def _names_of_shared(batch_type: Any) -> tuple[str, ...]:
     return tuple(entry.name for entry in dataclasses.fields(batch_type) if entry.metadata.get("in_schema"))
-
-
-@functools.lru_cache  # the batches of a loader have one schema, and each is compared with it
-def _schema(
-    batch_type: Any,
-    batch_size: int,
-    fields: tuple[FieldSpec, ...],
-    loss_key: LossKey | None,
-    limits: tuple[tuple[str, int], ...],
-    shared: tuple[tuple[str, Any], ...],
-) -> BatchSchema:
-    schema = BatchSchema(
-        batch_type=batch_type,
-        batch_size=batch_size,
-        fields=fields,
-        loss_key=loss_key,
-        length_limits=limits,
-        shared=shared,
-    )
-    check_loss_key(schema.loss_key, schema.jagged_keys)
-    return schema
 
 
 def _spec_of(name: str, value: object, batch_size: int, fill: float) -> FieldSpec:

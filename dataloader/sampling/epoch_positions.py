@@ -1,17 +1,27 @@
 """`EpochPositions`: the position of a loader or sampler in its epochs, and the state that saves it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import Iteration, StepSampler
-from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, SavedPosition, warn_of_rest
+from evenrank.dataloader.state.resume_point import (
+    CurrentPosition,
+    Position,
+    ResumePoint,
+    SavedPosition,
+    checked_state,
+    warn_of_rest,
+)
 from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
+
+Batch = TypeVar("Batch")
 
 
 class EpochSamples(NamedTuple):
@@ -32,6 +42,7 @@ class EpochPositions(ABC):
     _key_maps: Mapping[str, KeyMap]
     _seed: int
     _plan_check: PlanCheck | None  # None: not balanced
+    _observe: Callable[[StepMetrics], None] | None
 
     def __init__(self) -> None:
         self._current = CurrentPosition()
@@ -69,9 +80,10 @@ class EpochPositions(ABC):
                 to train on other data after it, call `begin_after`.
             ConfigError: the rest of the epoch cannot be packed.
         """
-        saved = SavedPosition.from_state(state, self._identify, self._ids)
+        entries = checked_state(state, self._ids)
+        order, sampler, fingerprint, _ = self._samples_of(entries["epoch"])
+        saved = SavedPosition.from_entries(entries, order.num_samples, fingerprint)
         check_dist_type(saved.dist_type, self._key_maps, source="the loader's state")
-        order, sampler, *_ = self._samples_of(saved.epoch)
         point = sampler.resume(order, saved)
         is_over = point.position > 0 and not sampler.begin(order, point, seed=saved.seed).schedule.num_steps
         self._seed = saved.seed
@@ -101,9 +113,19 @@ class EpochPositions(ABC):
         order, sampler, *_ = self._samples_of(point.epoch)
         return sampler.begin(order, point, seed=self._seed)
 
-    def _identify(self, epoch: int) -> tuple[int, str]:
-        order, _, fingerprint, _ = self._samples_of(epoch)
-        return order.num_samples, fingerprint
+    def _hand_out(self, steps: Iterable[tuple[Batch, Position, int | None, StepMetrics | None]]) -> Iterator[Batch]:
+        """Yield the batches of steps, given with the position after each, the hash of its plan, and its metrics."""
+        check, observe = self._plan_check, self._observe
+        plans = None if check is None else check.begin_epoch(self.epoch, self.remaining_batches())
+        for batch, after, plan_hash, metrics in steps:
+            if plans is not None and plan_hash is not None:
+                plans.add(plan_hash)
+            if observe is not None and metrics is not None:
+                observe(metrics)
+            self._current.after_last = after
+            yield batch
+        if check is not None and plans is not None:
+            check.end_epoch(plans)
 
     def _state(self, after: JaggedBatch | Position | None) -> dict[str, Any]:
         """Return the state after a batch, or a position, that was handed out; None: the last one."""

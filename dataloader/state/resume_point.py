@@ -18,7 +18,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -213,12 +213,8 @@ class SavedPosition(NamedTuple):
         return _WINDOW_FORMAT.make(**entries, begin_ms=self.window[0], end_ms=self.window[1])
 
     @classmethod
-    def from_state(
-        cls, state: object, identify: Callable[[int], tuple[int, str]], ids: Mapping[str, IdSummary]
-    ) -> "SavedPosition":
-        """Return the position of a state that `to_state` made; `identify` returns its first arguments for an epoch."""
-        entries = _checked(state, ids)
-        num_samples, fingerprint = identify(entries["epoch"])
+    def from_entries(cls, entries: Mapping[str, Any], num_samples: int, fingerprint: str) -> "SavedPosition":
+        """Return the position of a state that `to_state` made, after `checked_state`, given its first arguments."""
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
                 f"the loader's state is of other data, codes or filters: it has {entries['num_samples']:,} samples and "
@@ -240,15 +236,15 @@ class SavedPosition(NamedTuple):
 
         Of windows, also the time in milliseconds since 1970 before which all events are trained, else None.
         """
-        entries = _checked(state, ids)
+        entries = checked_state(state, ids)
         epoch, left_out = entries["epoch"], entries["num_samples"] - entries["position"]
         if entries["position"] and left_out:
             _log.warning("epoch %d is not finished: %d samples of its dataset are never trained", epoch, left_out)
         return int(epoch) + 1, entries.get("end_ms" if entries["position"] else "begin_ms")
 
 
-def _checked(state: object, ids: Mapping[str, IdSummary]) -> dict[str, Any]:
-    """Return a state of either version whose ids all mean the same here."""
+def checked_state(state: object, ids: Mapping[str, IdSummary]) -> dict[str, Any]:
+    """Return the entries of a state of either version, intact, whose ids all mean the same here; else a StateError."""
     has_window = isinstance(state, Mapping) and state.get("version") == _WINDOW_FORMAT.version
     entries = (_WINDOW_FORMAT if has_window else _FORMAT).check(state)
     check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
