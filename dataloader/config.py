@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal
+from typing import Any, Generic, Literal
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_at_least, check_record
@@ -13,7 +13,7 @@ from evenrank.dataloader.collate.negatives import Negatives, NegativeSampler, So
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.state.checks import SEED, show
+from evenrank.dataloader.state.checks import SEED, check_option
 from evenrank.datasets.inference_requests import Requests as Requests
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
 from evenrank.datasets.time_windows import TimeWindows as TimeWindows
@@ -55,14 +55,11 @@ class ReadConfig(ABC, Generic[Batch]):
     key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
     """Features whose keys are replaced by the rows of their tables. A machine's first loader caches a mapped column."""
 
-    _MINIMUMS: ClassVar[dict[str, int]] = {"batch_size": 1, "max_history_length": 0, "num_workers": 0, "prefetch": 1}
-
     def __post_init__(self) -> None:
-        if (expected := SEED(self.seed)) is not None:
-            raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
+        check_option("seed", self.seed, SEED)
         check_record(self)
-        for name, minimum in self._MINIMUMS.items():
-            check_at_least(minimum, **{name: getattr(self, name)})
+        check_at_least(1, batch_size=self.batch_size, prefetch=self.prefetch)
+        check_at_least(0, max_history_length=self.max_history_length, num_workers=self.num_workers)
         object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy that no caller changes later
         for name in self.key_maps:
             if name in (ACTION, TIMESTAMP_MS):
@@ -108,10 +105,9 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
     negatives: Negatives | None = None
     """Draw negatives for the candidates or, without candidates and labels, for the items after the first."""
 
-    _MINIMUMS: ClassVar[dict[str, int]] = {**ReadConfig._MINIMUMS, "max_num_candidates": 0, "num_tasks": 0}
-
     def __post_init__(self) -> None:
         ReadConfig.__post_init__(self)
+        check_at_least(0, max_num_candidates=self.max_num_candidates, num_tasks=self.num_tasks)
         if isinstance(self.order, TimeWindows | Requests) and not self.max_num_candidates:
             kind = "requests" if self.has_requests else "windows of time"
             raise ConfigError(f"{kind} have candidates as targets; pass max_num_candidates of at least 1")

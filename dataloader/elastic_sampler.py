@@ -39,7 +39,7 @@ from evenrank.dataloader.collate.jagged import jagged
 from evenrank.dataloader.rank_loader import check_rank
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
-from evenrank.dataloader.sampling.steps import StepSampler, StepShape
+from evenrank.dataloader.sampling.steps import StepShape
 from evenrank.dataloader.state.checks import SEED, check_option
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.workers import Workers
@@ -80,8 +80,6 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         RankError: with `balance`, another rank failed, or has other lengths or settings.
     """
 
-    _sampler: StepSampler
-
     def __init__(
         self,
         num_samples: int,
@@ -111,10 +109,9 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
                     "neither, and a Balancer over the DataLoader"
                 )
             EpochPositions.__init__(self)
-            self._order = (ShuffledOrder if shuffle else RowOrder)(
-                samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
-            )
-            self._fingerprint = hashlib.sha256(repr(self._order.fingerprint()).encode()).hexdigest()
+            samples = Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
+            order = (ShuffledOrder if shuffle else RowOrder)(samples=samples)
+            fingerprint = hashlib.sha256(repr(order.fingerprint()).encode()).hexdigest()
             self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
             self._seed = seed
             self._loss_key = loss_key
@@ -124,7 +121,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
             self._handed_out: deque[_Step] | None = None  # of the next iteration, to an ElasticLoader
             self._given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
-            self._sampler = make_step_sampler(self._given, self._shape, balance)
+            self._samples = EpochSamples(order, make_step_sampler(self._given, self._shape, balance), fingerprint)
             self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
             self._observe = (
                 None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
@@ -143,7 +140,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         handed_out, self._handed_out = self._handed_out, None
         iteration = self._begin_epoch()
         epoch, schedule = iteration.point.epoch, iteration.schedule
-        sample = partial(self._sampler.sample, iteration, is_measured=self._observe is not None)
+        sample = partial(self._samples.sampler.sample, iteration, is_measured=self._observe is not None)
         starts = range(0, schedule.num_steps, _STEPS_AT_ONCE)
         planned = self._planning.map(sample, (range(schedule.num_steps)[first:][:_STEPS_AT_ONCE] for first in starts))
         for step, samples in enumerate(chain.from_iterable(planned)):
@@ -177,14 +174,14 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             "num_samples": self.num_samples,
             "seed": self._seed,
             "drop_last": self._shape.drop_last,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self._samples.fingerprint,
             "loss_key": self._loss_key,
             **({} if balance is None else balance.rank_invariants(exchanges=False)),
-            **self._sampler.rank_invariants(self._order, seed=self._seed),
+            **self._samples.sampler.rank_invariants(self._samples.order, seed=self._seed),
         }
 
     def _samples_of(self, epoch: int) -> EpochSamples:
-        return EpochSamples(self._order, self._sampler, self._fingerprint)
+        return self._samples
 
 
 class _Indices(Iterator[list[int]]):

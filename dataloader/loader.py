@@ -116,8 +116,6 @@ class OpenedSamples(Generic[Batch]):
     """The samples of an epoch, and how a rank reads them."""
 
     stores: Sequence[SequenceStore]
-    samples: Sequence[Samples]
-    """Of each store."""
     left_out: dict[str, NDArray[np.int64]]
     """Per reason, the rows of all stores that are not samples, ascending."""
     stored: StoredSamples[Batch]
@@ -166,7 +164,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
         self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
         self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
 
-    def _open(self, stores: Sequence[SequenceStore], window: tuple[int, int] | None = None) -> "OpenedSamples[Batch]":
+    def _open(self, stores: Sequence[SequenceStore], window: tuple[int, int] | None = None) -> OpenedSamples[Batch]:
         config = self._config
         samples, left_out = find_samples(stores, self._collate)
         if self._rank == 0:
@@ -183,14 +181,12 @@ class Loader(EpochPositions, RankLoader[Batch]):
         fingerprint = _fingerprint(stores, samples, self._collate, order)
         return OpenedSamples(
             stores=stores,
-            samples=samples,
             left_out=left_out,
             stored=stored,
             of_epoch=EpochSamples(order, make_step_sampler(stored, shape, self._balance), fingerprint, window),
         )
 
-    def _open_epoch(self, epoch: int) -> "OpenedSamples[Batch]":
-        """Return the samples of an epoch."""
+    def _open_epoch(self, epoch: int) -> OpenedSamples[Batch]:
         assert self._whole is not None
         return self._whole
 
@@ -210,7 +206,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
     @property
     def num_dropped(self) -> int:
         """Number of rows that are not samples."""
-        return sum(len(samples.left_out) for samples in self._open_epoch(self.epoch).samples)
+        return len(np.unique(np.hstack([[], *self.left_out.values()])))
 
     def skip_empty(self) -> None:
         """Make the next iteration that of an epoch with samples; all epochs have the same, except for windows."""

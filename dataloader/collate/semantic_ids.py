@@ -221,18 +221,10 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
         """Draw a code for each event: the same for its features and labels, on any number of ranks."""
         if key is None or not self.draw_alternatives or self.table.alternatives is None:
             return fields
-        own = ItemTokens(
-            self.table.codes,
-            self.table.level_offsets,
-            self.table.alternatives,
-            key.words(),
-            spans.ends,
-        )
+        drawn: dict[str, Any] = {"alternatives": self.table.alternatives, "words": key.words(), "ends": spans.ends}
 
         def draw(values: KeyValues) -> KeyValues:
-            if values.tokens is None:
-                return values
-            return values._replace(tokens=own._replace(level_offsets=values.tokens.level_offsets))
+            return values if values.tokens is None else values._replace(tokens=values.tokens._replace(**drawn))
 
         return {field: {key: draw(values) for key, values in keys.items()} for field, keys in fields.items()}
 

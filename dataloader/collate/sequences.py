@@ -217,15 +217,9 @@ class SequenceCollate(Collate[SequenceBatch]):
         return values
 
     def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
-        has_labels = bool(self.max_num_candidates or self.num_tasks or self.label)
-        if not (has_labels or self.target or self.weight):
-            return {}
-        begins = spans.history_ends if self.max_num_candidates else spans.begins
-        max_size = self.max_num_candidates or self.max_history_length
-        if not (has_labels or self.target):  # only weights, of items that are predicted from their predecessors
-            begins, max_size = np.minimum(begins + 1, spans.ends), max(max_size - 1, 0)
+        begins, max_size = self._predicted(spans)
         values = KeyValues(self.label or ACTION, begins, spans.ends - begins, max_size)
-        fields = {"labels": {LABEL: values}} if has_labels else {}
+        fields = {"labels": {LABEL: values}} if self.max_num_candidates or self.num_tasks or self.label else {}
         if self.target:
             fields["targets"] = {TARGET: values._replace(column=self.target)}
         if self.weight:
@@ -239,10 +233,17 @@ class SequenceCollate(Collate[SequenceBatch]):
     def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
         if self.sampler is None:
             return fields
-        begins, limit = spans.history_ends, self.max_num_candidates
-        if not limit:
-            begins, limit = np.minimum(spans.begins + 1, spans.ends), max(self.max_history_length - 1, 0)
+        begins, limit = self._predicted(spans)
         return fields | self.sampler.values(groups, begins, spans.ends, limit, key)
+
+    def _predicted(self, spans: HistorySpans) -> tuple[NDArray[np.int64], int]:
+        """Return where the events with a loss begin, which end with the sample, and how many they are at most."""
+        if self.max_num_candidates:
+            return spans.history_ends, self.max_num_candidates
+        if self.num_tasks or self.label or self.target:
+            return spans.begins, self.max_history_length
+        # Items are predicted from their predecessors, which the first one lacks.
+        return np.minimum(spans.begins + 1, spans.ends), max(self.max_history_length - 1, 0)
 
     def _finish_labels(self, values: NDArray[np.int64]) -> None:
         if self.num_tasks > 1:

@@ -60,7 +60,9 @@ def find_samples(
     first_row = 0  # of the store, over all stores
     for store in stores:
         collate.check(store)
-        schemas = [] if store is stores[0] else [_schema_of(each, collate) for each in (store, stores[0])]
+        schemas = (
+            [] if store is stores[0] else [StoredSamples([each], collate, 1).schema for each in (store, stores[0])]
+        )
         if differences := [text for schema in schemas[1:] for text in schemas[0].differences(schema)]:
             raise DataError(
                 f"batches of {store.folder} and {stores[0].folder} differ in {'; '.join(differences)}; a mixture needs "
@@ -72,11 +74,6 @@ def find_samples(
         samples.append(Samples(num_rows=len(store), left_out=np.unique(np.concatenate([*unusable.values(), _NO_ROWS]))))
         first_row += len(store)
     return samples, left_out
-
-
-def _schema_of(store: SequenceStore, collate: Collate[Any]) -> BatchSchema:
-    (empty,) = collate(group_by_store([store], _NO_ROWS), _NO_ROWS, batch_size=1)
-    return schema_of(empty)
 
 
 def make_order(
