@@ -41,7 +41,7 @@ from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import StepShape
 from evenrank.dataloader.state.checks import SEED, check_option
-from evenrank.dataloader.state.resume_point import Position
+from evenrank.dataloader.state.resume_point import HasEpoch, Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
 
@@ -217,7 +217,7 @@ class _Step(NamedTuple):
     metrics: StepMetrics | None
 
 
-class ElasticLoader(Generic[Batch]):
+class ElasticLoader(HasEpoch, Generic[Batch]):
     """The batches of a DataLoader over an ElasticSampler, with the position after each.
 
     JaggedBatches get the fields that a Loader's have: epoch, step and position and, where they are balanced,
@@ -247,11 +247,6 @@ class ElasticLoader(Generic[Batch]):
         self._loader = loader
         self._sampler = sampler
         self._current = sampler._current
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._sampler.epoch
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
@@ -290,8 +285,7 @@ class ElasticLoader(Generic[Batch]):
             )
         if (given := self._sampler._given) is not None:
             given.check(batch, step.sample_ids)
-        (epoch, position), number = step.position, step.step
-        return batch.replace(epoch=epoch, step=number, position=position, **step.fields)
+        return batch.replace(**step.position._asdict(), step=step.step, **step.fields)
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch handed out last, or after another one.

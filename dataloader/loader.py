@@ -115,7 +115,6 @@ def build_loader(
 class OpenedSamples(Generic[Batch]):
     """The samples of an epoch, and how a rank reads them."""
 
-    stores: Sequence[SequenceStore]
     left_out: dict[str, NDArray[np.int64]]
     """Per reason, the rows of all stores that are not samples, ascending."""
     stored: StoredSamples[Batch]
@@ -179,12 +178,8 @@ class Loader(EpochPositions, RankLoader[Batch]):
         )
         stored = StoredSamples(stores, self._collate, config.batch_size)
         fingerprint = _fingerprint(stores, samples, self._collate, order)
-        return OpenedSamples(
-            stores=stores,
-            left_out=left_out,
-            stored=stored,
-            of_epoch=EpochSamples(order, make_step_sampler(stored, shape, self._balance), fingerprint, window),
-        )
+        of_epoch = EpochSamples(order, make_step_sampler(stored, shape, self._balance), fingerprint, window)
+        return OpenedSamples(left_out=left_out, stored=stored, of_epoch=of_epoch)
 
     def _open_epoch(self, epoch: int) -> OpenedSamples[Batch]:
         assert self._whole is not None
@@ -196,7 +191,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
     @property
     def stores(self) -> Sequence[SequenceStore]:
         """The stores of the next iteration's samples, whose rows or slices `sample_ids` number one after the other."""
-        return self._open_epoch(self.epoch).stores
+        return self._open_epoch(self.epoch).stored.stores
 
     @property
     def left_out(self) -> dict[str, NDArray[np.int64]]:
@@ -213,7 +208,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
 
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
-        groups = group_by_store(self._open_epoch(epoch).stores, sample_ids)
+        groups = group_by_store(self._open_epoch(epoch).stored.stores, sample_ids)
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._seed, epoch=epoch)
         return batch
 

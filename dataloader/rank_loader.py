@@ -14,7 +14,7 @@ from evenrank.dataloader.collate.negatives import NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
-from evenrank.dataloader.state.resume_point import CurrentPosition
+from evenrank.dataloader.state.resume_point import CurrentPosition, HasEpoch
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory", "poll_seconds"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
@@ -25,7 +25,7 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 """Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
 
 
-class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
+class RankLoader(HasEpoch, EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`."""
 
     def __init__(
@@ -46,11 +46,6 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._transform = transform
         self._seed = config.seed  # or that of a loaded state
         self._current = CurrentPosition()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._current.next.epoch
 
     @abstractmethod
     def _own_invariants(self) -> dict[str, Any]:

@@ -64,17 +64,13 @@ class BatchSchema:
 
     def differences(self, other: "BatchSchema") -> list[str]:
         """Return the differences from another schema, each as `field: this schema's value and the other's`."""
-        differences = [
-            f"{name}: {getattr(self, name)} and {getattr(other, name)}"
-            for name in ("batch_type", "batch_size", "loss_key")
-            if getattr(self, name) != getattr(other, name)
+        values = [
+            (name, getattr(self, name), getattr(other, name)) for name in ("batch_type", "batch_size", "loss_key")
         ]
-        for key, limit, other_limit in _pair(dict(self.length_limits), dict(other.length_limits)):
-            if limit != other_limit:
-                differences.append(f"length limit of {key}: {limit} and {other_limit}")
-        for name, value, other_value in _pair(dict(self.shared), dict(other.shared)):
-            if value != other_value:
-                differences.append(f"{name}: {value} and {other_value}")
+        limits = _pair(dict(self.length_limits), dict(other.length_limits))
+        values += [(f"length limit of {key}", *of_key) for key, *of_key in limits]
+        values += _pair(dict(self.shared), dict(other.shared))
+        differences = [f"{name}: {value} and {of_other}" for name, value, of_other in values if value != of_other]
         specs, other_specs = ({spec.name: spec for spec in schema.fields} for schema in (self, other))
         for name, spec, other_spec in _pair(specs, other_specs):
             # A NaN fill value from another rank is never equal to this rank's, but their representations are.

@@ -12,6 +12,7 @@ from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import Iteration, StepSampler
 from evenrank.dataloader.state.resume_point import (
     CurrentPosition,
+    HasEpoch,
     Position,
     ResumePoint,
     SavedPosition,
@@ -35,7 +36,7 @@ class EpochSamples(NamedTuple):
     """As in `SavedPosition`."""
 
 
-class EpochPositions(ABC):
+class EpochPositions(HasEpoch, ABC):
     """Mixin of what hands out the steps of an order, one epoch per iteration."""
 
     _ids: Mapping[str, IdSummary]
@@ -56,11 +57,6 @@ class EpochPositions(ABC):
     def num_samples(self) -> int:
         """Samples of the next iteration's epoch, over all ranks."""
         return self._samples_of(self.epoch).order.num_samples
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._current.next.epoch
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""

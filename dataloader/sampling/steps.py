@@ -165,18 +165,18 @@ class StoredSamples(Generic[Batch]):
     """The samples of opened datasets. Any thread may read them."""
 
     def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], batch_size: int) -> None:
-        self._stores = stores
+        self.stores = stores
         self._collate = collate
         self._batch_size = batch_size
         self.schema = schema_of(self.batches([StepSamples(_NO_ROWS, {})])[0])
 
     def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
         """Return the lengths of samples."""
-        return self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
+        return self._collate.lengths(group_by_store(self.stores, sample_ids), len(sample_ids))
 
     def name(self, sample_id: int) -> str:
         """Return the row of a sample and the folder of its dataset."""
-        ((store, rows, _),) = group_by_store(self._stores, np.array([sample_id]))
+        ((store, rows, _),) = group_by_store(self.stores, np.array([sample_id]))
         return f"row {int(store.rows_of(rows)[0])} of {store.folder or 'the dataset'}"
 
     def batches(self, steps: Sequence[StepSamples], *, seed: int = 0, epoch: int = 0) -> list[Batch]:
@@ -185,7 +185,7 @@ class StoredSamples(Generic[Batch]):
         batches: list[Batch] = []
         for run in [steps] if is_full else [[step] for step in steps]:
             sample_ids = np.concatenate([step.sample_ids for step in run])
-            groups = group_by_store(self._stores, sample_ids)
+            groups = group_by_store(self.stores, sample_ids)
             shape = {"batch_size": self._batch_size, "num_batches": len(run)}
             batches += self._collate(groups, sample_ids, **shape, seed=seed, epoch=epoch)
         for batch, step in zip(batches, steps, strict=True):
