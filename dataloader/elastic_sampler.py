@@ -80,6 +80,14 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         RankError: with `balance`, another rank failed, or has other lengths or settings.
     """
 
+    _shape: StepShape
+    _loss_key: LossKey | None
+    _balance: BalanceConfig | None
+    _planning: Workers
+    _handed_out: "deque[_Step] | None"  # of the next iteration, to an ElasticLoader
+    _given: "_GivenLengths | None"
+    _samples: EpochSamples
+
     def __init__(
         self,
         num_samples: int,
@@ -119,7 +127,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             self._balance = balance
             # DataLoaders ask for indices on the training thread.
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
-            self._handed_out: deque[_Step] | None = None  # of the next iteration, to an ElasticLoader
+            self._handed_out = None
             self._given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
             self._samples = EpochSamples(order, make_step_sampler(self._given, self._shape, balance), fingerprint)
             self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
