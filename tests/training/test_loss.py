@@ -310,7 +310,7 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SCALING, "is_sum", False)
 
 
-def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor]) -> None:
+def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor], *, in_step: bool) -> None:
     """Evaluate, which needs no scaling, and train."""
     weight = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -319,8 +319,17 @@ def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor]) -> N
     with torch.no_grad():
         assert len(list(loader)) > 2
     for batch in loader:
-        loss_of(weight * torch.ones(batch.loss_tokens), batch).backward()
-        optimizer.step()
+
+        def closure(batch: JaggedBatch = batch) -> float:
+            loss = loss_of(weight * torch.ones(batch.loss_tokens), batch)
+            loss.backward()
+            return loss.item()
+
+        if in_step:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -340,11 +349,12 @@ def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor]) -> N
         (lambda losses, batch: scale_loss(losses.mean() * len(losses), batch), None),
     ],
 )
+@pytest.mark.parametrize("in_step", [False, True])  # as Lightning trains
 @pytest.mark.usefixtures("scaling")
 def test_a_loss_that_is_not_a_scaled_sum_is_one_warning(
-    small_dataset: Path, caplog: pytest.LogCaptureFixture, loss_of: Any, warning: str | None
+    small_dataset: Path, caplog: pytest.LogCaptureFixture, loss_of: Any, warning: str | None, in_step: bool
 ) -> None:
-    _train_on(small_dataset, loss_of)
+    _train_on(small_dataset, loss_of, in_step=in_step)
     found = [record.message for record in caplog.records if "scale_loss" in record.message]
     assert len(found) == (warning is not None)
     assert all(message.startswith(str(warning)) for message in found)

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class _Scaling:
@@ -16,7 +16,7 @@ class _Scaling:
         """Look at optimizers from now on; called before balanced batches are handed out."""
         if not self.is_watched:
             self.is_watched = True
-            register_optimizer_step_pre_hook(self._check)
+            register_optimizer_step_post_hook(self._check)  # the loss may be computed within the step, by its closure
 
     def _check(self, *_: Any) -> None:
         if not self.is_scaled:
