@@ -124,7 +124,9 @@ def _make(rank: int, world_size: int, path: Path, number: int) -> None:
         walk_epoch(options.get("path", path), LoaderConfig(batch_size=4), BalanceConfig(cost=COST))
 
 
-@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda number: "-".join(map(str, MISTAKES[number][:2])))
+@pytest.mark.parametrize(
+    "number", range(len(MISTAKES)), ids=lambda number: f"{MISTAKES[number][0]}-{','.join(MISTAKES[number][1])}"
+)
 def test_a_mistake_of_one_rank_is_an_error_of_all_at_once(ranks: RankPool, small_dataset: Path, number: int) -> None:
     first, second = ranks.try_run(2, _make, small_dataset, number)
     assert (first.type_name, second.type_name) in (("RankError", "ConfigError"), ("RankError", "DataError"))
