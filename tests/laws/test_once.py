@@ -1,0 +1,73 @@
+"""Law 1: every sample comes exactly once per epoch, whatever is padding."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.laws.kinds import Job, cells, epoch_counts, has
+from tests.laws.running import Part, Pool, run
+from tests.ranks import RankPool
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "world_size": st.integers(1, 5),
+        "batch_size": st.integers(1, 9),
+        "workers": st.sampled_from([0, 2]),
+        "drop_last": st.booleans(),
+        "seed": st.integers(0, 3),
+    }
+)
+
+
+def check(pool: Pool, data: Path, job: Job) -> None:
+    num_epochs = 2 if has(job.kind, "epochs") else 1
+    runs = run(pool, data, job, Part(epochs=num_epochs))
+    for epoch in range(num_epochs):
+        of_ranks = [[batch for batch in ran.batches if batch.epoch == epoch] for ran in runs]
+        seen = Counter(sample for batches in of_ranks for batch in batches for sample in batch.ids)
+        expected = epoch_counts(data, job, epoch)
+        if job.drop_last and has(job.kind, "drop_last"):
+            assert seen <= expected
+            assert expected.total() - seen.total() < job.world_size * job.batch_size
+        else:
+            assert seen == expected
+        num_steps = {ran.lengths[epoch][1] for ran in runs}
+        if has(job.kind, "equal steps") or job.way == "Balancer":
+            assert len(num_steps) == 1
+            assert len({tuple(batch.position for batch in batches) for batches in of_ranks}) == 1
+        for ran, batches in zip(runs, of_ranks, strict=True):
+            announced, came = ran.lengths[epoch]
+            assert announced == came if has(job.kind, "length") else announced is None
+            assert [batch.step for batch in batches] == [*range(came)]
+            assert sorted({batch.position for batch in batches}) == [batch.position for batch in batches]
+            for batch in batches:
+                assert len(batch.ids) + len(batch.ids_of_padding) == batch.num_rows
+                if has(job.kind, "padding") or job.way == "Balancer":
+                    assert batch.num_rows == job.batch_size
+                assert {*batch.ids_of_padding} <= {-1}
+
+
+@pytest.mark.parametrize(("kind", "way"), cells("plain", "alone", "packed", "window"))
+def test_every_sample_comes_once_per_epoch(data: Path, kind: str, way: str) -> None:
+    @settings(max_examples=6)
+    @given(SHAPES)
+    def of_shape(shape: dict[str, int]) -> None:
+        workers = shape["workers"] if has(kind, "threads") else 0
+        check(None, data, Job(kind=kind, way=way, **{**shape, "workers": workers}))
+
+    of_shape()
+
+
+@pytest.mark.parametrize(("kind", "way"), cells("Balancer"))
+def test_every_sample_comes_once_from_a_balancer(ranks: RankPool, data: Path, kind: str, way: str) -> None:
+    @settings(max_examples=2)
+    @given(SHAPES)
+    def of_shape(shape: dict[str, int]) -> None:
+        shape["world_size"] = 2 + shape["world_size"] % 2
+        workers = shape["workers"] if has(kind, "threads") else 0
+        check(ranks, data, Job(kind=kind, way=way, **{**shape, "workers": workers}))
+
+    of_shape()

@@ -1,0 +1,44 @@
+"""Law 4: what a rank plans alone is what all ranks plan together, and the same as a Balancer's where that is promised."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.laws.kinds import Job, cells, has
+from tests.laws.running import Part, run, see_bits
+from tests.ranks import RankPool
+
+
+@pytest.mark.parametrize(("kind", "way"), cells("alone", "packed", "window"))
+def test_all_ranks_come_to_the_same_plan_alone(data: Path, kind: str, way: str) -> None:
+    @settings(max_examples=4)
+    @given(st.integers(1, 5), st.integers(1, 9), st.booleans())
+    def of_shape(world_size: int, batch_size: int, drop_last: bool) -> None:
+        job = Job(kind=kind, way=way, world_size=world_size, batch_size=batch_size, drop_last=drop_last)
+        first, *others = ([batch.plan_hash for batch in ran.batches] for ran in run(None, data, job, Part(epochs=2)))
+        assert None not in first
+        assert all(other == first for other in others)
+        assert len(first) < 3 or len(set(first)) > 1
+
+    of_shape()
+
+
+def see_samples(batch: Any) -> list[Any]:
+    return see_bits(batch.slice(0, batch.num_real))  # a DataLoader does not pad
+
+
+@pytest.mark.parametrize(("kind", "way"), cells("alone", "packed", "window"))
+def test_a_plan_made_alone_is_the_one_made_together(ranks: RankPool, data: Path, kind: str, way: str) -> None:
+    """By ranks that know of no others, by ranks of a process group and, of single steps, by a Balancer."""
+    for world_size, batch_size in ((2, 5), (3, 3)):
+        job = Job(kind=kind, way=way, world_size=world_size, batch_size=batch_size)
+        part = Part(epochs=2)
+        alone, together = ([ran.batches for ran in run(pool, data, job, part, see_samples)] for pool in (None, ranks))
+        assert any(alone)
+        assert together == alone
+        if way == "alone":
+            balanced = Job(kind=kind, way="Balancer", world_size=world_size, batch_size=batch_size)
+            assert [ran.batches for ran in run(ranks, data, balanced, part, see_samples)] == alone
