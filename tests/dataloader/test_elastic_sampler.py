@@ -1,7 +1,6 @@
 import itertools
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -74,32 +71,6 @@ def indices_of(batches: Sequence[Any]) -> list[int]:
     return [index for batch in batches for index in batch.index[: batch.num_real].tolist()]
 
 
-JOBS = st.tuples(st.integers(1, 8), st.integers(1, 9), st.sampled_from(sorted(BALANCES)), st.integers(0, 9))
-
-
-@given(st.lists(JOBS, max_size=6), JOBS)
-def test_each_sample_comes_once_over_any_chain_of_stops(jobs: list[Any], last: Any) -> None:
-    """On other numbers of ranks, with other batch sizes and other ways to balance, after each stop."""
-    state, seen = None, Counter[int]()
-    for world_size, batch_size, balance, stop in [*jobs, (*last[:3], None)]:
-        loaders = [make_loader(rank, world_size, balance, batch_size=batch_size, seed=5) for rank in range(world_size)]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
-        if loaders[0].epoch:  # nothing is left of the first one
-            break
-        num_steps = loaders[0].remaining_batches()
-        batches = [list(itertools.islice(loader, stop)) for loader in loaders]
-        assert [len(of_rank) for of_rank in batches] == [
-            num_steps if stop is None else min(stop, num_steps)
-        ] * world_size
-        seen.update(index for of_rank in batches for index in indices_of(of_rank))
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[0]
-    assert seen == Counter(range(len(Histories())))
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("balance", ["none", "steps", "windows", "packed"])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
@@ -134,6 +105,33 @@ def test_a_stateful_data_loader_saves_the_sampler_with_its_own_state(num_workers
     resumed = loader()
     resumed.load_state_dict(stopped.state_dict())
     assert before + indices_of(list(resumed)) == expected
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_stateful_data_loader_goes_on_after_any_step(num_workers: int, every: int) -> None:
+    """Exactly there, as with any sampler: nothing is left of an epoch of which it has not seen the end."""
+
+    def loader(**workers: int) -> StatefulDataLoader[Any]:
+        sampler = ElasticSampler(len(Histories()), batch_size=24, rank=0, world_size=1)
+        return StatefulDataLoader(Histories(), batch_sampler=sampler, collate_fn=COLLATE, **workers)
+
+    def take(iterator: Any, count: int | None = None) -> list[list[int]]:
+        return [indices_of([batch]) for batch in itertools.islice(iterator, count)]
+
+    whole = loader()
+    epochs = [take(whole) for _ in range(4)]
+    for epoch, step in [(0, 0), (0, 3), (0, 4), (0, 5), (1, 0), (1, 2), (1, 5)]:
+        stopped, resumed = (loader(num_workers=num_workers, snapshot_every_n_steps=every) for _ in range(2))
+        assert [take(stopped) for _ in range(epoch)] == epochs[:epoch]
+        iterator = iter(stopped)
+        assert take(iterator, step) == epochs[epoch][:step]
+        resumed.load_state_dict(stopped.state_dict())
+        assert [take(resumed) for _ in range(2)] == [epochs[epoch][step:], epochs[epoch + 1]]
+    list(iterator)
+    resumed.load_state_dict(stopped.state_dict())  # which has seen the end
+    assert [take(resumed) for _ in range(2)] == epochs[2:4]
 
 
 def test_epochs_differ_and_go_on_after_the_last_step() -> None:

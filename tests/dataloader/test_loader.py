@@ -29,31 +29,6 @@ def _loaders(path: Path | Mixture, world_size: int, **options: object) -> list[L
     return [build_loader(path, config, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_every_sample_comes_once_per_epoch(
-    small_dataset: Path, world_size: int, num_workers: int, drop_last: bool
-) -> None:
-    loaders = _loaders(small_dataset, world_size, num_workers=num_workers, drop_last=drop_last)
-    batches = [list(loader) for loader in loaders]
-    assert [*map(len, loaders)] == [*map(len, batches)] == [len(batches[0])] * world_size
-    ids = [sample for batch in itertools.chain.from_iterable(batches) for sample in ids_of(batch)]
-    num_rows = len(open_store(small_dataset))
-    assert sorted(ids) == list(range(num_rows)) or drop_last
-    assert len(set(ids)) == len(ids) > num_rows - 8 * world_size
-    for step, batch in itertools.chain.from_iterable(map(enumerate, batches)):
-        assert batch.batch_size == batch.features.stride() == len(batch.sample_ids) == 8
-        assert batch.sample_ids[batch.num_real :].eq(-1).all()
-        assert batch.num_real == 8 or not drop_last
-        assert batch.step == step
-    again = [[ids_of(batch) for batch in loader] for loader in loaders]
-    assert again != [[ids_of(batch) for batch in of_rank] for of_rank in batches]
-    same, other = (_loaders(small_dataset, world_size, drop_last=drop_last, seed=seed) for seed in (0, 1))
-    assert [[ids_of(batch) for batch in of_rank] for of_rank in batches] == [list(map(ids_of, each)) for each in same]
-    assert [list(map(ids_of, loader)) for loader in same] == again != [list(map(ids_of, loader)) for loader in other]
-
-
 def test_batches_contain_the_events_of_their_users(small_dataset: Path, tmp_path: Path) -> None:
     with_targets = copy_dataset(small_dataset, tmp_path / "data")
     change_table(with_targets, lambda table: add_targets(table, np.minimum(table["length"].to_numpy(), 2)))

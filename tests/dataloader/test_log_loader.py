@@ -320,6 +320,20 @@ def test_a_source_that_breaks_its_contract_is_named_with_what_it_returned(
         next(iter(loader))
 
 
+class _TwoLines(FolderLog):
+    def mark(self, position: int) -> str:
+        return "two\nlines"
+
+
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    (loader,) = _loaders(_TwoLines(_write(tmp_path, [7]), MANIFEST), 1)
+    message = (
+        r"^the state of the log's loader has mark 'two\\nlines', expected text of one line; it could not be loaded$"
+    )
+    with pytest.raises(StateError, match=message):
+        loader.state_dict()
+
+
 def test_loaders_of_logs_are_refused_with_the_reason(tmp_path: Path) -> None:
     log = FolderLog(_write(tmp_path, [20]), MANIFEST)
     build: Any = build_stream_loader

@@ -116,6 +116,19 @@ def test_resuming_in_the_same_shape_yields_the_same_batches(parts: Path) -> None
                 assert rest[0].position == stop + 1
 
 
+def test_ranks_that_have_loaded_their_own_states_save_what_can_be_merged(parts: Path) -> None:
+    stopped, resumed = _loaders(parts, 2), _loaders(parts, 2)
+    batches = [next(iter(loader)) for loader in stopped]
+    states = [loader.state_dict() for loader in stopped]
+    for loader, state in zip(resumed, states, strict=True):
+        loader.load_state_dict(state)
+    assert [loader.state_dict() for loader in resumed] == states
+    (alone,) = _loaders(parts, 1)
+    alone.load_state_dict(merge_stream_states([loader.state_dict() for loader in resumed]))
+    rest = itertools.takewhile(lambda batch: batch.epoch == 0, alone)
+    assert sorted(i for batch in [*batches, *rest] for i in ids_of(batch)) == list(range(len(open_store(parts))))
+
+
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_only_open_windows_are_in_memory(parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: set[int] = set()

@@ -21,14 +21,12 @@ from evenrank.dataloader import (
     build_loader,
     random_codes,
 )
-from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
 from evenrank.dataloader.state.resume_point import _FORMAT
 from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.store import Slices
 from evenrank.datasets.time_windows import WindowsOfStore
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
-from tests.ranks import RankPool
 
 WINDOWS = TimeWindows(every="1w")
 
@@ -230,27 +228,6 @@ def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset
         for event in range(len(items)):
             expected += bool(codes.has_code(items[max(0, event - 3) : event + 1]).all())
     assert sum(batch.num_real for _ in range(loader.num_windows) for batch in loader) == expected
-
-
-def _balance_windows(rank: int, world_size: int, path: Path) -> list[list[tuple[int, int]]]:
-    balance = BalanceConfig(cost=LinearCost(interleave_actions=False))
-    seen = []
-    for batches in (
-        _loader(path, rank, world_size, balance=balance),
-        Balancer(_loader(path, rank, world_size), balance, device="cpu"),
-    ):
-        windows = [(len(batches), list(batches)) for _ in range(4)]
-        assert [length for length, _ in windows] == [len(of_window) for _, of_window in windows]
-        seen.append([(batch.epoch, sample) for _, window in windows for batch in window for sample in ids_of(batch)])
-    return seen
-
-
-def test_windows_are_balanced_without_an_exchange_and_by_a_balancer(ranks: RankPool, small_dataset: Path) -> None:
-    seen = ranks.run(2, _balance_windows, small_dataset)
-    single = _loader(small_dataset)
-    expected = [(window, sample) for window in range(4) for batch in single for sample in sorted(ids_of(batch))]
-    for way in range(2):
-        assert sorted(sample for of_rank in seen for sample in of_rank[way]) == sorted(expected)
 
 
 def test_a_pickled_loader_goes_on_with_its_window(small_dataset: Path) -> None:

@@ -1,6 +1,6 @@
 """The data of all kinds of loader, and what the samples of each are, from the files alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,9 @@ def make_data(out: Path) -> Path:
     synthetic = SyntheticConfig(num_users=43, lengths=Lognormal(mean=7, std=8, low=1, high=30))
     rule = RequestRule(seconds=2 * 86400)
     made = out.with_name("made")
-    preprocess(PreprocessConfig(dataset="synthetic", out=made, seed=1, synthetic=synthetic, split="none", requests=rule))
+    preprocess(
+        PreprocessConfig(dataset="synthetic", out=made, seed=1, synthetic=synthetic, split="none", requests=rule)
+    )
     add_columns(made)
     table, requests = pq.read_table(made / "train"), pq.read_table(made / "requests.parquet")
     users = table["user_id"].to_numpy()[[*_EMPTY]]
@@ -52,9 +54,7 @@ def make_data(out: Path) -> Path:
     types = {name: table.schema.field(name).type for name in columns}
     changed = set_columns({name: pa.array(values, types[name]) for name, values in columns.items()})(table)
     pq.write_table(changed, made / "train" / "part-00000.parquet")
-    pq.write_table(
-        requests.filter(~np.isin(requests["user_id"].to_numpy(), users)), made / "requests.parquet"
-    )
+    pq.write_table(requests.filter(~np.isin(requests["user_id"].to_numpy(), users)), made / "requests.parquet")
     write_in_parts(made, out, rows_per_file=20, rows_per_group=6)
     log = copy_dataset(out, out.with_name("log"))
     contextual = {name: dtype for name, dtype in read_manifest(log).contextual.items() if name != "tags"}
@@ -146,8 +146,10 @@ def samples_of_requests(data: Path, max_targets: int) -> Samples:
     """Return the requests, by time: what the user had done before, and the first events from each on."""
     of_data, table = read_rows(data), pq.read_table(data / "requests.parquet")
     row_of = {user: row for row, user in enumerate(of_data.rows["user_id"])}
-    requests = sorted(zip(*(table[name].to_pylist() for name in ("request_ts_ms", "user_id", "history_end")), strict=True))
-    samples, next_of = {}, {row: end for row, end in enumerate(of_data.offsets[1:])}
+    requests = sorted(
+        zip(*(table[name].to_pylist() for name in ("request_ts_ms", "user_id", "history_end")), strict=True)
+    )
+    samples, next_of = {}, dict(enumerate(of_data.offsets[1:]))
     for number, (_, user, history_end) in reversed([*enumerate(requests)]):
         row = row_of[user]
         begin = of_data.offsets[row]

@@ -1,6 +1,5 @@
-"""Runs a job on all ranks and returns what it saw: in this process or, where ranks exchange samples, in one for each."""
+"""Runs a job on all ranks and returns what each saw: in this process or, where they exchange samples, in one each."""
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,8 @@ from evenrank.core.errors import one_line
 from evenrank.dataloader.balance.ranks import consistency
 from tests.dataloader.batch_helpers import ids_of
 from tests.laws.data import Values
-from tests.laws.kinds import KINDS, Job, make
+from tests.laws.kinds import KINDS, make
+from tests.laws.making import Job
 from tests.ranks import RankPool
 
 Pool = RankPool | None
@@ -74,8 +74,8 @@ class Ran(NamedTuple):
 
     batches: list[Any]
     """Of its epochs, one after the other."""
-    states: list[Mapping[str, Any]]
-    """After the last of these batches; of several epochs, after each."""
+    state: Mapping[str, Any]
+    """After the last of these batches."""
     lengths: list[tuple[int | None, int]]
     """Per epoch: its batches as they were announced, and as they came."""
 
@@ -118,13 +118,10 @@ class _Rank:
             self.of_epochs.append(batches)
             self.lengths.append((length, num_pulled))
 
-    def state(self, last: Any) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self._loader.state_dict(after=last) if last is not None else self._loader.state_dict()
-        return state
-
-    @property
-    def epoch(self) -> int:
-        return int(self._loader.epoch)
+    def ran(self, see: Callable[[Any], Any], last: Any) -> Ran:
+        """Return what it saw, with the state after a batch; None: before the first one."""
+        batches = [see(batch) for of_epoch in self.of_epochs for batch in of_epoch]
+        return Ran(batches, self._loader.state_dict(after=last), self.lengths)
 
     def close(self) -> None:
         if close := getattr(self._loader, "close", None):
@@ -138,23 +135,20 @@ def _remaining(loader: Any) -> int | None:
         return None
 
 
-def _ran(rank: _Rank, see: Callable[[Any], Any], states: list[Mapping[str, Any]]) -> Ran:
-    return Ran([see(batch) for batches in rank.of_epochs for batch in batches], states, rank.lengths)
-
-
 def run_rank(rank: int, world_size: int, data: Path, job: Job, part: Part, see: Callable[[Any], Any]) -> Ran:
     """Run a job in the process of one rank."""
     of_rank = _Rank(data, job.of(rank, world_size), part)
     for _ in of_rank.iterate():
         pass
-    last = of_rank.of_epochs[-1][-1:] if part.stop != 0 else []
-    states = [of_rank.state(last[0] if last else None)]
-    ran = _ran(of_rank, see, states)
+    ran = of_rank.ran(see, next(reversed(of_rank.of_epochs[-1]), None))
     of_rank.close()
     return ran
 
 
-def run(pool: Pool, data: Path, job: Job, part: Part = Part(), see: Callable[[Any], Any] = see) -> list[Ran]:
+WHOLE = Part()
+
+
+def run(pool: Pool, data: Path, job: Job, part: Part = WHOLE, see: Callable[[Any], Any] = see) -> list[Ran]:
     """Run a job on all ranks; without a pool, in this process, where the ranks take turns."""
     if pool is not None:
         return pool.run(job.world_size, run_rank, data, job, part, see)
@@ -162,9 +156,9 @@ def run(pool: Pool, data: Path, job: Job, part: Part = Part(), see: Callable[[An
     for _ in itertools.zip_longest(*(rank.iterate() for rank in ranks)):
         pass
     # Ranks that ran out of data before the others ask for the state after the others' step.
-    lasts = [rank.of_epochs[-1][-1] for rank in ranks if rank.of_epochs[-1]] if part.stop != 0 else []
+    lasts = [rank.of_epochs[-1][-1] for rank in ranks if rank.of_epochs[-1]]
     last = max(lasts, key=lambda batch: batch.position, default=None)
-    runs = [_ran(rank, see, [rank.state(last)]) for rank in ranks]
+    runs = [rank.ran(see, last) for rank in ranks]
     for rank in ranks:
         rank.close()
     return runs
@@ -172,7 +166,7 @@ def run(pool: Pool, data: Path, job: Job, part: Part = Part(), see: Callable[[An
 
 def state_of(job: Job, runs: Sequence[Ran]) -> Mapping[str, Any]:
     """Return the state of all ranks."""
-    states = [ran.states[-1] for ran in runs]
+    states = [ran.state for ran in runs]
     if (join := KINDS[job.kind].join) is not None:
         return join(states)
     assert all(state == states[0] for state in states)

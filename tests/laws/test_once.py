@@ -2,18 +2,20 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.laws.kinds import Job, cells, epoch_counts, has
+from tests.laws.kinds import cells, epoch_counts, has
+from tests.laws.making import Job
 from tests.laws.running import Part, Pool, run
 from tests.ranks import RankPool
 
 SHAPES = st.fixed_dictionaries(
     {
-        "world_size": st.integers(1, 5),
+        "world_size": st.integers(1, 6),  # more than a stream has shards
         "batch_size": st.integers(1, 9),
         "workers": st.sampled_from([0, 2]),
         "drop_last": st.booleans(),
@@ -32,6 +34,8 @@ def check(pool: Pool, data: Path, job: Job) -> None:
         if job.drop_last and has(job.kind, "drop_last"):
             assert seen <= expected
             assert expected.total() - seen.total() < job.world_size * job.batch_size
+            if job.way == "plain" and has(job.kind, "full steps"):
+                assert all(len(batch.ids) == job.batch_size for batches in of_ranks for batch in batches)
         else:
             assert seen == expected
         num_steps = {ran.lengths[epoch][1] for ran in runs}
@@ -54,7 +58,7 @@ def check(pool: Pool, data: Path, job: Job) -> None:
 def test_every_sample_comes_once_per_epoch(data: Path, kind: str, way: str) -> None:
     @settings(max_examples=6)
     @given(SHAPES)
-    def of_shape(shape: dict[str, int]) -> None:
+    def of_shape(shape: dict[str, Any]) -> None:
         workers = shape["workers"] if has(kind, "threads") else 0
         check(None, data, Job(kind=kind, way=way, **{**shape, "workers": workers}))
 
@@ -65,7 +69,7 @@ def test_every_sample_comes_once_per_epoch(data: Path, kind: str, way: str) -> N
 def test_every_sample_comes_once_from_a_balancer(ranks: RankPool, data: Path, kind: str, way: str) -> None:
     @settings(max_examples=2)
     @given(SHAPES)
-    def of_shape(shape: dict[str, int]) -> None:
+    def of_shape(shape: dict[str, Any]) -> None:
         shape["world_size"] = 2 + shape["world_size"] % 2
         workers = shape["workers"] if has(kind, "threads") else 0
         check(ranks, data, Job(kind=kind, way=way, **{**shape, "workers": workers}))

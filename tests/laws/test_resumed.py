@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataloader.resuming import through_json, through_torch
-from tests.laws.kinds import WAYS, Job, cells, epoch_counts, has
+from tests.laws.kinds import WAYS, cells, epoch_counts, has
+from tests.laws.making import Job
 from tests.laws.running import Part, Pool, run, state_of
 from tests.ranks import RankPool
 
@@ -46,6 +47,10 @@ def check(pool: Pool, data: Path, kind: str, chain: list[Link], seed: int) -> No
         job = Job(kind=kind, seed=seed, **shape)
         runs = run(pool if job.way == "Balancer" and job.world_size > 1 else None, data, job, part)
         for ran in runs:
+            for announced, came in ran.lengths:
+                assert announced is None or came == (
+                    announced if link is None else min(announced, stop and stop + ahead)
+                )
             for batch in ran.batches:
                 trained[batch.epoch].update(batch.ids)
         state = through(state_of(job, runs))
@@ -58,7 +63,7 @@ def check(pool: Pool, data: Path, kind: str, chain: list[Link], seed: int) -> No
 def test_any_chain_of_jobs_trains_each_sample_once(data: Path, kind: str, way: str) -> None:
     """The first one in this way, the others in any."""
 
-    @settings(max_examples=8)
+    @settings(max_examples=5)
     @given(links(kind, way), st.lists(links(kind, "plain", "alone", "packed", "window"), max_size=4), st.integers(0, 3))
     def of_chain(first: Link, others: list[Link], seed: int) -> None:
         check(None, data, kind, [first, *others], seed)

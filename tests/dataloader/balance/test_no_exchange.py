@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import (
@@ -126,28 +124,6 @@ def _loaders(path: Path, world_size: int, **options: Any) -> list[Loader[Any]]:
 def _all_ids(path: Path) -> list[int]:
     loader = build_loader(path, LoaderConfig(batch_size=64), rank=0, world_size=1)
     return sorted(sample for batch in loader for sample in ids_of(batch))
-
-
-@settings(max_examples=20)
-@given(
-    world_size=st.integers(1, 8),
-    other_size=st.integers(1, 8),
-    stop=st.integers(0, 12),
-    options=st.builds(dict, batch_size=st.integers(1, 9), order=st.sampled_from(["shuffle", "rows"])),
-)
-def test_samples_come_once_on_any_ranks(
-    small_dataset: Path, world_size: int, other_size: int, stop: int, options: Any
-) -> None:
-    loaders = _loaders(small_dataset, world_size, **options)
-    before = [list(itertools.islice(iter(loader), stop)) for loader in loaders]
-    states = [loader.state_dict() for loader in loaders]
-    assert all(state == states[0] for state in states)
-    resumed = _loaders(small_dataset, other_size, **{**options, "batch_size": 3})
-    for loader in resumed:
-        loader.load_state_dict(states[0])
-    batches = itertools.chain(*before, *resumed)
-    epochs = 2 if stop >= len(loaders[0]) else 1  # nothing is left of the first one, or the rest of it
-    assert sorted(sample for batch in batches for sample in ids_of(batch)) == sorted(epochs * _all_ids(small_dataset))
 
 
 def _steps(path: Path, **options: Any) -> list[Any]:

@@ -1,0 +1,197 @@
+"""Laws of positions, for all that hands out batches: its state says which batch comes next.
+
+At every point: before the first batch and after any other, in each pass over an epoch, and as soon as the position was
+moved, whoever moved it and whoever saves it.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from tests.dataloader.balance.costs import item_tokens
+from tests.dataloader.batch_helpers import ids_of
+from tests.dataloader.own_samples import nodes_over
+from tests.dataloader.resuming import through_json
+from tests.laws.data import OWN, OWN_COLLATE
+from tests.laws.kinds import KINDS, balance_of, cells, has, make, moved_by
+from tests.laws.making import Job
+
+Epochs = list[list[list[int]]]
+
+# Which have one state per rank, and only behind a Balancer one after a batch.
+OF_OTHERS: dict[str, Callable[[], Any]] = {
+    "StatefulDataLoader": lambda: StatefulDataLoader(OWN, batch_size=12, collate_fn=OWN_COLLATE),
+    "nodes": lambda: nodes_over(OWN, 12),
+}
+SIZES = {"requests": 30, "windows of time": 15}  # of batches, so that epochs have a few
+
+
+class Case(NamedTuple):
+    outer: Any
+    """What is iterated over, and saved."""
+    inner: Any
+    """What has the position."""
+
+
+def _make(data: Path, kind: str, way: str = "plain", is_balanced: bool = False, batch_size: int | None = None) -> Case:
+    job = Job(kind=kind, way=way, batch_size=batch_size or SIZES.get(kind, 10))
+    if not is_balanced:
+        loader = make(data, job)
+        return Case(loader, moved_by(loader))
+    if kind in OF_OTHERS:
+        loader = OF_OTHERS[kind]()
+    else:
+        loader = KINDS[kind].make(data, replace(job, way="Balancer"), balance_of(job))
+    return Case(Balancer(loader, BalanceConfig(cost=item_tokens, lookahead=3)), moved_by(loader))
+
+
+def _iterate(loader: Any) -> list[list[int]]:
+    return [ids_of(batch) for batch in loader]
+
+
+def _take(iterator: Iterator[Any], count: int) -> list[list[int]]:
+    return [ids_of(batch) for batch in itertools.islice(iterator, count)]
+
+
+_EPOCHS: dict[tuple[str, str], Epochs] = {}
+
+
+def _epochs(data: Path, kind: str, way: str) -> Epochs:
+    """Return the batches of each epoch of a loader that is never stopped."""
+    if (kind, way) not in _EPOCHS:
+        loader = _make(data, kind, way).outer if kind in KINDS else nodes.Loader(nodes_over(OWN, 12))
+        _EPOCHS[kind, way] = [_iterate(loader) for _ in range(4 if has(kind, "epochs") else 1)]
+        assert all(len(epoch) > 1 for epoch in _EPOCHS[kind, way])
+    return _EPOCHS[kind, way]
+
+
+def _check_comes_next(loader: Any, epochs: Epochs, epoch: int, step: int = 0) -> None:
+    """Iterate over a loader, twice if there are several epochs, and compare."""
+    if step == len(epochs[epoch]):
+        epoch, step = epoch + 1, 0
+    following = [*([] if epoch == len(epochs) else [epochs[epoch][step:]]), *epochs[epoch + 1 :]][:2]
+    assert [_iterate(loader) for _ in following] == following
+
+
+OWN_CASES = [(*cell, is_balanced) for cell in cells("plain", "window") for is_balanced in (False, True)]
+OWN_CASES += [("shuffle", "packed", is_balanced) for is_balanced in (False, True)]
+CASES = OWN_CASES + [(kind, "plain", True) for kind in OF_OTHERS]
+NODES = [case for case in CASES if has(case[0], "epochs") and (case[0] != "elastic" or case[2])]
+
+
+@pytest.mark.parametrize(("kind", "way", "is_balanced"), CASES)
+def test_a_state_of_any_point_of_any_pass_continues_there(data: Path, kind: str, way: str, is_balanced: bool) -> None:
+    epochs = _epochs(data, kind, way)
+    loader, resumed = (_make(data, kind, way, is_balanced).outer for _ in range(2))
+    begin = loader.state_dict()
+    for epoch in range(min(2, len(epochs))):
+        for step in range(len(epochs[epoch]) + 1):
+            loader.load_state_dict(begin)
+            assert [_iterate(loader) for _ in range(epoch)] == epochs[:epoch]
+            iterator = iter(loader)
+            assert _take(iterator, step) == epochs[epoch][:step]
+            state = through_json(loader.state_dict())
+            resumed.load_state_dict(state)
+            assert resumed.state_dict() == state
+            _check_comes_next(resumed, epochs, epoch, step)
+            list(iterator)
+            assert loader.state_dict()["position"] >= state["position"]
+            loader.load_state_dict(state)  # as in a job that goes back
+            _check_comes_next(loader, epochs, epoch, step)
+
+
+@pytest.mark.parametrize(("kind", "way", "is_balanced"), NODES)
+def test_a_node_that_is_reset_has_the_state_of_the_next_epoch(
+    data: Path, kind: str, way: str, is_balanced: bool
+) -> None:
+    epochs = _epochs(data, kind, way)
+
+    def check_begins(node: Any, epoch: int) -> None:
+        for _ in range(2):  # it begins once
+            node.reset()
+            resumed = _make(data, kind, way, is_balanced).outer
+            resumed.reset(node.state_dict())
+            assert ids_of(next(resumed)) == epochs[epoch][0]
+            resumed.reset()
+            resumed.reset(node.state_dict())
+            resumed.reset()
+            assert ids_of(next(resumed)) == epochs[epoch][0]  # nothing of which was left out
+        assert ids_of(next(node)) == epochs[epoch][0]
+
+    node = _make(data, kind, way, is_balanced).outer
+    check_begins(node, 0)
+    state = node.state_dict()
+    check_begins(node, 1)
+    node.reset(state)
+    check_begins(node, 1)  # and not what is left of the first one
+    node.load_state_dict(state)  # as of an iterable, of which the next iteration is the rest
+    node.reset()
+    assert _take(node, 99) == epochs[0][1:]
+
+
+def _moves(kind: str, inner: Any, states: list[Any]) -> list[tuple[str, Any, int, int]]:
+    """Return all ways to move a loader: method, argument, and the epoch and step that come then."""
+    moves = [("load_state_dict", state, 0, step) for step, state in enumerate(states)]
+    assert hasattr(inner, "begin_after") == has(kind, "begin_after")
+    moves += [(name, epoch, epoch, 0) for name in ("begin_at", "set_epoch") for epoch in (0, 2)]
+    return [move for move in (*moves, ("begin_after", states[1], 1, 0)) if hasattr(inner, move[0])]
+
+
+@pytest.mark.parametrize(("kind", "way", "is_balanced"), OWN_CASES)
+def test_a_position_that_is_moved_is_saved_at_once(data: Path, kind: str, way: str, is_balanced: bool) -> None:
+    epochs = _epochs(data, kind, way)
+    loader, inner = _make(data, kind, way)
+    states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
+    (loader, inner), resumed = (_make(data, kind, way, is_balanced) for _ in range(2))
+    for name, argument, epoch, step in _moves(kind, inner, states):
+        for taken in (0, 2):
+            inner.load_state_dict(states[0])
+            iterator = iter(loader)
+            _take(iterator, taken)
+            getattr(inner, name)(argument)
+            resumed.outer.load_state_dict(loader.state_dict())
+            _check_comes_next(resumed.outer, epochs, epoch, step)
+            _check_comes_next(loader, epochs, epoch, step)
+
+
+@pytest.mark.parametrize("kind", ["windows of time", "elastic", "shuffle"])
+def test_a_second_pass_over_an_epoch_that_was_resumed_in_another_shape_is_whole(data: Path, kind: str) -> None:
+    stopped, (resumed, inner) = (
+        _make(data, kind, "window", batch_size=5).outer,
+        _make(data, kind, "window", batch_size=3),
+    )
+    last = _make(data, kind, batch_size=7).outer
+    begin = resumed.state_dict()
+    samples = Counter(itertools.chain(*_iterate(last)))
+    again = getattr(inner, "begin_at", getattr(inner, "set_epoch", lambda _: inner.load_state_dict(begin)))
+    for _ in stopped:
+        state = stopped.state_dict()
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+        again(0)
+        trained = Counter[int]()
+        for batch in resumed:
+            trained.update(ids_of(batch))
+            last.load_state_dict(resumed.state_dict())
+            if last.epoch == 0:
+                assert trained + Counter(itertools.chain(*_iterate(last))) == samples
+        assert trained == samples
+
+
+@pytest.mark.parametrize("epoch", [-1, 1 << 31, 0.5, "1"])
+@pytest.mark.parametrize("kind", ["windows of time", "elastic"])
+def test_an_epoch_that_no_state_could_have_is_refused_where_it_is_set(data: Path, kind: str, epoch: Any) -> None:
+    loader, inner = _make(data, kind)
+    move = getattr(inner, "set_epoch", None) or inner.begin_at
+    with pytest.raises(ConfigError, match=f"^the epoch must be an integer from 0 to 2147483647, got {epoch!r}$"):
+        move(epoch)
+    assert loader.state_dict()["epoch"] == loader.epoch == 0
