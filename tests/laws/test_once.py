@@ -56,7 +56,7 @@ def check(pool: Pool, data: Path, job: Job) -> None:
 
 @pytest.mark.parametrize(("kind", "way"), cells("plain", "alone", "packed", "window"))
 def test_every_sample_comes_once_per_epoch(data: Path, kind: str, way: str) -> None:
-    @settings(max_examples=6)
+    @settings(max_examples=4)
     @given(SHAPES)
     def of_shape(shape: dict[str, Any]) -> None:
         workers = shape["workers"] if has(kind, "threads") else 0

@@ -82,8 +82,8 @@ def _check_comes_next(loader: Any, epochs: Epochs, epoch: int, step: int = 0) ->
     assert [_iterate(loader) for _ in following] == following
 
 
-OWN_CASES = [(*cell, is_balanced) for cell in cells("plain", "window") for is_balanced in (False, True)]
-OWN_CASES += [("shuffle", "packed", is_balanced) for is_balanced in (False, True)]
+OF_GROUPS = [("shuffle", "packed"), ("shuffle", "window"), ("windows of time", "window"), ("elastic", "window")]
+OWN_CASES = [(*cell, is_balanced) for cell in (*cells("plain"), *OF_GROUPS) for is_balanced in (False, True)]
 CASES = OWN_CASES + [(kind, "plain", True) for kind in OF_OTHERS]
 NODES = [case for case in CASES if has(case[0], "epochs") and (case[0] != "elastic" or case[2])]
 

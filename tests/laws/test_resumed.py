@@ -63,7 +63,7 @@ def check(pool: Pool, data: Path, kind: str, chain: list[Link], seed: int) -> No
 def test_any_chain_of_jobs_trains_each_sample_once(data: Path, kind: str, way: str) -> None:
     """The first one in this way, the others in any."""
 
-    @settings(max_examples=5)
+    @settings(max_examples=4)
     @given(links(kind, way), st.lists(links(kind, "plain", "alone", "packed", "window"), max_size=4), st.integers(0, 3))
     def of_chain(first: Link, others: list[Link], seed: int) -> None:
         check(None, data, kind, [first, *others], seed)
