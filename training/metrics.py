@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.hashing import mix64
 from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
-from evenrank.dataloader.routing.owners import owner_rank
 from evenrank.training.mean_metrics import MeanMetrics, check_weights, weights_of
 
 
@@ -122,7 +122,7 @@ class BinaryAUC:
         """
         parts = [torch.cat(self._weights).double(), *map(torch.cat, (self._is_positive, self._scores, self._groups))]
         num_ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
-        owners = owner_rank(parts[-1].cpu().numpy(), num_ranks, "hash_roundrobin")
+        owners = (mix64(parts[-1].cpu().numpy().view(np.uint64)) % np.uint64(num_ranks)).astype(np.int64)
         sent = np.bincount(owners, minlength=num_ranks).tolist()
         of_ranks = gather_checked(self._settings, (sent, parts[0].sum().item()), self._group)
         check_weights(total for _, total in of_ranks)

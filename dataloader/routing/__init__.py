@@ -1,7 +1,7 @@
 """Routing: which rank has the row of a key, where an embedding table is sharded by rows.
 
-`owners.py` finds the rank, for tables that are looked up by key. Stock TorchRec shards tables by ranges of rows, so
-`key_map.py` instead decides which row has which key: a loader, or `map_features`, replaces keys by rows.
+Stock TorchRec shards tables by ranges of rows, so `key_map.py` decides which row has which key: a loader, or
+`map_features`, replaces keys by rows.
 """
 
 from evenrank.core import optional_imports

@@ -1,24 +1,14 @@
 """The modes of routing, and `KeyMap`: which row of a table has which key, so that patterns of keys spread over ranks.
 
-Where tables are looked up by key (`owners.py`), the modes of routing are
-
-    continuous        ranges: rank k // ceil(N / W) has key k of a table of N rows, as in TorchRec's row-wise sharding;
-                      keys past the last range go to rank k % W
-    roundrobin        rank k % W
-    hash_roundrobin   rank hash(k) % W, where `hash` is the finalizer of MurmurHash3
-
-Keys are words of 64 bits and compared as unsigned: key -1 is 2^64 - 1, also if its dtype is int32. Only `continuous`
-takes int32 keys as unsigned words of 32 bits, because fbgemm does.
-
-A KeyMap is for stock TorchRec, whose row-wise sharding gives rank r the rows r b .. r b + b - 1 of a table of N rows,
-b = ceil(N / W). With 10 rows and 4 ranks, b = 3:
+The row-wise sharding of stock TorchRec gives rank r the rows r b .. r b + b - 1 of a table of N rows, b = ceil(N / W).
+With 10 rows and 4 ranks, b = 3:
 
     rank              0          1          2         3
     row               0  1  2    3  4  5    6  7  8   9
     key, continuous   0  1  2    3  4  5    6  7  8   9
     key, roundrobin   0  4  7    1  5  8    2  6  9   3
 
-There, `hash_roundrobin` is a keyed Feistel network on pairs (Black and Rogaway, "Ciphers with arbitrary finite
+`hash_roundrobin` is a keyed Feistel network on pairs (Black and Rogaway, "Ciphers with arbitrary finite
 domains", 2002), which makes every pattern of keys look random. For N rows it takes A = 2^a, about the square root of N,
 and B = ceil(N / A). Keys and rows are pairs j < B, r < A:
 
@@ -31,8 +21,9 @@ the distance of their r. Rows past the table's end, fewer than A of A B, are per
 (cycle walking). It depends on N alone, so a table can be sharded over another number of ranks without moving rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -44,15 +35,11 @@ from evenrank.core.numba_cache import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 Integers = TypeVar("Integers", "NDArray[Any]", "Tensor")
 Mode = Literal["continuous", "roundrobin", "hash_roundrobin"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-
-# The 64-bit finalizer of MurmurHash3 (Austin Appleby, MurmurHash3.cpp, `fmix64`).
-HASH_MULTIPLIERS = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
-HASH_SHIFT = 33
-_LIMIT = 1 << 63  # so that every rank and row is an int64
 
 # Round keys, different for each round: the first hexadecimal digits of pi.
 ROUND_KEYS = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89
@@ -61,33 +48,9 @@ CONSTANTS = *ROUND_KEYS, *MIX_MULTIPLIERS, *MIX_SHIFTS
 """Everything that `hash_roundrobin` depends on besides the number of rows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """How the rows of one table are distributed over ranks; raises a ConfigError if a field is out of range."""
-
-    mode: Mode
-    num_embeddings: int | None = None
-    """Rows of the table; `continuous` needs it, and the other modes ignore it."""
-
-    def __post_init__(self) -> None:
-        check_routing(1, self.mode, self.num_embeddings)
-
-
 def rows_per_rank(num_embeddings: int, world_size: int) -> int:
     """Return the rows of a rank's range in TorchRec's row-wise sharding; the last ranks may have fewer, or none."""
     return -(-num_embeddings // world_size)
-
-
-def check_routing(world_size: int, mode: Mode, num_embeddings: int | None) -> None:
-    """Raise a ConfigError if the mode is unknown, or an argument is missing or out of range."""
-    if mode not in MODES:
-        raise ConfigError(f"the routing mode must be one of {', '.join(MODES)}, got {mode!r}")
-    if mode == "continuous" and num_embeddings is None:
-        raise ConfigError("mode 'continuous' assigns ranges of rows, so it needs num_embeddings, the table's rows")
-    num_rows = 1 if num_embeddings is None else num_embeddings
-    for name, value in (("world_size", world_size), ("num_embeddings", num_rows)):
-        if type(value) is not int or not 1 <= value < _LIMIT:
-            raise ConfigError(f"{name} must be an integer of at least 1 and below 2^63, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +72,11 @@ class KeyMap:
     """
 
     def __post_init__(self) -> None:
-        check_routing(self.world_size, self.mode, self.num_embeddings)
-        if self.num_embeddings is None or self.num_embeddings > 1 << 62:
-            raise ConfigError(
-                f"num_embeddings of a KeyMap must be an integer from 1 to 2^62, got {self.num_embeddings}"
-            )
+        if self.mode not in MODES:
+            raise ConfigError(f"the routing mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        for name, value in (("num_embeddings", self.num_embeddings), ("world_size", self.world_size)):
+            if type(value) is not int or not 1 <= value <= 1 << 62:
+                raise ConfigError(f"{name} of a KeyMap must be an integer from 1 to 2^62, got {value!r}")
 
     def __call__(self, keys: Integers) -> Integers:
         """Return the row of each key, an array or a tensor as the keys are, of the same shape, dtype and device.
@@ -170,6 +133,43 @@ class KeyMap:
                 f"the {kind}s of a table with num_embeddings={self.num_embeddings} are 0 to {self.num_embeddings - 1}, "
                 f"got {least if least < 0 else greatest}; set num_embeddings to the largest key + 1"
             )
+
+
+def map_features(features: "KeyedJaggedTensor", key_maps: Mapping[str, KeyMap]) -> "KeyedJaggedTensor":
+    """Return the same features with the rows of tables instead of keys, for batches of other loaders.
+
+    On a GPU this waits for the device, because it checks the keys; map on the CPU, where batches are made.
+
+    Args:
+        features: with integer values.
+        key_maps: of some of its features, by name.
+
+    Raises:
+        ConfigError: there is no such feature, or its dtype cannot hold all rows.
+        DataError: a key is not in the table.
+    """
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # as torch
+
+    names, varies = features.keys(), features.variable_stride_per_key()
+    if unknown := [name for name in key_maps if name not in names]:
+        raise ConfigError(f"key_maps has {unknown[0]!r}, which is no feature; there are {', '.join(names)}")
+    ends = features.offset_per_key()
+    values = features.values().clone()
+    for name, (begin, end) in zip(names, pairwise(ends), strict=True):
+        if name in key_maps:
+            values[begin:end] = key_maps[name](values[begin:end])
+    return KeyedJaggedTensor(
+        keys=names,
+        values=values,
+        weights=features.weights_or_none(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        stride=None if varies else features.stride(),
+        length_per_key=features.length_per_key(),
+        offset_per_key=ends,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
 
 
 def _apply(function: Callable[[NDArray[np.int64]], NDArray[np.int64]], values: Integers) -> Integers:

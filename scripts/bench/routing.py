@@ -2,14 +2,13 @@
 
     .venv/bin/python scripts/bench/routing.py [--ranks 2,8,64] [--keys 100000] [--draws 4369953]
 
-Prints one JSON line per pattern, number of ranks and way:
+Prints one JSON line per pattern, number of ranks and mode:
 
     pattern     progressions: keys 0, s, 2 s, .. of a stride s; blocks: ids that writers use, each from the start of a
                 block of its own; users and videos: distinct ids of Zipf draws (1,000 at exponent 1.5, 49,332 at 1.8),
                 in the order of popularity, as they are or times 8
     n           distinct keys
-    way         a mode of `owner_rank`, or key_map: `KeyMap` of mode hash_roundrobin on TorchRec's ranges of rows. The
-                table has as many rows as the largest key + 1
+    mode        of `KeyMap`, on TorchRec's ranges of rows. The table has as many rows as the largest key + 1
     keys        distinct keys of the busiest rank over the mean of the ranks
     lookups     lookups of the busiest rank over the mean; progressions and blocks have one lookup per key
     bound       1 + 1.5 sqrt(2 ln R R / n), which `keys` of random owners seldom exceeds
@@ -25,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.routing import MODES, KeyMap, owner_rank
+from evenrank.dataloader.routing import MODES, KeyMap
+from evenrank.dataloader.routing.key_map import rows_per_rank
 from evenrank.datasets.distributions import Zipf
 
 Ints = NDArray[np.int64]
@@ -66,24 +66,23 @@ def make_patterns(num_keys: int, num_draws: int) -> Iterator[Pattern]:
 
 
 def owners_of(keys: Ints, num_ranks: int) -> dict[str, Ints]:
-    """Return the owner of each key, int64 [n], per way."""
-    num_embeddings = int(keys.max()) + 1
-    owners = {str(mode): owner_rank(keys, num_ranks, mode, num_embeddings) for mode in MODES}
-    key_map = KeyMap(num_embeddings=num_embeddings, world_size=num_ranks, mode="hash_roundrobin")
-    return {**owners, "key_map": owner_rank(key_map(keys), num_ranks, "continuous", num_embeddings)}
+    """Return the rank that has each key, int64 [n], by mode."""
+    size = int(keys.max()) + 1
+    key_maps = [KeyMap(num_embeddings=size, world_size=num_ranks, mode=mode) for mode in MODES]
+    return {key_map.mode: key_map(keys) // rows_per_rank(size, num_ranks) for key_map in key_maps}
 
 
 def rows_of(pattern: Pattern, num_ranks: int) -> Iterator[dict[str, object]]:
     """Yield the rows of a pattern and a number of ranks."""
     name, keys, counts = pattern
-    for way, owners in owners_of(keys, num_ranks).items():
+    for mode, owners in owners_of(keys, num_ranks).items():
         num_keys = np.bincount(owners, minlength=num_ranks)
         num_lookups = np.bincount(owners, weights=counts, minlength=num_ranks)
         yield {
             "pattern": name,
             "n": len(keys),
             "ranks": num_ranks,
-            "way": way,
+            "mode": mode,
             "keys": round(float(num_keys.max() / num_keys.mean()), 3),
             "lookups": round(float(num_lookups.max() / num_lookups.mean()), 3),
             "bound": round(1 + 1.5 * sqrt(2 * log(num_ranks) * num_ranks / len(keys)), 3),

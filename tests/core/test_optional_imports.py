@@ -107,7 +107,7 @@ for package, name in [
     ("evenrank.preprocess", "preprocess"),
     ("evenrank.dataloader", "build_loader"),
     ("evenrank.dataloader.balance", "Balancer"),
-    ("evenrank.dataloader.routing", "bucketize"),
+    ("evenrank.dataloader.routing", "remap"),
     ("evenrank.training", "scale_loss"),
 ]:
     try:

@@ -21,7 +21,7 @@ def _code() -> list[str]:
 
 
 def test_the_code_of_the_page_trains_and_exports_the_rows_of_the_same_keys(small_dataset: Path) -> None:
-    load, own, export, _, _, by_key = _code()
+    load, own, export, _, _ = _code()
     names: dict[str, Any] = {"data": small_dataset, "rank": 1, "world_size": 4}
     exec(load, names)
     plain = build_loader(small_dataset, LoaderConfig(batch_size=32), rank=1, world_size=4)
@@ -39,13 +39,6 @@ def test_the_code_of_the_page_trains_and_exports_the_rows_of_the_same_keys(small
         exec(own, names)
         assert torch.equal(names["batch"].features.values(), mapped.features.values())
 
-    plain_features = pairs[0][0].features
-    names["batch"] = SimpleNamespace(features=plain_features)
-    exec(by_key, names)
-    assert names["bucketized"].values()[names["permutation"]].tolist() == plain_features.values().tolist()
-    of_rank = torch.bincount(names["owners"], minlength=4)
-    assert of_rank.tolist() == names["bucketized"].lengths().view(4, -1).sum(dim=1).tolist()
-
     names |= {"table": table, "nearest_rows": [5, 0, 17]}
     exec(export, names)
     assert names["by_key"].tolist() == list(range(num_items))
@@ -54,7 +47,7 @@ def test_the_code_of_the_page_trains_and_exports_the_rows_of_the_same_keys(small
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_code_of_the_page_checks_and_remaps_checkpoints(small_dataset: Path, tmp_path: Path) -> None:
-    _, _, _, check, change, _ = _code()
+    _, _, _, check, change = _code()
     items = KeyMap(num_embeddings=501, world_size=4, mode="hash_roundrobin")
     plain, mapped = (LoaderConfig(batch_size=32, key_maps=key_maps) for key_maps in ({}, {"item_id": items}))
     loaders = [build_loader(small_dataset, config, rank=0, world_size=1) for config in (plain, mapped)]
