@@ -98,13 +98,13 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._config = config
         suppress_fx_tracing_warning()  # before the batches of any other loader
         members = members_of(group, timeout := timeout_of(config))
-        made, result = handshake(lambda: _check(batches, config, device, members), members, timeout)
+        made, num_steps = handshake(lambda: _check(batches, config, device, members), members, timeout)
         self._device, self._source, self._observe = made
         self._current = self._source.current
         # The rank with the most batches has so many more than this one, in epochs of other lengths too.
-        self._num_more = None if result.num_steps is None else result.num_steps - (self._source.length() or 0)
+        self._num_more = None if num_steps is None else num_steps - (self._source.length() or 0)
         backend, use_in_thread = self._device.backend, self._device.use_in_thread
-        self._connection = Connection(members, result.hosts, config.timeout, backend, use_in_thread)
+        self._connection = Connection(members, config.timeout, backend, use_in_thread)
         with self._connection.aborting():
             group_of_exchange = self._connection.exchange_group
             self._exchange = Exchange(config.exchange, group_of_exchange, self._device, rank=members.rank)

@@ -84,7 +84,7 @@ class PlannedBatch(NamedTuple):
 
 def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]:
     """All-gather and plan steps, as a Balancer does in the background."""
-    all_gather = MetadataAllGather(members_of(None, TIMEOUT), None, TIMEOUT)
+    all_gather = MetadataAllGather(members_of(None, TIMEOUT), TIMEOUT)
     on_cpu = Exchange("all-to-all", None, make_device(None), rank=dist.get_rank())
     planned: list[PlannedBatch] = []
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -56,14 +56,13 @@ class Connection:
 
     The metadata all-gather and the exchange of different steps overlap, so each has a communicator of its own.
 
-    Collective: every rank must call the constructor. `hosts` are the host names of the ranks, for a hierarchical
-    all-gather, `backend` is that of the exchange, and `use_in_thread` is called once in the background thread.
+    Collective: every rank must call the constructor. `backend` is that of the exchange, and `use_in_thread` is
+    called once in the background thread.
     """
 
     def __init__(
         self,
         members: Members,
-        hosts: Sequence[str] | None,
         timeout: timedelta,
         backend: str,
         use_in_thread: Callable[[], None],
@@ -75,7 +74,7 @@ class Connection:
         # One thread, so that all-gathers of successive steps keep their order.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer", initializer=use_in_thread)
         self.exchange_group: FailFastGroup | None = None  # None if there is only one rank
-        self.all_gather = MetadataAllGather(members, hosts, timeout)
+        self.all_gather = MetadataAllGather(members, timeout)
         if members.store is not None:
             with self.aborting():
                 self.exchange_group = FailFastGroup(

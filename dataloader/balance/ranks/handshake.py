@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import Store
 from evenrank.core.errors import ConfigError, RankError, first_line, one_line
 from evenrank.dataloader.balance.config import timeout_of
 from evenrank.dataloader.balance.ranks.consistency import check_settings, raise_reported_errors
-from evenrank.dataloader.balance.ranks.metadata import MAX_RANKS_OF_FLAT_ALL_GATHER
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.state.node import HasRankInvariants
 
@@ -38,16 +37,11 @@ class RankReport:
     host: str = field(default_factory=lambda: socket.gethostname())  # name of its host
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HandshakeResult:
-    """What follows from the reports of all ranks."""
+def validate_reports(reports: Sequence[RankReport]) -> int | None:
+    """Return the steps of an epoch, or raise a RankError if a rank failed or two are inconsistent.
 
-    num_steps: int | None  # steps of an epoch: the batches of the rank with the most; None if a loader does not know
-    hosts: tuple[str, ...] | None  # host name of each rank if the all-gather is hierarchical
-
-
-def validate_reports(reports: Sequence[RankReport]) -> HandshakeResult:
-    """Return what follows from the reports of all ranks, or raise a RankError if one failed or two are inconsistent."""
+    These are the batches of the rank with the most; None if a loader does not know them.
+    """
     raise_reported_errors([report.error for report in reports])
     check_settings([report.settings for report in reports])
     rank_of_device: dict[str, int] = {}
@@ -58,19 +52,17 @@ def validate_reports(reports: Sequence[RankReport]) -> HandshakeResult:
                 "torch.cuda.set_device(local_rank) first, or pass each rank its own device"
             )
     numbers = [report.num_batches for report in reports if report.num_batches is not None]
-    return HandshakeResult(
-        num_steps=max(numbers) if len(numbers) == len(reports) else None,
-        hosts=tuple(report.host for report in reports) if len(reports) > MAX_RANKS_OF_FLAT_ALL_GATHER else None,
-    )
+    return max(numbers) if len(numbers) == len(reports) else None
 
 
 def handshake(
     make: Callable[[], tuple[Created, RankReport]], members: Members, timeout: timedelta, *, of: str = "Balancer"
-) -> tuple[Created, HandshakeResult]:
-    """Return what `make` creates, once it does so on all ranks, and rank 0's result. Collective: every rank must call.
+) -> tuple[Created, int | None]:
+    """Return what `make` creates, once it does so on all ranks, and the steps of an epoch (see `validate_reports`).
 
-    Whatever can be wrong on one rank alone is checked in `make`: its error is raised on this rank, while the others
-    raise a RankError with it. `of` names what every rank creates, for the message if one has not.
+    Collective: every rank must call this. Whatever can be wrong on one rank alone is checked in `make`: its error is
+    raised on this rank, while the others raise a RankError with it. `of` names what every rank creates, for the message
+    if one has not.
     """
     created, error = None, None
     try:
@@ -79,25 +71,25 @@ def handshake(
         error, report = raised, RankReport(error=one_line(raised))
     try:
         if members.store is None:
-            result = validate_reports([report])
+            num_steps = validate_reports([report])
         else:
             # Rank 0 gets the time to name the ranks that are late.
-            result = within(timeout + _WAIT, lambda: _handshake(report, members, timeout, of))
+            num_steps = within(timeout + _WAIT, lambda: _handshake(report, members, timeout, of))
     except RankError:
         if error is not None:
             raise error from None
         raise
     assert created is not None
-    return created, result
+    return created, num_steps
 
 
-def _handshake(report: RankReport, members: Members, timeout: timedelta, of: str) -> HandshakeResult:
+def _handshake(report: RankReport, members: Members, timeout: timedelta, of: str) -> int | None:
     store = members.store
     assert store is not None
     keys = [f"report/{rank}" for rank in range(members.world_size)]
     store.set(keys[members.rank], _as_text(report))
     deadline = time.monotonic() + timeout.total_seconds()
-    result: HandshakeResult | str  # a message if reports are invalid
+    result: int | str | None  # a message if reports are invalid
     if members.rank == 0:
         try:
             result = validate_reports([_get(store, key, rank, deadline, of) for rank, key in enumerate(keys)])

@@ -27,11 +27,6 @@ from numpy.typing import NDArray
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members
 from evenrank.dataloader.batches.schema import BatchSchema
 
-# Above this number of ranks the all-gather goes by hosts: a ring would take longer than a step. See "Metadata" in
-# docs/results/exchange.md.
-MAX_RANKS_OF_FLAT_ALL_GATHER = 512
-
-
 MAX_STEPS = 8
 """Steps of a message: an all-gather takes about as long for 8 as for one."""
 
@@ -127,57 +122,31 @@ def _step_type(batch_size: int, num_keys: int) -> np.dtype[np.void]:
 class MetadataAllGather:
     """All-gathers of equally sized messages on the CPU, over Gloo.
 
-    A ring over all ranks takes as many hops as ranks. By hosts it takes fewer: messages are gathered within each host,
-    then between the first ranks of the hosts, then broadcast within each host.
-
-    Collective: every rank must call the constructor, with the host name of each rank, or None for one ring.
+    Collective: every rank must call the constructor.
     """
 
-    def __init__(self, members: Members, hosts: Sequence[str] | None, timeout: timedelta) -> None:
-        self._host_group: FailFastGroup | None = None  # None if there is only one rank
-        self._leader_group: FailFastGroup | None = None  # on the first rank of each of several hosts
-        if members.store is None:
-            return
-        hosts = [""] * members.world_size if hosts is None else hosts
-        self._ranks_by_host = [
-            [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)
-        ]
-        host = next(index for index, ranks in enumerate(self._ranks_by_host) if members.rank in ranks)
-        ranks = self._ranks_by_host[host]
-        self._host_group = FailFastGroup(
-            members.substore(f"metadata/host {host}"), ranks.index(members.rank), len(ranks), timeout
-        )
-        if len(self._ranks_by_host) > 1 and members.rank == ranks[0]:
-            leaders = members.substore("metadata/leaders")
-            self._leader_group = FailFastGroup(leaders, host, len(self._ranks_by_host), timeout)
+    def __init__(self, members: Members, timeout: timedelta) -> None:
+        self._group: FailFastGroup | None = None  # None if there is only one rank
+        if members.store is not None:
+            self._group = FailFastGroup(members.substore("metadata"), members.rank, members.world_size, timeout)
 
     def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the messages of all ranks, uint8 [W, n], given this rank's, uint8 [n].
 
         Collective: every rank must call this, with a message of the same size.
         """
-        if self._host_group is None:
+        if self._group is None:
             return message[np.newaxis]
-        messages_of_host = _all_gather(message, self._host_group)
-        if len(self._ranks_by_host) == 1:
-            return messages_of_host
-        messages = np.empty((sum(map(len, self._ranks_by_host)), len(message)), dtype=np.uint8)
-        if self._leader_group is not None:
-            # Hosts may have different numbers of ranks, but the messages of an all-gather have one size.
-            max_ranks = max(map(len, self._ranks_by_host))
-            padded = np.zeros((max_ranks, len(message)), dtype=np.uint8)
-            padded[: len(messages_of_host)] = messages_of_host
-            by_host = _all_gather(padded.reshape(-1), self._leader_group).reshape(-1, max_ranks, len(message))
-            for ranks, of_host in zip(self._ranks_by_host, by_host, strict=True):
-                messages[ranks] = of_host[: len(ranks)]
-        self._host_group.broadcast(torch.from_numpy(messages), root=0)
-        return messages
+        messages = torch.empty((self._group.world_size, len(message)), dtype=torch.uint8, device="cpu")
+        # Copied because torch warns of arrays that are not writable, such as those of a pickle.
+        self._group.all_gather(list(messages), torch.from_numpy(message.copy()))
+        gathered: NDArray[np.uint8] = messages.numpy()
+        return gathered
 
     def close(self) -> None:
-        """Destroy the process groups; closing twice does nothing."""
-        for group in (self._host_group, self._leader_group):
-            if group is not None:
-                group.close()
+        """Destroy the process group; closing twice does nothing."""
+        if self._group is not None:
+            self._group.close()
 
 
 def all_gather_objects(gather: MetadataAllGather, value: Any) -> list[Any]:
@@ -188,11 +157,3 @@ def all_gather_objects(gather: MetadataAllGather, value: Any) -> list[Any]:
     padded[: len(data)] = data
     messages = gather.all_gather(padded)
     return [pickle.loads(message[:size].tobytes()) for message, size in zip(messages, num_bytes, strict=True)]
-
-
-def _all_gather(message: NDArray[np.uint8], group: FailFastGroup) -> NDArray[np.uint8]:
-    messages = torch.empty((group.world_size, len(message)), dtype=torch.uint8, device="cpu")
-    # Copied because torch warns of arrays that are not writable, such as those of a pickle.
-    group.all_gather(list(messages), torch.from_numpy(message.copy()))
-    gathered: NDArray[np.uint8] = messages.numpy()
-    return gathered

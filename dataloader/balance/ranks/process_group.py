@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllToAllOptions,
-    BroadcastOptions,
     PrefixStore,
     Store,
 )
@@ -161,13 +160,6 @@ class FailFastGroup:
         with self.guard():
             work = self._backend.alltoall_base(output, tensor, output_splits, splits, options)
             return self._completed(work, async_op)
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Send `tensor` of rank `root` to all ranks. Collective: every rank must call this."""
-        options = BroadcastOptions()
-        options.rootRank = root
-        with self.guard():
-            self._completed(self._backend.broadcast([tensor], options), False)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -111,7 +111,7 @@ def test_an_error_in_the_strategy_of_one_rank_is_raised_on_all(ranks: RankPool) 
 def _confirm(rank: int, world_size: int) -> None:
     metadata, rank_of = np.arange(24, dtype=np.uint8).reshape(3, 8), np.zeros((3, 2), dtype=np.int32)
     metadata[1, 7] ^= rank == 2
-    gather = MetadataAllGather(members_of(None, TIMEOUT), None, TIMEOUT)
+    gather = MetadataAllGather(members_of(None, TIMEOUT), TIMEOUT)
     try:
         confirm(gather, metadata, [rank_of], None, 1).check(0, "step 7", "min-move")
     finally:
