@@ -41,7 +41,6 @@ class _Gathered(NamedTuple):
     """What is known of n steps after the all-gather of their metadata."""
 
     schemas: Sequence[BatchSchema]  # of each step: with the rows of the longest batch of any rank so far
-    messages: NDArray[np.uint8]  # [W, message size]: as they were received
     steps: Sequence[metadata.StepMetadata]
     errors: Sequence[Sequence[str | None]]  # of each rank, the error of each step; empty if no rank has any
 
@@ -96,7 +95,7 @@ class StepPlanner:
                     failure = raised
         if num_steps:
             plans = [step.rank_of for step in planned if step.rank_of is not None]
-            confirmation = consistency.confirm(self.all_gather, gathered.messages, plans, failure, num_steps)
+            confirmation = consistency.confirm(self.all_gather, plans, failure, num_steps)
             for index, known in enumerate(gathered.steps[:num_steps] if not confirmation.are_same else ()):
                 name = f"step {known.common('step')} of epoch {known.common('epoch')}"
                 try:
@@ -163,8 +162,7 @@ class StepPlanner:
         known = metadata.Header(schema_hash=_hash_of(schema), loader_hash=loader_hash)
         own = read_steps(loaded, schema, self.config, world_size=self.world_size, common=known, error=invariants_error)
         message = metadata.encode(own.headers, schema, own.costs, own.tokens, own.lengths)
-        messages = self.all_gather.all_gather(message)
-        steps = metadata.decode(messages, schema)
+        steps = metadata.decode(self.all_gather.all_gather(message), schema)
         has_failed, errors = [step.header("status").any() for step in steps], []
         if any(has_failed):
             texts = [None if error is None else one_line(error) for error in own.errors]
@@ -174,7 +172,7 @@ class StepPlanner:
         longest = [schema.batch_size, *(int(step.header("num_rows").max()) for step in steps)]
         rows = list(itertools.accumulate(longest, max))[1:]
         if rows[-1] == schema.batch_size:
-            return _Gathered([schema] * len(steps), messages, steps, errors)
+            return _Gathered([schema] * len(steps), steps, errors)
         # Lengths did not fit into this rank's message, or another's.
         self._schema = dataclasses.replace(schema, batch_size=rows[-1])
         again = self._gather_metadata(self._schema, loaded)

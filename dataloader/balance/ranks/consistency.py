@@ -283,7 +283,6 @@ class Confirmation(NamedTuple):
     """Whether all ranks have planned the same, for each of n steps."""
 
     failed: NDArray[np.int64]  # [n, W]: 1 if a rank failed in this step or an earlier one
-    received: NDArray[np.int64]  # [n, W]: digests of the metadata
     assigned: NDArray[np.int64]  # [n, W]: digests of the assignments
     errors: Sequence[str | None]  # of each rank
     own_error: Exception | None
@@ -291,8 +290,7 @@ class Confirmation(NamedTuple):
     @property
     def are_same(self) -> bool:
         """Whether no step has an error."""
-        differ = [(digests != digests[:, :1]).any() for digests in (self.received, self.assigned)]
-        return not (self.failed.any() or any(differ))
+        return not (self.failed.any() or (self.assigned != self.assigned[:, :1]).any())
 
     def check(self, index: int, step_name: str, strategy: str) -> None:
         """Raise the error of a step, of which the earlier ones have none; a RankError with it on other ranks."""
@@ -301,38 +299,33 @@ class Confirmation(NamedTuple):
             if self.own_error is not None and one_line(self.own_error) in errors:
                 raise self.own_error
             raise_reported_errors(errors)
-        other_metadata = "received other metadata than rank 0; the memory or the network of a host is faulty"
-        other_plan = (
-            f"assigns samples differently from rank 0, given the same costs; the strategy {strategy!r} must be a pure "
-            "function of its argument, and the same code on all ranks"
-        )
-        for digests, fault in ((self.received[index], other_metadata), (self.assigned[index], other_plan)):
-            if len(differing := np.flatnonzero(digests != digests[0])):
-                raise RankError(f"in {step_name}, rank {differing[0]} {fault}")
+        if len(differing := np.flatnonzero(self.assigned[index] != self.assigned[index][0])):
+            raise RankError(
+                f"in {step_name}, rank {differing[0]} assigns samples differently from rank 0, given the same costs; "
+                f"the strategy {strategy!r} must be a pure function of its argument, and the same code on all ranks"
+            )
 
 
 def confirm(
     all_gather: MetadataAllGather,
-    metadata: NDArray[np.uint8],
     plans: Sequence[NDArray[np.int32]],
     error: Exception | None,
     num_steps: int,
 ) -> Confirmation:
     """Compare the plans of n steps between ranks. Collective: every rank must call this.
 
-    `metadata` are the messages received from all ranks, uint8 [W, message size], and `plans` this rank's assignments,
-    int32 [W, B] each: of all steps, or of those before the one that failed with `error`.
+    `plans` are this rank's assignments, int32 [W, B] each: of all steps, or of those before the one that failed with
+    `error`.
     """
-    words = np.zeros((num_steps, 3), dtype=np.int64)
+    words = np.zeros((num_steps, 2), dtype=np.int64)
     words[len(plans) :, 0] = 1
-    words[:, 1] = _digest(metadata)
-    words[: len(plans), 2] = [_digest(plan) for plan in plans]
+    words[: len(plans), 1] = [_digest(plan) for plan in plans]
     of_ranks = all_gather.all_gather(words.reshape(-1).view(np.uint8)).copy().view(np.int64)
-    failed, received, assigned = of_ranks.reshape(-1, *words.shape).transpose(2, 1, 0)
+    failed, assigned = of_ranks.reshape(-1, *words.shape).transpose(2, 1, 0)
     errors = all_gather_objects(all_gather, None if error is None else one_line(error)) if failed.any() else []
-    return Confirmation(failed, received, assigned, errors, error)
+    return Confirmation(failed, assigned, errors, error)
 
 
-def _digest(array: NDArray[np.generic]) -> int:
-    """Return 63 bits of a hash of an array's bytes."""
-    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=8).digest(), "little") >> 1
+def _digest(plan: NDArray[np.int32]) -> int:
+    """Return 63 bits of a hash of an assignment."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(plan).data, digest_size=8).digest(), "little") >> 1

@@ -19,9 +19,8 @@ from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, partition, register_strategy
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.partition.strategies import PartitionProblem
-from evenrank.dataloader.balance.ranks.consistency import PlanCheck, confirm
-from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
-from evenrank.dataloader.balance.ranks.process_group import Members, members_of
+from evenrank.dataloader.balance.ranks.consistency import PlanCheck
+from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.state.resume_point import _FORMAT
 from evenrank.training import LossAverage
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
@@ -106,23 +105,6 @@ def test_an_error_in_the_strategy_of_one_rank_is_raised_on_all(ranks: RankPool) 
     own, of_others = "no such sample", "rank 1 failed: ZeroDivisionError: no such sample"
     failures = ranks.try_run(3, _train_with_strategy, "raises", "all-to-all")
     assert [failure.message for failure in failures] == [of_others, own, of_others]
-
-
-def _confirm(rank: int, world_size: int) -> None:
-    metadata, rank_of = np.arange(24, dtype=np.uint8).reshape(3, 8), np.zeros((3, 2), dtype=np.int32)
-    metadata[1, 7] ^= rank == 2
-    gather = MetadataAllGather(members_of(None, TIMEOUT), TIMEOUT)
-    try:
-        confirm(gather, metadata, [rank_of], None, 1).check(0, "step 7", "min-move")
-    finally:
-        gather.close()
-
-
-def test_a_single_bit_of_metadata_that_differs_is_found_on_every_rank(ranks: RankPool) -> None:
-    message = "in step 7, rank 2 received other metadata than rank 0; the memory or the network"
-    for failure in ranks.try_run(3, _confirm):
-        assert failure.type_name == "RankError"
-        assert failure.message.startswith(message)
 
 
 # Loaders that plan alone
