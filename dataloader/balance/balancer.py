@@ -115,6 +115,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             all_gather=self._connection.all_gather,
             prepare=self._exchange.prepare,
             world_size=members.world_size,
+            batch_size=self._source.batch_size,
             is_measured=self._observe is not None,
         )
 

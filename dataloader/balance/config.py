@@ -65,7 +65,7 @@ class BalanceConfig:
     gives the same batches."""
     batch_size: int | None = None
     """`Balancer` only. Rows of every balanced batch, padding included, at least as many as the loader's batches have;
-    None: the rows of the longest batch of any rank so far."""
+    None: the rows of the longest first batch of any rank, or the `batch_size` of a DataLoader or Batcher."""
     lookahead: int = 2
     """`Balancer` only. Steps that are planned ahead of the step that trains, at least 1. Up to 7 more batches are
     loaded, because metadata is gathered for 8 steps at once. Device memory does not grow with it: on a GPU the next

@@ -42,8 +42,7 @@ def read_steps(
 ) -> OwnSteps:
     """Return the metadata of steps; what is wrong with a batch or its costs becomes the error of its step.
 
-    `common` has the words of the headers that all steps share, and `error` is one of all steps. A batch with more rows
-    than the schema has no samples here.
+    `common` has the words of the headers that all steps share, and `error` is one of all steps.
     """
     num_steps, size = len(loaded), schema.batch_size
     costs, tokens = np.zeros((2, num_steps, size), dtype=np.int64)
@@ -53,13 +52,12 @@ def read_steps(
     for index, (batch, _) in enumerate(loaded):
         if batch is not None and errors[index] is None:
             try:
-                of_rows = check_batch(batch, schema, max_batch_size=config.batch_size)
+                of_rows = check_batch(batch, schema)
             except Exception as raised:
                 errors[index] = raised
                 continue
-            if batch.batch_size <= size:
-                lengths[index, :, : batch.batch_size] = of_rows
-                with_samples[index] = batch
+            lengths[index, :, : batch.batch_size] = of_rows
+            with_samples[index] = batch
 
     def fill_in(batches: dict[int, JaggedBatch]) -> None:
         counts = [batch.num_real for batch in batches.values()]
@@ -99,7 +97,6 @@ def _header(common: Header, batch: JaggedBatch | None, error: Exception | None) 
     return common._replace(
         status=int(failed),
         num_real=0 if failed else batch.num_real,
-        num_rows=batch.batch_size,
         epoch=batch.epoch,
         step=batch.step,
         position=batch.position,

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchdata.nodes import BaseNode
+from torchdata.nodes import BaseNode, Batcher, Unbatcher
 from torchdata.nodes import Loader as NodeLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -36,6 +36,7 @@ from evenrank.dataloader.state.checks import COUNT, FLAG, StateFormat, decode, e
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, Snapshots
 
+_DATA_LOADERS = (DataLoader, StatefulDataLoader)  # derived ones, such as Accelerate's, may skip or divide batches
 # Modules of samplers whose lengths are exact; the lengths of others are often estimates.
 _EXACT_SAMPLERS = ("torch.utils.data.", "torchdata.stateful_dataloader.")
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
@@ -81,8 +82,10 @@ class LoaderAdapter(Generic[Batch]):
     def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:
         check_batches(batches)
         self._batches: Any = batches
+        self.batch_size = _batch_size(batches)  # rows that a batch can have; 0 if the loader does not tell
         if isinstance(sampler := getattr(batches, "batch_sampler", None), KnowsPositions):
             self._batches = sampler.with_positions(cast(Any, batches))
+            self.batch_size = find_rank_invariants(self._batches).get("batch_size", 0)
         elif isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
             self._batches = NodeLoader(batches)
         self._rank = rank
@@ -325,9 +328,21 @@ def check_batch(batch: object) -> None:
     )
 
 
+def _batch_size(batches: Any) -> int:
+    """Return the `batch_size` of a DataLoader, or of the Batcher of torchdata nodes; 0 without one."""
+    if type(batches) in _DATA_LOADERS or isinstance(batches, Batcher):
+        return batches.batch_size or 0
+    if (
+        isinstance(batches, Unbatcher) or getattr(batches, "prebatch", None) is not None
+    ):  # whose source has other batches
+        return 0
+    inner = getattr(batches, "root", getattr(batches, "source", None))  # of torchdata's Loader, and of its nodes
+    return _batch_size(inner) if isinstance(inner, BaseNode) else 0
+
+
 def exact_length(batches: object) -> int | None:
     """Return the number of batches that an epoch of a DataLoader must have; None if that is uncertain."""
-    if type(batches) not in (DataLoader, StatefulDataLoader):  # derived ones, such as Accelerate's, may skip batches
+    if type(batches) not in _DATA_LOADERS:
         return None
     loader: DataLoader[Any] = batches  # type: ignore[assignment]
     batches_of = getattr(loader.batch_sampler, "sampler", None)  # of a batch sampler that was passed to the loader

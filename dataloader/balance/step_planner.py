@@ -6,7 +6,6 @@ one that left, and an error reaches all ranks.
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -40,7 +39,6 @@ class PlannedStep:
 class _Gathered(NamedTuple):
     """What is known of n steps after the all-gather of their metadata."""
 
-    schemas: Sequence[BatchSchema]  # of each step: with the rows of the longest batch of any rank so far
     steps: Sequence[metadata.StepMetadata]
     errors: Sequence[Sequence[str | None]]  # of each rank, the error of each step; empty if no rank has any
 
@@ -60,6 +58,7 @@ class StepPlanner:
     all_gather: metadata.MetadataAllGather
     prepare: Callable[[JaggedBatch, BatchSchema, NDArray[np.int32], NDArray[np.int64]], PreparedStep]
     world_size: int
+    batch_size: int  # rows that a batch of this rank's loader can have; 0 if it does not tell
     is_measured: bool  # whether steps have metrics: they are only computed where somebody reads them
     _schema: BatchSchema | None = field(default=None, init=False)
 
@@ -78,7 +77,7 @@ class StepPlanner:
         are_in_step = not gathered.errors and consistency.are_in_step(np.stack([one.headers for one in gathered.steps]))
         planned: list[PlannedStep] = []
         error, failure, num_steps = None, None, 0
-        for index, (schema, step) in enumerate(zip(gathered.schemas, gathered.steps, strict=True)):
+        for index, step in enumerate(gathered.steps):
             if not are_in_step:
                 try:
                     gathered.check(index)
@@ -90,7 +89,7 @@ class StepPlanner:
             num_steps += 1
             if failure is None:
                 try:
-                    planned.append(self._plan(loaded[index].batch, schema, step, gather_seconds))
+                    planned.append(self._plan(loaded[index].batch, self._schema, step, gather_seconds))
                 except Exception as raised:  # reported to all ranks
                     failure = raised
         if num_steps:
@@ -143,6 +142,8 @@ class StepPlanner:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
         invariants, error = self._try_invariants(loaded.error)
         schema, error = consistency.report_schema(loaded.batch, error)
+        if schema is not None:  # of a batch that may be the shorter one at the end of an epoch
+            schema = dataclasses.replace(schema, batch_size=max(schema.batch_size, self.batch_size))
         report = schema, None if error is None else one_line(error), invariants
         schemas, errors, settings = zip(*metadata.all_gather_objects(self.all_gather, report), strict=True)
         consistency.raise_reported_errors(errors)
@@ -169,17 +170,7 @@ class StepPlanner:
             errors = metadata.all_gather_objects(self.all_gather, texts)
         if not has_failed[0] and (steps[0].header("loader_hash") != loader_hash).any():
             consistency.check_settings(metadata.all_gather_objects(self.all_gather, invariants))
-        longest = [schema.batch_size, *(int(step.header("num_rows").max()) for step in steps)]
-        rows = list(itertools.accumulate(longest, max))[1:]
-        if rows[-1] == schema.batch_size:
-            return _Gathered([schema] * len(steps), steps, errors)
-        # Lengths did not fit into this rank's message, or another's.
-        self._schema = dataclasses.replace(schema, batch_size=rows[-1])
-        again = self._gather_metadata(self._schema, loaded)
-        return again._replace(
-            schemas=[dataclasses.replace(schema, batch_size=rows_of_step) for rows_of_step in rows],
-            steps=[step.first_rows(rows_of_step) for step, rows_of_step in zip(again.steps, rows, strict=True)],
-        )
+        return _Gathered(steps, errors)
 
 
 @functools.lru_cache

@@ -101,6 +101,7 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
         all_gather=all_gather,
         prepare=prepare,
         world_size=dist.get_world_size(),
+        batch_size=batch_size,
         is_measured=True,
     )
     for batch in batches_of(batch_size, steps):

@@ -126,7 +126,7 @@ def report_schema(batch: JaggedBatch | None, error: Exception | None) -> tuple[B
 def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None = None) -> BatchSchema | None:
     """Return the schema of all ranks that have batches, or raise a RankError if two differ; None if no rank has any.
 
-    `batch_size` None is that of the longest batch.
+    `batch_size` None is the largest of them.
     """
     known = [(rank, schema) for rank, schema in enumerate(schemas) if schema is not None]
     if batch_size is None:
@@ -138,17 +138,17 @@ def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None 
     return known[0][1] if known else None
 
 
-def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> NDArray[np.int64]:
-    """Return the lengths of a batch, int64 [K, its rows]; it has the common schema except for its rows."""
+def check_batch(batch: JaggedBatch, schema: BatchSchema) -> NDArray[np.int64]:
+    """Return the lengths of a batch, int64 [K, its rows]; it has the common schema, or fewer rows."""
     of_batch = own = schema_of(batch)
     if own != schema:
         own = dataclasses.replace(own, batch_size=schema.batch_size)
     if own != schema and (differences := schema.differences(own)):
         raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
-    if max_batch_size is not None and batch.batch_size > max_batch_size:
+    if batch.batch_size > schema.batch_size:
         raise ConfigError(
-            f"a batch has {batch.batch_size} rows, but the Balancer's batch_size is {max_batch_size}; raise it, or "
-            "leave it out"
+            f"a batch has {batch.batch_size} rows, but balanced batches have {schema.batch_size}: BalanceConfig's "
+            "batch_size, or the most of the first batches; pass the most rows that a batch can have as batch_size"
         )
     return check_contents(batch, of_batch)
 
@@ -158,7 +158,7 @@ def check_headers(headers: NDArray[np.int64]) -> None:
 
     `headers` are those of all ranks, int64 [W, 10].
     """
-    if len(missing := np.flatnonzero(headers[:, HEADER["num_rows"]] < 0)):
+    if len(missing := np.flatnonzero(headers[:, HEADER["started"]] == 0)):
         raise RankError(f"ranks are out of step: rank {missing[0]} has not started a step of others; {_SAME_STEPS}")
     ranks = np.flatnonzero(headers[:, HEADER["ended"]] == 0)
     for name in _SAME_WORDS:
@@ -172,7 +172,7 @@ def are_in_step(headers: NDArray[np.int64]) -> bool:
     """Return whether all ranks have batches in all of n steps, int64 [n, W, 10], and pass `check_headers`."""
     columns = [HEADER[name] for name in _SAME_WORDS]
     are_same = (headers[..., columns] == headers[:, :1, columns]).all()
-    return bool(are_same and not headers[..., HEADER["ended"]].any() and (headers[..., HEADER["num_rows"]] >= 0).all())
+    return bool(are_same and not headers[..., HEADER["ended"]].any() and headers[..., HEADER["started"]].all())
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 A message is of up to 8 steps. Its size follows from the batches' schema alone, so it is all-gathered without exchanging
 sizes first, also between ranks that are out of step. Of each step it has
 
-    header    10 x int64   schema hash, status, ended, num_real, num_rows, epoch, step, position, hashes of loader, plan
+    header    10 x int64   schema hash, status, ended, num_real, started, epoch, step, position, hashes of loader, plan
     costs     B x int64
     tokens    B x int32
     lengths   K x B int32  in schema order
@@ -30,8 +30,6 @@ from evenrank.dataloader.batches.schema import BatchSchema
 MAX_STEPS = 8
 """Steps of a message: an all-gather takes about as long for 8 as for one."""
 
-_NOT_STARTED = -1
-
 
 class Header(NamedTuple):
     """The fixed part of a message, in words of int64."""
@@ -40,8 +38,7 @@ class Header(NamedTuple):
     status: int = 0  # 1 if the rank failed, else 0
     ended: int = 0  # 1 once the rank has no more batches, else 0
     num_real: int = 0  # samples in this step
-    num_rows: int = 0  # of the batch before padding; if it has more than the schema, the message lacks its samples; or
-    # -1 after the last step of the message
+    started: int = 1  # 0 after the last step of the message
     epoch: int = 0
     step: int = 0
     position: int = 0  # in the epoch
@@ -70,11 +67,6 @@ class StepMetadata:
         """Return a word that is the same on all ranks that still have batches; some rank must have."""
         return int(self.header(name)[np.argmin(self.header("ended"))])
 
-    def first_rows(self, count: int) -> "StepMetadata":
-        """Return the metadata of the first rows of each rank, where the others are padding."""
-        arrays = (np.ascontiguousarray(values[..., :count]) for values in (self.costs, self.tokens, self.lengths))
-        return StepMetadata(self.headers, *arrays)
-
     @property
     def num_real(self) -> NDArray[np.int64]:
         """Samples of each rank: int64 [W]."""
@@ -100,14 +92,14 @@ def encode(
     message = np.zeros(MAX_STEPS, dtype=_step_type(schema.batch_size, len(schema.jagged_keys)))
     started, others = message[: len(headers)], message[len(headers) :]
     started["header"], started["costs"], started["tokens"], started["lengths"] = headers, costs, tokens, lengths
-    others["header"] = Header(0, num_rows=_NOT_STARTED)
+    others["header"] = Header(0, started=0)
     return message.view(np.uint8)
 
 
 def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> list[StepMetadata]:
     """Return the steps that some rank has started, given the messages of all ranks: uint8 [W, message size]."""
     steps = np.ascontiguousarray(messages).view(_step_type(schema.batch_size, len(schema.jagged_keys))).T  # [steps, W]
-    is_started = (steps["header"][..., HEADER["num_rows"]] != _NOT_STARTED).any(axis=1)
+    is_started = steps["header"][..., HEADER["started"]].any(axis=1)
     names = ("header", "costs", "tokens", "lengths")
     fields = (np.ascontiguousarray(steps[: is_started.sum()][name], dtype=np.int64) for name in names)
     return [StepMetadata(headers, *arrays) for headers, *arrays in zip(*fields, strict=True)]

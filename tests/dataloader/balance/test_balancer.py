@@ -32,10 +32,13 @@ def _batches(rank: int, steps: list[Step], batch_size: int | None) -> list[RichB
     return batches if batch_size is None else [pad_batch(batch, batch_size) for batch in batches]
 
 
-def _balance(rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: str) -> list[Any]:
-    batches = _batches(rank, steps[rank], batch_size)
+def _balance(
+    rank: int, world_size: int, steps: list[list[Step]], batch_size: int, is_padded: bool, strategy: str
+) -> list[Any]:
+    batches = _batches(rank, steps[rank], batch_size if is_padded else None)
     metrics: list[StepMetrics] = []
-    config = BalanceConfig(cost=rich_tokens, strategy=strategy, on_step=metrics.append)
+    rows = None if is_padded else batch_size
+    config = BalanceConfig(cost=rich_tokens, strategy=strategy, on_step=metrics.append, batch_size=rows)
     seen: list[dict[str, Any]] = []
     with Balancer(batches, config) as balancer:
         for batch in balancer:
@@ -61,13 +64,12 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def _check_world(ranks: RankPool, strategy: str, world: World, is_padded: bool) -> None:
-    batch_size = world[0] if is_padded else None
-    steps = world[1]
-    seen = ranks.run(len(steps), _balance, steps, batch_size, strategy)
-    loaded = [_batches(rank, steps_of_rank, batch_size) for rank, steps_of_rank in enumerate(steps)]
+    batch_size, steps = world
+    seen = ranks.run(len(steps), _balance, steps, batch_size, is_padded, strategy)
+    rows = batch_size if is_padded else None
+    loaded = [_batches(rank, steps_of_rank, rows) for rank, steps_of_rank in enumerate(steps)]
     num_steps = max(map(len, steps))
     assert [len(seen_by_rank) for seen_by_rank in seen] == [num_steps] * len(steps)
-    most_rows = 1
     for number in range(num_steps):
         before = [batches[number] for batches in loaded if number < len(batches)]
         after = [seen_by_rank[number] for seen_by_rank in seen]
@@ -75,12 +77,11 @@ def _check_world(ranks: RankPool, strategy: str, world: World, is_padded: bool) 
         # The same samples, each once, complete.
         assert sorted(samples, key=lambda sample: sample["id"]) == [s for batch in before for s in samples_of(batch)]
         total = sum(batch.loss_tokens for batch in before)
-        most_rows = max(most_rows, *(batch.batch_size for batch in before))
         for rank, batch_seen in enumerate(after):
             ids = [sample["id"] for sample in batch_seen["samples"]]
             assert ids == sorted(ids)
-            assert len(ids) <= most_rows
-            assert batch_seen["numbers"] == (most_rows, number, number + 1)
+            assert len(ids) <= batch_size
+            assert batch_seen["numbers"] == (batch_size, number, number + 1)
             loss_tokens = sum(len(sample["weighted c values"]) for sample in batch_seen["samples"])
             assert batch_seen["loss"] == (loss_tokens, total, len(steps))
             if strategy == "none":
@@ -108,16 +109,16 @@ def test_balancing_never_loses_duplicates_or_alters_a_sample(ranks: RankPool, st
 
 
 def _rows(rank: int, world_size: int, batch_size: int | None) -> list[tuple[int, int]]:
-    batches = _batches(rank, [[[(1, 1), (1, 1)]] * rows for rows in ([1, 3, 2] if rank == 0 else [2, 1])], None)
+    batches = _batches(rank, [[[(1, 1), (1, 1)]] * rows for rows in ([3, 1, 2] if rank == 0 else [2, 3])], None)
     with Balancer(batches, BalanceConfig(cost=rich_tokens, batch_size=batch_size)) as balancer:
         return [(batch.batch_size, batch.num_real) for batch in [*balancer, *balancer]]
 
 
-def test_shorter_batches_are_padded_to_the_longest_so_far_or_to_the_batch_size(ranks: RankPool) -> None:
-    for batch_size, rows in [(None, [2, 3, 3, 3, 3, 3]), (5, [5] * 6)]:
+def test_shorter_batches_are_padded_to_the_longest_first_one_or_to_the_batch_size(ranks: RankPool) -> None:
+    for batch_size, rows in [(None, 3), (5, 5)]:
         first, second = ranks.run(2, _rows, batch_size)
-        assert [number for number, _ in first] == [number for number, _ in second] == rows
-        assert [one + other for (_, one), (_, other) in zip(first, second, strict=True)] == [3, 4, 2] * 2
+        assert [number for number, _ in first] == [number for number, _ in second] == [rows] * 6
+        assert [one + other for (_, one), (_, other) in zip(first, second, strict=True)] == [5, 4, 2] * 2
 
 
 def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: str) -> list[Any]:

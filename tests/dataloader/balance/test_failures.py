@@ -131,7 +131,8 @@ TWO_VALUES = keyed_jagged_tensor(["a", "b"], torch.arange(2), np.array([[2], [3]
 DIFFERENCES: dict[str, tuple[list[JaggedBatch], dict[str, Any], str]] = {
     "dtype": ([replace(BATCH, ids=BATCH.ids.int()), BATCH], {}, "batches differ between rank 0 and rank 1: ids: torc"),
     "none": ([replace(BATCH, nothing=torch.zeros(1))], {}, "batches differ between rank 0 and rank 1: nothing: None a"),
-    "batch size": ([BATCH, pad_batch(BATCH, 2)], {}, "rank 1 failed: a batch has 2 rows, but the Balancer's batch_s"),
+    "batch size": ([BATCH, pad_batch(BATCH, 2)], {}, "rank 1 failed: a batch has 2 rows, but balanced batches have "),
+    "later rows": ([BATCH, pad_batch(BATCH, 2)], {}, "rank 1 failed: a batch has 2 rows, but balanced batches have 1:"),
     "strategy": ([], {"strategy": "none"}, "strategy differs between ranks: lpt-swap on rank 0, none on rank 1"),
     "later": ([BATCH, replace(BATCH, flags=BATCH.flags[:, :2])], {}, f"{FIRST}: flags: torch.bool[3] and torch.bool["),
     "cost": ([BATCH, rich_batch([[(6, 1), (1, 1)]])], {}, "rank 1 failed: the cost _negative must not be negat"),

@@ -32,9 +32,9 @@ def test_steps_are_read_together_as_each_alone() -> None:
         assert together.lengths[index].tolist() == lengths[0].tolist()
         assert together.errors[index] is error is None
     assert together.headers == [
-        Header(7, 0, 0, 2, 2, 0, 0, 0, 8),
+        Header(7, 0, 0, 2, 1, 0, 0, 0, 8),
         Header(7, 0, 0, 1, 1, 1, 5, 6, 8),
-        Header(7, 0, 1, 0, 0, 0, 0, 0, 8),
+        Header(7, 0, 1, 0, 1, 0, 0, 0, 8),
     ]
     assert together.lengths[0].tolist() == lengths_of(FIRST).tolist()
     assert together.lengths[1].tolist() == [[2, 0], [0, 0], [9, 0], [1, 0]]
@@ -79,9 +79,10 @@ def test_a_cost_sees_samples_and_no_padding() -> None:
     assert steps.costs.tolist() == [[5, 0], [5, 5]]
 
 
-def test_a_longer_batch_tells_its_rows_alone() -> None:
+def test_a_batch_of_more_rows_than_the_first_is_an_error_of_its_step() -> None:
     longer = rich_batch([[(1, 1), (1, 1)]] * 3)
     steps = _read([LoadedStep(longer), LoadedStep(FIRST)])
-    assert [(header.num_rows, header.status) for header in steps.headers] == [(3, 0), (2, 0)]
+    assert str(steps.errors[0]).startswith("a batch has 3 rows, but balanced batches have 2: ")
+    assert [header.status for header in steps.headers] == [1, 0]
     assert not steps.lengths[0].any()
     assert steps.lengths[1].any()

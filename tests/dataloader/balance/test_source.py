@@ -139,7 +139,10 @@ def _stop_and_resume(rank: int, world_size: int, kind: str) -> list[tuple[list[i
             assert resumed.state_dict() == state
             if step:
                 assert resumed.state_dict(after=batches[step - 1]) == state
-            rest, following = ([i for batch in resumed for i in _ids(batch)] for _ in range(2))
+            epochs = [list(resumed), list(resumed)]
+            # The first batch of a rest may be a short one.
+            assert {batch.batch_size for batches_of_epoch in epochs for batch in batches_of_epoch} == {5}
+            rest, following = ([i for batch in batches_of_epoch for i in _ids(batch)] for batches_of_epoch in epochs)
             of_stops.append(([i for batch in batches[:step] for i in _ids(batch)], rest, following))
     return of_stops
 

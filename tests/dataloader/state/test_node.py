@@ -38,8 +38,8 @@ _stream = partial(_loader, build=build_stream_loader)
 _random = partial(_loader, build=RandomBatches)
 
 
-def _balance(batches: Any) -> Balancer[Any]:
-    return Balancer(batches, BalanceConfig(cost=one_per_sample))
+def _balance(batches: Any, batch_size: int | None = None) -> Balancer[Any]:
+    return Balancer(batches, BalanceConfig(cost=one_per_sample, batch_size=batch_size))
 
 
 def _mixed(path: Path, wrap: Callable[[Any], Node] = _identity) -> Node:
@@ -62,7 +62,7 @@ NODES: dict[str, Callable[[Path], Node]] = {
     "balancer over nodes": lambda path: _balance(nodes_over(_SAMPLES, 3)),
     "balancer over a prefetcher over a loader": lambda path: _balance(nodes.Prefetcher(_loader(path), 3)),
     "balancer over a mapper over a stream": lambda path: _balance(nodes.Mapper(_stream(path), _identity)),
-    "balancer over a mixture": lambda path: _balance(_mixed(path)),
+    "balancer over a mixture": lambda path: _balance(_mixed(path), batch_size=40),
     "prefetcher over a balancer": lambda path: nodes.Prefetcher(_balance(_loader(path)), 2),
     "mapper over a balancer over nodes": lambda path: nodes.Mapper(_balance(nodes_over(_SAMPLES, 3)), _identity),
     "parallel mapper over a balancer": lambda path: _in_threads(_balance(_loader(path)), _identity),

@@ -91,18 +91,18 @@ def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: p
 def test_metadata_of_several_steps_survives_encoding() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
     schema = schema_of(batch)
-    numbers = {"num_real": 2, "num_rows": 6, "epoch": 3, "step": 4, "position": 2**40, "loader_hash": 5, "plan_hash": 6}
+    numbers = {"num_real": 2, "epoch": 3, "step": 4, "position": 2**40, "loader_hash": 5, "plan_hash": 6}
     headers = [Header(schema_hash=2**62, status=1, ended=1, **numbers), Header(schema_hash=9)]
     costs, tokens = np.array([[7, 2**61], [0, 1]]), np.array([[0, 2**31 - 1], [2, 3]])
     lengths = np.stack([lengths_of(batch), 2 * lengths_of(batch)])
     first, second = decode(encode(headers, schema, costs, tokens, lengths)[np.newaxis], schema)
-    assert first.headers.tolist() == [[2**62, 1, 1, 2, 6, 3, 4, 2**40, 5, 6]]
+    assert first.headers.tolist() == [[2**62, 1, 1, 2, 1, 3, 4, 2**40, 5, 6]]
     assert first.header("position").tolist() == [2**40]
     assert first.num_real.tolist() == [2]
     assert first.costs.tolist() == [[7, 2**61]]
     assert first.tokens.tolist() == [[0, 2**31 - 1]]
     assert first.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]
-    assert second.headers.tolist() == [[9, *[0] * 9]]
+    assert second.headers.tolist() == [[9, 0, 0, 0, 1, *[0] * 5]]
     assert (second.costs.tolist(), second.tokens.tolist()) == ([[0, 1]], [[2, 3]])
     assert second.lengths.tolist() == [[[2, 10], [4, 12], [6, 14], [8, 16]]]
 
