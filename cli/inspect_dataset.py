@@ -44,10 +44,7 @@ def inspect_command(
     statistics = read_statistics(manifest)
     dataset = locate(path)
     name = dataset.name if isinstance(dataset, Remote) else dataset.resolve().name
-    if isinstance(dataset, Remote):
-        page = page_path(Path(name), html or Path(f"{name}-report.html"))  # in the current folder
-    else:
-        page = page_path(dataset, html)
+    page = page_path(Path(name) if isinstance(dataset, Remote) else dataset, html)  # of a URL, in the current folder
     console.print_result(f"{dataset}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
     for table in (splits_table(manifest, statistics.num_events), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)

@@ -1,4 +1,4 @@
-"""`evenrank metrics`: show what balancing did in training jobs, as a table and as a page with plots."""
+"""`evenrank metrics`: show what balancing did in training jobs, as a table."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import file_option, page_path, write_page
-from evenrank.core.errors import ConfigError, DataError, MissingPackageError
-from evenrank.core.optional_imports import naming_extras
+from evenrank.core.errors import DataError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,14 +25,10 @@ def metrics_command(
             show_default=False,
         ),
     ],
-    html: Annotated[
-        Path | None, file_option(help="Page to write, of one log. Default: FILE-report.html, next to it.")
-    ] = None,
 ) -> None:
     """Show what balancing did in a training job: what the cost promised beside what was measured.
 
-    Of one log, also writes a self-contained HTML page with plots, whose path is the last line of output. Of several
-    logs, shows where the runs differ. A job, which may still be running, writes its log on rank 0:
+    Of several logs, shows where the runs differ. A job, which may still be running, writes its log on rank 0:
 
     \b
         with JsonLines("out/balance.jsonl") as log:
@@ -43,12 +37,9 @@ def metrics_command(
     Examples:
 
     \b
-        evenrank metrics out/balance.jsonl --html balance.html
+        evenrank metrics out/balance.jsonl
         evenrank metrics out/balance.jsonl out/balance-2.jsonl
     """
-    if len(logs) > 1 and html is not None:
-        raise ConfigError(f"--html {html} is a page of one log, got {len(logs)} logs; leave it out")
-    page = page_path(logs[0], html)
     with console.stages() as on_stage:
         from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
         from evenrank.dataloader.balance.metrics.step_metrics import combine
@@ -70,22 +61,10 @@ def metrics_command(
         table = differences_table(logs, found)
         console.print_result(table if table.row_count else "The runs have the same versions and options.")
         return
-    (path,), (log,), last = logs, found, found[0].records[-1]
+    last = found[0].records[-1]
     console.print_result(
         metrics_table({"all steps": summaries[0], f"last {last.steps:,}" if last.steps > 1 else "last": last})
     )
-    try:
-        with console.stages() as on_stage, naming_extras():
-            on_stage("drawing")
-            from evenrank.cli.reports.balance_page import render_page
-
-            write_page(page, render_page(log, name=path.name))
-    except MissingPackageError as error:
-        if html is not None:
-            raise
-        console.print_result(f"no report: {error}")
-    else:
-        console.print_result(f"report: {page}")
 
 
 def metrics_table(summaries: "dict[str, MetricsSummary]") -> "Table":

@@ -257,23 +257,20 @@ def _imported_cost(text: str) -> "Cost":
     return cast("Cost", found)
 
 
-def page_path(subject: Path, chosen: Path | None) -> Path:
-    """Return the path of the page about a dataset or a log: the chosen one, or NAME-report.html next to the subject."""
-    is_dataset = subject.is_dir()
+def page_path(dataset: Path, chosen: Path | None) -> Path:
+    """Return the path of the page about a dataset: the chosen one, or NAME-report.html next to the dataset."""
     page = chosen
     if page is None:
-        named = subject if subject.name not in ("", "..") else subject.resolve()
-        page = named.parent / f"{named.name if is_dataset else named.stem}-report.html"
+        named = dataset if dataset.name not in ("", "..") else dataset.resolve()
+        page = named.parent / f"{named.name}-report.html"
     if page.is_dir() or is_url(page):
         kind = "URL" if is_url(page) else "folder"
         raise ConfigError(f"{page} is a {kind}; --html needs the name of a file")
-    real_page, real_subject = (Path(os.path.realpath(path)) for path in (page, subject))
-    if is_dataset and real_page.is_relative_to(real_subject):
+    real_page, real_dataset = (Path(os.path.realpath(path)) for path in (page, dataset))
+    if dataset.is_dir() and real_page.is_relative_to(real_dataset):
         raise ConfigError(
-            f"{page} is inside the dataset, which may contain nothing else; choose a file outside {subject} with --html"
+            f"{page} is inside the dataset, which may contain nothing else; choose a file outside {dataset} with --html"
         )
-    if real_page == real_subject:
-        raise ConfigError(f"{page} is the log, which the page would replace; choose another file with --html")
     return page
 
 

@@ -33,10 +33,10 @@ def test_help_imports_no_slow_package(tmp_path: Path) -> None:
 def test_planning_and_reports_do_without_torch(tmp_path: Path, small_dataset: Path) -> None:
     write(tmp_path / "log.jsonl", *[replace(step, step=number) for number in range(20) for step in TIMED_STEPS])
     data = str(small_dataset)
-    reports = [["inspect", data, "--html", "data.html"], ["metrics", "log.jsonl", "--html", "log.html"]]
+    reports = [["inspect", data, "--html", "data.html"], ["metrics", "log.jsonl"]]
     simulate = ["simulate", "log.jsonl", "--ranks", "2", "--steps", "1"]
     arguments = [*reports, simulate, ["simulate", data, *simulate[2:]]]
     run = run_program(sys.executable, "-c", RUN_ALL % (["torch", "torchrec"], arguments), cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert "min-move" in run.stdout
-    assert all("<svg" in (tmp_path / name).read_text() for name in ("data.html", "log.html"))
+    assert "<svg" in (tmp_path / "data.html").read_text()

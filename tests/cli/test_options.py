@@ -7,23 +7,19 @@ from evenrank.core.errors import ConfigError, DataError
 
 
 def test_the_page_is_next_to_its_data_and_never_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, log = tmp_path / "out" / "ml.v2", tmp_path / "run.1.jsonl"
+    data = tmp_path / "out" / "ml.v2"
     data.mkdir(parents=True)
-    log.touch()
     (tmp_path / "link").symlink_to(data)
-    (tmp_path / "link.html").symlink_to(log)
     monkeypatch.chdir(data)
     assert page_path(data, None) == page_path(Path(), None) == tmp_path / "out" / "ml.v2-report.html"
-    assert page_path(log, None) == tmp_path / "run.1-report.html"
+    assert page_path(data, tmp_path / "x.html") == tmp_path / "x.html"
     inside = (data / "page.html", tmp_path / "link" / "page.html", Path("train/page.html"))
-    for source, chosen, message in (
-        *((data, page, "is inside the dataset") for page in inside),
-        *((log, page, "is the log, which the page would replace") for page in (log, tmp_path / "link.html")),
-        (log, tmp_path, "is a folder; --html needs the name of a file"),
+    for chosen, message in (
+        *((page, "is inside the dataset") for page in inside),
+        (tmp_path, "is a folder; --html needs the name of a file"),
     ):
-        assert page_path(source, tmp_path / "x.html") == tmp_path / "x.html"
         with pytest.raises(ConfigError, match=message):
-            page_path(source, chosen)
+            page_path(data, chosen)
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
