@@ -23,7 +23,7 @@ FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
     **dict.fromkeys(("polars", "requests"), "preprocess"),
-    **{name: name for name in ("lightning", "mlflow", "ray", "tensorboard", "transformers", "wandb")},
+    **{name: name for name in ("lightning", "ray", "tensorboard", "transformers")},
     **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
 }
 _WITHOUT_CUDA = " (without CUDA: docs/how-to/install.md)"

@@ -131,27 +131,9 @@ def test_a_loop_with_own_collectives_measures_balanced_and_unbalanced_steps(
             assert step.before.tolist() == step.after.tolist()
 
 
-class _Run:
-    """A run of Weights & Biases."""
-
-    def __init__(self, **options: Any) -> None:
-        self.names: list[str] = []
-        self.config: dict[str, Any] = {}
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        assert (name, step_metric) == ("balance/*", "balance/step")
-
-    def log(self, values: dict[str, float]) -> None:
-        self.names += values
-
-
-@pytest.mark.processes  # of MLflow
 def test_the_writers_of_the_page_take_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
-    run = _Run()
+    names_logged: list[str] = []
+    run = SimpleNamespace(log=names_logged.extend)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project: run))
     names: dict[str, Any] = {}
@@ -165,8 +147,4 @@ def test_the_writers_of_the_page_take_steps(tmp_path: Path, monkeypatch: pytest.
         writer.close()
     assert len(read_json_lines(Path("out/balance.jsonl")).records) == 1
     assert next(Path("out/tensorboard").iterdir()).stat().st_size > 0
-    assert "balance/idle_after" in run.names
-    started = mlflow.active_run()
-    mlflow.end_run()
-    assert started is not None
-    assert "balance/idle_after" in mlflow.get_run(started.info.run_id).data.metrics
+    assert {"balance/idle_after", "balance/step"} <= set(names_logged)

@@ -1,4 +1,4 @@
-"""Write the metrics of a training job: to a file of JSON lines, TensorBoard, Weights & Biases, or MLflow.
+"""Write the metrics of a training job: to a file of JSON lines, TensorBoard, or any function.
 
 A writer is the `on_step` of a `BalanceConfig`, usually on rank 0 only, because only the times differ between ranks:
 
@@ -13,11 +13,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import reprlib
 import secrets
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from io import FileIO
 from typing import Any, Protocol, Self, runtime_checkable
@@ -29,7 +29,6 @@ from evenrank.core.storage import is_url, local_path
 from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
 
-_MAX_PARAM = 500  # characters of a parameter of MLflow
 _PACKAGES = ("evenrank", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
@@ -164,21 +163,31 @@ def new_run(ranks: int, options: Mapping[str, Any]) -> RunRecord:
     return RunRecord(id=secrets.token_hex(8), started=started, ranks=ranks, versions=versions, options=options)
 
 
-class _Scalars(Writer):
-    """Writes the numbers that people look at under the names `balance/...`, by the steps that this writer has seen.
+class Scalars(Writer):
+    """Passes the numbers that people look at, named `balance/...`, to a function, such as that of a tracker.
 
-    A new writer starts at step 1 again, so a resumed job is another run.
+    It counts steps from 1, so a resumed job should log them as another run.
+
+    Args:
+        log: called with the numbers by name and the steps that this writer has seen.
+        every: see `Writer`.
+        window: see `Writer`.
+
+    Raises:
+        ConfigError: `every` or `window` is below 1, or `log` is not a function.
     """
 
+    def __init__(self, log: Callable[[dict[str, float], int], object], *, every: int = 10, window: int = 100) -> None:
+        super().__init__(every, window)
+        if not callable(log):
+            raise ConfigError(f"log must be a function of numbers and a step, got {reprlib.repr(log)}")
+        self._log = log
+
     def _write(self, steps: Sequence[StepMetrics]) -> None:
-        numbers = {f"balance/{name}": value for name, value in shown_numbers(summarize(steps)).items()}
-        self._write_scalars(numbers, self._seen)
-
-    @abstractmethod
-    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None: ...
+        self._log({f"balance/{name}": value for name, value in shown_numbers(summarize(steps)).items()}, self._seen)
 
 
-class TensorBoard(_Scalars):
+class TensorBoard(Scalars):
     """Writes scalars for TensorBoard; give a resumed job a folder of its own, which TensorBoard shows as another run.
 
     Args:
@@ -193,7 +202,7 @@ class TensorBoard(_Scalars):
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
-        super().__init__(every, window)
+        super().__init__(self._add_scalars, every=every, window=window)
         with naming_extras():
             from torch.utils.tensorboard import SummaryWriter
         self._log_dir = log_dir
@@ -207,7 +216,7 @@ class TensorBoard(_Scalars):
         super().close()
         self._events.close()
 
-    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None:
+    def _add_scalars(self, numbers: dict[str, float], step: int) -> None:
         try:
             for name, value in numbers.items():
                 self._events.add_scalar(name, value, step)
@@ -216,62 +225,6 @@ class TensorBoard(_Scalars):
             raise DataError(
                 f"{self._log_dir} could not be written: {_reason(error)}; free some space, or train without the log"
             ) from error
-
-
-class WandB(_Scalars):
-    """Logs to a run of Weights & Biases, with the options of the balance in its config under `balance`.
-
-    Args:
-        run: what `wandb.init` returned; it stays open.
-        every: see `Writer`.
-        window: see `Writer`.
-    """
-
-    def __init__(self, run: Any, *, every: int = 10, window: int = 100) -> None:
-        super().__init__(every, window)
-        self._run = run
-        run.define_metric("balance/*", step_metric="balance/step")  # the job may log at other steps
-
-    def begin(self, options: Mapping[str, Any]) -> None:
-        """Take the options of the run; see `BeginsRun`."""
-        self._run.config.update({"balance": json.loads(json.dumps(options, default=str))}, allow_val_change=True)
-
-    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log({**numbers, "balance/step": step})
-
-
-class MLflow(_Scalars):
-    """Logs to a run of MLflow, with the options of the balance as its parameters `balance.NAME`.
-
-    MLflow does not let parameters change, so a job that continues with other options needs a run of its own.
-
-    Args:
-        run_id: of the run, such as `mlflow.active_run().info.run_id`; it stays open.
-        tracking_uri: of the server or folder; None: that of MLflow.
-        every: see `Writer`.
-        window: see `Writer`.
-
-    Raises:
-        ConfigError: `every` or `window` is below 1.
-        MissingPackageError: the package `mlflow` is not installed.
-    """
-
-    def __init__(self, run_id: str, *, tracking_uri: str | None = None, every: int = 10, window: int = 100) -> None:
-        super().__init__(every, window)
-        with naming_extras():
-            from mlflow import MlflowClient, entities
-        self._client, self._entities, self._run_id = MlflowClient(tracking_uri=tracking_uri), entities, run_id
-
-    def begin(self, options: Mapping[str, Any]) -> None:
-        """Take the options of the run; see `BeginsRun`."""
-        texts = {name: json.dumps(value, default=str)[:_MAX_PARAM] for name, value in options.items()}
-        params = [self._entities.Param(f"balance.{name}", text) for name, text in texts.items()]
-        self._client.log_batch(self._run_id, params=params)
-
-    def _write_scalars(self, numbers: Mapping[str, float], step: int) -> None:
-        now = round(1e3 * time.time())
-        metrics = [self._entities.Metric(name, value, now, step) for name, value in numbers.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
 
 
 def _reason(error: OSError) -> str:

@@ -14,8 +14,8 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError, MissingPackageError
 from evenrank.dataloader.balance.metrics.log_reader import parse_line, read_json_lines
 from evenrank.dataloader.balance.metrics.log_record import LogRecord
-from evenrank.dataloader.balance.metrics.step_metrics import SHOWN, shown_numbers, summarize
-from evenrank.dataloader.balance.metrics.writers import JsonLines, MLflow, TensorBoard, WandB
+from evenrank.dataloader.balance.metrics.step_metrics import shown_numbers, summarize
+from evenrank.dataloader.balance.metrics.writers import JsonLines, Scalars, TensorBoard
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, step, timed, write
 from tests.privileges import unprivileged
 
@@ -80,7 +80,7 @@ def test_a_record_after_every_few_steps_summarizes_these(tmp_path: Path) -> None
 @pytest.mark.parametrize("setting", ["every", "window"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) -> None:
-    writers: tuple[Any, ...] = (JsonLines, TensorBoard, WandB, MLflow)
+    writers: tuple[Any, ...] = (JsonLines, TensorBoard, Scalars)
     for writer in writers[setting == "window" :]:
         with pytest.raises(ConfigError, match=f"{setting} must be at least 1, got {value}"):
             writer(str(tmp_path / "log"), **{setting: value})
@@ -209,81 +209,40 @@ def test_tensorboard_writes_the_mean_of_a_hundred_steps_after_every_tenth(tmp_pa
     assert [times[0][1], times[-1][1]] == pytest.approx([0.5 * 4.5, 0.5 * 69.5])  # of steps 0 to 9 and 20 to 119
 
 
-@pytest.mark.parametrize(
-    ("package", "writer", "arguments"), [("tensorboard", TensorBoard, ["log"]), ("mlflow", MLflow, ["run"])]
-)
-def test_a_missing_package_is_named(
-    here: Path, monkeypatch: pytest.MonkeyPatch, package: str, writer: Any, arguments: list[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "mlflow"))]:
+@pytest.mark.parametrize("window", [None, 3])
+def test_any_function_gets_the_numbers_and_the_step(window: int | None) -> None:
+    logged: list[Any] = []
+    writer = Scalars(lambda *arguments: logged.append(arguments), every=2, **{"window": window} if window else {})
+    for metrics in TIMED_STEPS:
+        writer(metrics)
+    writer.close()
+    with pytest.raises(ConfigError, match="this Scalars is closed"):
+        writer(STEPS[0])
+    summarized = TIMED_STEPS[:2], TIMED_STEPS[1 if window else 0 :]
+    assert logged == [
+        ({f"balance/{name}": value for name, value in shown_numbers(summarize(steps)).items()}, 2 * number)
+        for number, steps in enumerate(summarized, 1)
+    ]
+
+
+def test_what_cannot_be_called_is_refused_when_the_writer_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"log must be a function of numbers and a step, got 'https"):
+        Scalars("https://tracker")  # type: ignore[arg-type]
+
+
+def test_a_missing_package_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    message = rf"the package {package} is not installed; run pip install 'evenrank\[{package}\]'"
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    message = r"the package tensorboard is not installed; run pip install 'evenrank\[tensorboard\]'"
     with pytest.raises(MissingPackageError, match=message):
-        writer(*arguments)
+        TensorBoard("log")
     assert list(here.iterdir()) == []
 
 
 def test_importing_needs_no_optional_packages() -> None:
-    hidden = ["polars", "matplotlib", "tensorboard", "torch", "wandb", "mlflow"]
+    hidden = ["polars", "matplotlib", "tensorboard", "torch"]
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({hidden})); import evenrank.dataloader.balance.metrics.writers"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
-
-
-OPTIONS = {"strategy": "lpt-swap", "tolerance": 0.001, "data": {"path": Path("/data"), "rows": [1, 2]}}
-
-
-@pytest.mark.processes  # of W&B
-def test_weights_and_biases_gets_numbers_and_options(here: Path) -> None:
-    import wandb
-
-    settings = wandb.Settings(silent=True, x_disable_stats=True)
-    with wandb.init(mode="offline", dir=here, project="test", settings=settings) as run:
-        writer = WandB(run, every=2, window=3)
-        writer.begin({"strategy": "none"})
-        writer.begin(OPTIONS)  # of a loader that is built again
-        logged = []
-        for metrics in TIMED_STEPS:
-            writer(metrics)
-            logged.append({name: value for name, value in dict(run.summary).items() if name.startswith("balance/")})
-        writer.close()
-        run.log({"loss": 1.0})  # the run stays open
-        config = dict(run.config)
-    assert config["balance"] == {**OPTIONS, "data": {"path": "/data", "rows": [1, 2]}}
-    assert logged[0] == {}
-    assert logged[1] == logged[2] == {"balance/step": 2, **_prefixed(summarize(TIMED_STEPS[:2]))}
-    assert logged[3] == {"balance/step": 4, **_prefixed(summarize(TIMED_STEPS[1:]))}
-    assert [path.suffix for path in here.glob("wandb/offline-run-*/run-*")] == [".wandb"]
-
-
-@pytest.mark.processes  # of MLflow
-def test_mlflow_gets_numbers_and_options(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # databases need further packages
-    uri = here.as_uri() + "/runs"
-    client = MlflowClient(tracking_uri=uri)
-    run_id = client.create_run(client.create_experiment("test")).info.run_id
-    with MLflow(run_id, tracking_uri=uri, every=2, window=3) as writer:
-        for _ in range(2):  # the second time of a loader that is built again
-            writer.begin(OPTIONS)
-        for metrics in TIMED_STEPS:
-            writer(metrics)
-    with pytest.raises(MlflowException, match="Changing param values is not allowed"):
-        writer.begin({"strategy": "none"})
-    data = client.get_run(run_id).data
-    assert data.params["balance.strategy"] == '"lpt-swap"'
-    assert data.params["balance.data"] == '{"path": "/data", "rows": [1, 2]}'
-    history = {name: client.get_metric_history(run_id, name) for name in data.metrics}
-    assert set(history) == {f"balance/{shown.name}" for shown in SHOWN}
-    speedup, idle = (
-        [(entry.step, entry.value) for entry in history[f"balance/{name}"]] for name in ("speedup", "measured_speedup")
-    )
-    assert (speedup, idle) == ([(2, 1.5), (4, 1.5)], [(4, 2)])
-
-
-def _prefixed(summary: Any) -> dict[str, float]:
-    return {f"balance/{name}": value for name, value in shown_numbers(summary).items()}
