@@ -5,7 +5,7 @@
 
 The table of items is sharded by rows: each rank holds a part of them. The rest of the model is replicated. While a
 batch trains, TorchRec's pipeline sends the ids of the next one to the ranks that hold their rows. So it pulls batches
-ahead; the position to save in a checkpoint is `loader.state_dict(after=trained.batch)`.
+ahead; the position to save in a checkpoint is `loader.state_dict(after=batch)`, of the batch trained last.
 
 Run the same command again: it resumes from the last checkpoint, which is that of step 80 of 100, as a job does that was
 killed, and prints the same loss for step 100.
@@ -20,7 +20,7 @@ import gc
 import shutil
 import sys
 import warnings
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -43,7 +44,7 @@ from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
-from evenrank.training import LossAverage, make_pipeline, run_pipeline, scale_loss
+from evenrank.training import LossAverage, scale_loss
 
 WIDTH, HEADS = 32, 2
 
@@ -162,7 +163,13 @@ def train(args: argparse.Namespace) -> None:
     optimizer = CombinedOptimizer(
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=3e-3))]
     )
-    pipeline = make_pipeline("sparse-dist", model, optimizer, device, loss=scale_loss)  # TrainPipelineSparseDist
+
+    def forward(batch: SequenceBatch) -> tuple[Tensor, tuple[SequenceBatch, Tensor]]:
+        """Return the loss to minimize, and what `progress` returns: the batch and its sum of losses."""
+        loss_sum = model(batch)
+        return scale_loss(loss_sum, batch), (batch, loss_sum.detach())
+
+    pipeline = TrainPipelineSparseDist(model, optimizer, device, custom_model_fwd=forward)
 
     app, first = AppState(model, optimizer), 1
     if args.checkpoint.exists():
@@ -174,9 +181,9 @@ def train(args: argparse.Namespace) -> None:
             print(f"resumed after step {job['step']}", flush=True)
     average = LossAverage(device=device)
     batches = map(add_negatives, chain.from_iterable(repeat(loader)))  # of one epoch after the other
-    trained_batches = islice(run_pipeline(pipeline, batches), max(args.steps + 1 - first, 0))
-    for step, trained in enumerate(trained_batches, start=first):
-        average.update(trained.output, trained.batch)
+    for step in range(first, args.steps + 1):
+        batch, loss_sum = pipeline.progress(batches)
+        average.update(loss_sum, batch)
         if step % args.log_every == 0:
             (loss,) = average.compute()
             average.reset()
@@ -189,7 +196,7 @@ def train(args: argparse.Namespace) -> None:
                     flush=True,
                 )
         if step % args.save_every == 0:
-            save({"app": app, "data": loader.state_dict(after=trained.batch), "step": step}, args.checkpoint)
+            save({"app": app, "data": loader.state_dict(after=batch), "step": step}, args.checkpoint)
     (table,) = model.module.get_submodule("embeddings").parameters()
     if rank == 0:
         print(f"rank 0 has {len(table):,} of the {num_items:,} rows of the table")

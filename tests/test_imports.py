@@ -41,11 +41,6 @@ OF_TORCHREC = {
     "dataloader": {"torchrec.sparse.jagged_tensor.KeyedJaggedTensor", "torchrec.streamable.Pipelineable"},
     "training": {
         "fbgemm_gpu.split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen",
-        "torchrec.distributed.DistributedModelParallel",
-        "torchrec.distributed.train_pipeline.PrefetchTrainPipelineSparseDist",
-        "torchrec.distributed.train_pipeline.TrainPipelineBase",
-        "torchrec.distributed.train_pipeline.TrainPipelineSparseDist",
-        "torchrec.distributed.types.ShardedModule",
     },
 }
 # Only these may start collectives.

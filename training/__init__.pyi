@@ -17,21 +17,11 @@ from .flops import (
 from .loss import LossAverage, accumulate, label_bits, scale_loss
 from .metrics import BinaryAUC, RankingMetrics
 from .negatives import in_batch_mask
-from .pipelines import (
-    PIPELINES,
-    Pipeline,
-    PipelineForward,
-    PipelineStep,
-    make_pipeline,
-    register_pipeline,
-    run_pipeline,
-)
 from .step_timer import StepTimer
 from .throughput import DevicePeaks, Throughput, ThroughputMeter, computed_peaks, device_peaks, peaks_by_name
 from .watch import MemoryUsage, MemoryWatch, StallWatch
 
 __all__ = [
-    "PIPELINES",
     "AttentionTracker",
     "BinaryAUC",
     "CacheUse",
@@ -45,9 +35,6 @@ __all__ = [
     "MemoryUsage",
     "MemoryWatch",
     "ModelFlops",
-    "Pipeline",
-    "PipelineForward",
-    "PipelineStep",
     "RankingMetrics",
     "RegressionMetrics",
     "StallWatch",
@@ -67,10 +54,7 @@ __all__ = [
     "hstu_work",
     "in_batch_mask",
     "label_bits",
-    "make_pipeline",
     "mlp_flops",
     "peaks_by_name",
-    "register_pipeline",
-    "run_pipeline",
     "scale_loss",
 ]

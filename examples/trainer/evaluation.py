@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from evenrank.dataloader import Loader
 from evenrank.datasets.schema import USER_ID
-from evenrank.training import BinaryAUC, ClassificationMetrics, RankingMetrics, run_pipeline
-from evenrank.training.pipelines import Pipeline
+from evenrank.training import BinaryAUC, ClassificationMetrics, RankingMetrics
 from trainer.data import Batches
+from trainer.pipelines import Pipeline, run_pipeline
 
 
 @dataclass(kw_only=True, slots=True)

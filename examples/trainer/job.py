@@ -15,7 +15,6 @@ from torch import nn
 
 from evenrank.dataloader import Loader, TimeWindowLoader
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
-from evenrank.training import make_pipeline
 from trainer.balance_log import BalanceLog
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
@@ -26,6 +25,7 @@ from trainer.logs import JobLog
 from trainer.loop import StopSignals, Training
 from trainer.monitors import Monitors
 from trainer.parallel import distribute
+from trainer.pipelines import make_pipeline
 from trainer.tasks import Task, make_task
 from trainer.windows import WindowEvaluation, plot_log
 from trainer.world import World, divide, join_world, on_all_ranks

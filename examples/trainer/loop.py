@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.dataloader import JaggedBatch, Loader
-from evenrank.training import run_pipeline
-from evenrank.training.pipelines import Pipeline
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
 from trainer.data import Batches
@@ -22,6 +20,7 @@ from trainer.evaluation import Evaluation
 from trainer.logs import JobLog
 from trainer.monitors import Monitors
 from trainer.parallel import Parallel
+from trainer.pipelines import Pipeline, run_pipeline
 from trainer.windows import WindowEvaluation
 from trainer.world import World
 

@@ -24,10 +24,10 @@ from evenrank.training import (
     gather_timings,
     scale_loss,
 )
-from evenrank.training.pipelines import PipelineStep
 from trainer.balance_log import BalanceLog, measured_line, measured_numbers
 from trainer.config import TrainConfig
 from trainer.logs import JobLog
+from trainer.pipelines import PipelineStep
 from trainer.profile_window import ProfileWindow
 from trainer.tasks import Task
 from trainer.world import World, gather, on_all_ranks

@@ -11,8 +11,8 @@ from torch import nn
 
 from evenrank.core.errors import ConfigError
 from evenrank.training import CacheUse, EmbeddingCaches
+from tests.examples.sharded_model import Model, distribute, join
 from tests.ranks import RankPool
-from tests.training.sharded_model import Model, distribute, join
 
 
 class _Cached(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]

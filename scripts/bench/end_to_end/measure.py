@@ -18,9 +18,8 @@ from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Segment, Work
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import Cost, StepMetrics
 from evenrank.training import Work as BatchWork
-from evenrank.training import run_pipeline
 from evenrank.training.attention_timing import Clock
-from evenrank.training.pipelines import Pipeline
+from trainer.pipelines import Pipeline, run_pipeline
 
 Batches = AbstractContextManager[Iterable[SequenceBatch]]
 

@@ -277,9 +277,9 @@ def check_names(tasks: Sequence[WorkerTask]) -> None:
         ConfigError: there is no such strategy, exchange, attention or pipeline.
     """
     # Imported here, because they need torch, which a plan alone does not.
-    from evenrank.training import PIPELINES
     from hstu.config import ATTENTIONS
     from trainer.data import check_names as check_balance
+    from trainer.pipelines import PIPELINES
 
     for task in tasks:
         settings = task.run.settings

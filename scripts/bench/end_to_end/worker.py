@@ -39,12 +39,12 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepM
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.costs.model_costs import TokenCost
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID, Manifest
-from evenrank.training import device_peaks, make_pipeline, scale_loss
-from evenrank.training.pipelines import Pipeline
+from evenrank.training import device_peaks, scale_loss
 from trainer.config import TrainConfig
 from trainer.data import balance_config
 from trainer.job import quiet, set_precision
 from trainer.parallel import distribute
+from trainer.pipelines import Pipeline, make_pipeline
 from trainer.tasks import ranking
 from trainer.world import World, divide, join_world
 

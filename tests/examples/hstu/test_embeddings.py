@@ -13,8 +13,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 import hstu.embeddings
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from hstu.embeddings import EQUAL_ROWS, Embeddings, EqualRows, fill_rows
-from tests.ranks import RankPool
-from tests.training.sharded_model import (
+from tests.examples.sharded_model import (
     RATE,
     ROWS,
     Model,
@@ -27,6 +26,7 @@ from tests.training.sharded_model import (
     skip_without_kernels,
     weights_of,
 )
+from tests.ranks import RankPool
 
 SHARDED_TABLES = {1: 3, 20: 1, 1000: 0}  # by the number of rows from which on tables are sharded
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import PIPELINES, Pipeline, accumulate, make_pipeline, register_pipeline, run_pipeline
+from evenrank.training import accumulate
 from tests.dataloader.batch_helpers import ids_of
+from tests.examples.sharded_model import Model, balanced, batches_of, distribute, join, scaled, skip_without_kernels
 from tests.ranks import RankPool
 from tests.registrations import restored
-from tests.training.sharded_model import Model, balanced, batches_of, distribute, join, scaled, skip_without_kernels
+from trainer.pipelines import PIPELINES, Pipeline, make_pipeline, run_pipeline
 
 PLAIN = "a plain loop"
 
@@ -252,7 +253,7 @@ def test_a_model_without_torchrec_trains_in_the_pipeline_none() -> None:
 def test_a_registered_pipeline_is_made_and_run_like_ours() -> None:
     model = _line()
     with restored(PIPELINES):
-        register_pipeline("mine")(lambda *parts: Mock(wraps=PIPELINES["none"](*parts)))
+        PIPELINES.register("mine")(lambda *parts: Mock(wraps=PIPELINES["none"](*parts)))
         pipeline: Any = _make("mine", model, loss=_sum)
     ones = [torch.ones(1, 1)] * 2
     assert [step.loss.item() for step in run_pipeline(pipeline, ones)] == [1, 0.5]
@@ -260,4 +261,4 @@ def test_a_registered_pipeline_is_made_and_run_like_ours() -> None:
     assert [(step.loss.item(), step.output.item()) for step in run_pipeline(pipeline, ones)] == [(0, 0)] * 2
     assert (pipeline.progress.call_count, pipeline.reset.call_count) == (6, 2)
     with pytest.raises(ConfigError, match="'mine' must be a function of model, optimizer, device and forward, got 1"):
-        register_pipeline("mine")(1)  # type: ignore[arg-type]
+        PIPELINES.register("mine")(1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""TorchRec's training pipelines by name, and those that users register.
+"""TorchRec's training pipelines by name; `PIPELINES.register` adds others.
 
     none          TrainPipelineBase: copies the next batch to the device while this one trains
     sparse-dist   TrainPipelineSparseDist: also sends the ids of sharded tables to the ranks that hold their rows
@@ -84,11 +84,6 @@ PIPELINES: Registry[PipelineFactory] = Registry(
 )
 
 
-def register_pipeline(name: str) -> Callable[[PipelineFactory], PipelineFactory]:
-    """Return a decorator that makes a function available to `make_pipeline` under a name, which must not be taken."""
-    return PIPELINES.register(name)
-
-
 def make_pipeline(
     name: str,
     model: nn.Module,
@@ -100,7 +95,7 @@ def make_pipeline(
     """Make a pipeline that trains a model, and evaluates it while it is in evaluation mode; see `run_pipeline`.
 
     Args:
-        name: `none`, `sparse-dist`, `prefetch` (on CUDA only), or one of your own (`register_pipeline`).
+        name: `none`, `sparse-dist`, `prefetch` (on CUDA only), or one of your own in `PIPELINES`.
         model: on `device`. For `sparse-dist` and `prefetch`, a DistributedModelParallel whose forward torch.fx can
             trace: it passes fields of the batch to sharded modules, and leaves the rest to other modules.
         loss: from the model's output and the batch to a scalar, such as `lambda output, batch: scale_loss(output[0],
@@ -173,4 +168,4 @@ def _torchrec_pipeline(
 
 
 for _name in ("none", "sparse-dist", "prefetch"):
-    register_pipeline(_name)(partial(_torchrec_pipeline, _name))
+    PIPELINES.register(_name)(partial(_torchrec_pipeline, _name))
