@@ -48,7 +48,8 @@ test-examples: $(INSTALLED)
 	@$(PYTEST) -m examples tests/examples
 
 test-torch: $(INSTALLED)
-	@$(PYTEST) tests/core tests/datasets tests/dataloader tests/training tests/examples/trainer/test_pipelines.py
+	@$(PYTEST) tests/core tests/datasets tests/dataloader tests/training tests/examples/trainer/test_pipelines.py \
+		tests/examples/trainer/test_embedding_caches.py
 
 test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600

@@ -36,12 +36,9 @@ FORBIDDEN = {
     "preprocess": ("torch", "torchrec"),
     **dict.fromkeys(("dataloader", "training"), ("polars",)),
 }
-# All that may be imported of TorchRec and fbgemm-gpu, by folder; plain DDP needs the first two names alone.
+# All that may be imported of TorchRec and fbgemm-gpu, by folder.
 OF_TORCHREC = {
     "dataloader": {"torchrec.sparse.jagged_tensor.KeyedJaggedTensor", "torchrec.streamable.Pipelineable"},
-    "training": {
-        "fbgemm_gpu.split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen",
-    },
 }
 # Only these may start collectives.
 COLLECTIVES = ("dataloader/balance/ranks/", "dataloader/balance/exchange/", "training/", "cli/")

@@ -1,5 +1,4 @@
 from .attention_timing import AttentionTracker, LayerTiming, gather_timings
-from .embedding_caches import CacheUse, EmbeddingCaches
 from .error_metrics import ClassificationMetrics, RegressionMetrics
 from .finite import FiniteCheck
 from .flops import (
@@ -24,10 +23,8 @@ from .watch import MemoryUsage, MemoryWatch, StallWatch
 __all__ = [
     "AttentionTracker",
     "BinaryAUC",
-    "CacheUse",
     "ClassificationMetrics",
     "DevicePeaks",
-    "EmbeddingCaches",
     "FiniteCheck",
     "Flops",
     "LayerTiming",

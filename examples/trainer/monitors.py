@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from evenrank.dataloader import JaggedBatch
 from evenrank.training import (
     AttentionTracker,
-    EmbeddingCaches,
     FiniteCheck,
     LossAverage,
     MemoryWatch,
@@ -26,6 +25,7 @@ from evenrank.training import (
 )
 from trainer.balance_log import BalanceLog, measured_line, measured_numbers
 from trainer.config import TrainConfig
+from trainer.embedding_caches import EmbeddingCaches
 from trainer.logs import JobLog
 from trainer.pipelines import PipelineStep
 from trainer.profile_window import ProfileWindow

@@ -9,10 +9,11 @@ import pytest
 from evenrank.core.errors import DataError, RankError
 from evenrank.dataloader.balance.metrics.log_reader import parse_line
 from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
-from evenrank.training import CacheUse, MemoryUsage
+from evenrank.training import MemoryUsage
 from tests.examples.trainer.jobs import SHARDED, Trained, check_failures, log_lines, run, settings
 from tests.ranks import RankPool
 from trainer import monitors
+from trainer.embedding_caches import CacheUse
 from trainer.logs import JobLog
 
 

@@ -10,9 +10,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import CacheUse, EmbeddingCaches
 from tests.examples.sharded_model import Model, distribute, join
 from tests.ranks import RankPool
+from trainer.embedding_caches import CacheUse, EmbeddingCaches
 
 
 class _Cached(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
