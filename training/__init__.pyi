@@ -1,23 +1,29 @@
-from .attention_timing import AttentionTracker, LayerTiming, gather_timings
 from .error_metrics import ClassificationMetrics, RegressionMetrics
 from .finite import FiniteCheck
-from .flops import (
+from .loss import LossAverage, accumulate, label_bits, scale_loss
+from .metrics import BinaryAUC, RankingMetrics
+from .negatives import in_batch_mask
+from .performance import (
+    AttentionTracker,
+    DevicePeaks,
     Flops,
+    LayerTiming,
     ModelFlops,
     Work,
     batch_work,
     causal_work,
+    computed_peaks,
     decoder_flops,
+    device_peaks,
+    gather_timings,
     hstu_flops,
     hstu_pairs,
     hstu_work,
     mlp_flops,
+    peaks_by_name,
 )
-from .loss import LossAverage, accumulate, label_bits, scale_loss
-from .metrics import BinaryAUC, RankingMetrics
-from .negatives import in_batch_mask
 from .step_timer import StepTimer
-from .throughput import DevicePeaks, Throughput, ThroughputMeter, computed_peaks, device_peaks, peaks_by_name
+from .throughput import Throughput, ThroughputMeter
 from .watch import MemoryUsage, MemoryWatch, StallWatch
 
 __all__ = [

@@ -24,7 +24,7 @@ from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within
-from evenrank.training.attention_timing import Clock
+from evenrank.training.performance import Clock
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _MAX_UNTRAINED = 1000  # steps: more than any pipeline has in flight
