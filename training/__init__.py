@@ -1,4 +1,4 @@
-"""For training loops: scaled losses, metrics over all ranks, FLOPs and throughput, watchdogs."""
+"""For training loops: scaled losses, metrics over all ranks, FLOPs, times of layers, watchdogs."""
 
 from evenrank.core import optional_imports
 from evenrank.core.optional_imports import check_torch

@@ -23,7 +23,6 @@ from .performance import (
     peaks_by_name,
 )
 from .step_timer import StepTimer
-from .throughput import Throughput, ThroughputMeter
 from .watch import MemoryUsage, MemoryWatch, StallWatch
 
 __all__ = [
@@ -42,8 +41,6 @@ __all__ = [
     "RegressionMetrics",
     "StallWatch",
     "StepTimer",
-    "Throughput",
-    "ThroughputMeter",
     "Work",
     "accumulate",
     "batch_work",

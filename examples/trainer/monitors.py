@@ -17,8 +17,6 @@ from evenrank.training import (
     LossAverage,
     MemoryWatch,
     StallWatch,
-    Throughput,
-    ThroughputMeter,
     device_peaks,
     gather_timings,
     scale_loss,
@@ -30,6 +28,7 @@ from trainer.logs import JobLog
 from trainer.pipelines import PipelineStep
 from trainer.profile_window import ProfileWindow
 from trainer.tasks import Task
+from trainer.throughput import Throughput, ThroughputMeter
 from trainer.world import World, gather, on_all_ranks
 
 _TRACKED_STEPS = 10

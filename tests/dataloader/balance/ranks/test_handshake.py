@@ -9,7 +9,7 @@ import torch
 from evenrank.cli.inspect_balance import walk_epoch
 from evenrank.dataloader import ElasticSampler, JaggedBatch, LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.training import LossAverage, ModelFlops, ThroughputMeter, accumulate
+from evenrank.training import LossAverage, accumulate
 from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample
 from tests.ranks import RankPool
 
@@ -96,8 +96,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("ElasticSampler", {"balance": None}, "lengths and balance belong together"),
     ("ElasticSampler", {"balance": {"cost": 1}}, "ElasticSampler: balance must be of type BalanceConfig | None, got {"),
     ("LossAverage", {"num_tasks": 0}, "num_tasks must be at least 1, got 0"),
-    ("ThroughputMeter", {"every": 1.5}, "every must be an integer of at least 1, got 1.5"),
-    ("ThroughputMeter", {"every": 1, "peak_flops": 0}, "peak_flops must be positive, got 0"),
     ("accumulate", {"num_steps": 0}, "num_steps must be at least 1, got 0"),
     ("accumulate", {"task_tokens": lambda batch: 3}, "task_tokens must return a tensor [tasks], got int"),
     ("inspect-balance", {"path": Path("/nowhere")}, "/nowhere"),
@@ -116,8 +114,6 @@ def _make(rank: int, world_size: int, path: Path, number: int) -> None:
         _sampler(rank, options)
     elif name == "LossAverage":
         LossAverage(**options)
-    elif name == "ThroughputMeter":
-        ThroughputMeter(ModelFlops(per_token=1, per_pair=1), **{"every": 1, **options})
     elif name == "accumulate":
         list(accumulate([batch], **{"num_steps": 1, "task_tokens": lambda batch: torch.ones(1), **options}))
     else:

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import ModelFlops, Throughput, ThroughputMeter, Work, device_peaks
+from evenrank.training import ModelFlops, Work, device_peaks
 from tests.ranks import RankPool
+from trainer.throughput import Throughput, ThroughputMeter
 
 MODEL = ModelFlops(per_token=10, per_pair=4, per_prediction=2)
 
@@ -108,9 +109,16 @@ def _differ(rank: int, world_size: int) -> None:
     ThroughputMeter(MODEL, every=5 + rank)
 
 
+def _mistake_of_one(rank: int, world_size: int) -> None:
+    ThroughputMeter(MODEL, every=5, peak_flops=0 if rank else None)
+
+
 def test_intervals_that_differ_or_have_no_steps_are_errors(ranks: RankPool) -> None:
     message = "every differs between ranks: 5 on rank 0, 6 on rank 1"
     assert [(f.type_name, f.message) for f in ranks.try_run(2, _differ)] == [("RankError", message)] * 2
+    for number, failure in enumerate(ranks.try_run(2, _mistake_of_one)):
+        assert failure.type_name == ("ConfigError" if number else "RankError")
+        assert "peak_flops must be positive, got 0" in failure.message
     with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
         ThroughputMeter(MODEL, every=0)
     with pytest.raises(ConfigError, match="peak_flops must be positive, got 0"):
