@@ -1,5 +1,5 @@
-# make demo                  install, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a plot
-# make test                  install what is missing, run the tests
+# make demo                  install what it needs, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a plot
+# make test                  install what is missing, run the tests; `check`, `package` and `docs` install their tools, too
 # make test-fast             the tests that start no processes, in under a minute
 # make check                 formatting, lint and types
 # make check-imports         that editors find every import: half a minute more, so CI runs it and `make check` does not
@@ -11,12 +11,13 @@
 # make test-torch            the tests that depend on the release of PyTorch, in an environment that has another one
 # make test-long             slow proofs: long random rounds, soak
 # make test-gpu              the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
-# make lock                  renew requirements-dev.lock, the newest versions of what `make install` installs, and constraints/
+# make lock                  renew requirements-dev.lock, the newest versions of all that is installed, and constraints/
 # make release VERSION=...   check, build, commit and tag a release; pushes nothing
 # make bench                 our code next to the baselines, one JSON line per row
 PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
+# Each target installs its tools into .venv when it is first made, and when their versions change.
 INSTALLED := .venv/installed
 # tests/conftest.py says how many processes; the tests of a file stay together, because they share fixtures.
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
@@ -27,75 +28,71 @@ PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 help:
 	@sed -n 's/^# make /make /p' Makefile
 
-install: $(INSTALLED)
-$(INSTALLED): pyproject.toml requirements-dev.lock core/torch_releases.py scripts/install.py
+install: $(INSTALLED)-demo
+$(INSTALLED)-%: pyproject.toml requirements-dev.lock core/torch_releases.py scripts/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenrank needs Python 3.11 or newer: \
 	make install PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python scripts/install.py
+	@$(BIN)/python scripts/install.py $*
 	@touch $@
 
-demo: $(INSTALLED)
+demo: $(INSTALLED)-demo
 	@$(BIN)/python scripts/demo.py
 
-test: $(INSTALLED)
+test: $(INSTALLED)-test
 	@$(PYTEST)
 
-test-fast: $(INSTALLED)
+test-fast: $(INSTALLED)-test
 	@$(PYTEST) -m 'not processes and not long and not examples'
 
-test-examples: $(INSTALLED)
+test-examples: $(INSTALLED)-test
 	@$(PYTEST) -m examples tests/examples
 
-test-torch: $(INSTALLED)
+test-torch: $(INSTALLED)-test
 	@$(PYTEST) tests/core tests/datasets tests/dataloader tests/training tests/examples/trainer/test_pipelines.py \
 		tests/examples/trainer/test_embedding_caches.py
 
-test-long: $(INSTALLED)
+test-long: $(INSTALLED)-test
 	@$(BIN)/pytest -m long --timeout 3600
 
 test-gpu:
 	@$(GPU_PYTHON) -P -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/examples tests/scripts tests/soak
 
-check: $(INSTALLED)
+check: $(INSTALLED)-check
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/mypy tests scripts examples
 
-check-imports: $(INSTALLED)
+check-imports: $(INSTALLED)-check
 	@$(BIN)/pyright
 
-fix: $(INSTALLED)
+fix: $(INSTALLED)-check
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-package: $(INSTALLED)
+package: $(INSTALLED)-package
 	@$(BIN)/python scripts/check_package.py
 
-coverage: $(INSTALLED)
+coverage: $(INSTALLED)-test
 	@$(PYTEST) --cov --cov-report=term:skip-covered
 
-lock: $(INSTALLED)
+lock: $(INSTALLED)-package
 	@$(BIN)/python scripts/lock.py
 
-release: $(INSTALLED)
+release: $(INSTALLED)-package
 	@$(BIN)/python scripts/release.py "$(VERSION)"
 
 # Needs no PyTorch: the reference is read from the sources, and from `evenrank --help`, which the pages run.
 MKDOCS := PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-docs: $(BIN)/mkdocs
+docs: $(INSTALLED)-docs
 	@$(MKDOCS) build --strict
 	@$(BIN)/python scripts/check_site.py site
 
-docs-serve: $(BIN)/mkdocs
+docs-serve: $(INSTALLED)-docs
 	@$(MKDOCS) serve
 
-$(BIN)/mkdocs:
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --constraint requirements-dev.lock --editable ".[docs]"
-
-bench: $(INSTALLED)
+bench: $(INSTALLED)-test
 	@$(BIN)/python scripts/bench/planner.py
 	@$(BIN)/python scripts/bench/no_exchange.py
 	@$(BIN)/python scripts/bench/loader.py

@@ -1,13 +1,13 @@
-"""Install evenrank, its dependencies and its development tools into the environment of the running Python.
+"""Install evenrank, with what one target of the Makefile needs, into the environment of the running Python.
 
 PyTorch comes first, because only an installed PyTorch can tell whether it was built for CUDA, and fbgemm-gpu and
 TorchRec have to match its build and its release. A PyTorch that is there already is kept if evenrank works with its
 release. Run it with the interpreter of the environment (`make install` does):
 
-    .venv/bin/python scripts/install.py [WHEEL]
+    .venv/bin/python scripts/install.py [demo | test | check | docs | package | WHEEL]
 
-Without WHEEL it installs the checkout in editable mode with the development tools, in the versions of
-requirements-dev.lock; with it, that wheel alone.
+It installs the checkout in editable mode, by default with what the demo needs, in the versions of
+requirements-dev.lock; a wheel with what loaders need alone.
 """
 
 import runpy
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements-dev.lock"
+# The extras of pyproject.toml that the targets of the Makefile need. The documentation and the package need no PyTorch.
+EXTRAS = {
+    "demo": "preprocess,reports,train",
+    "test": "test,train",
+    "check": "check,train",
+    "docs": "docs",
+    "package": "package",
+}
 
 
 def choose_releases(installed_torch: str | None) -> tuple["TorchReleases", bool]:
@@ -59,23 +67,29 @@ def torch_has_cuda() -> bool:
     return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout.strip() == "True"
 
 
-def main() -> None:
-    """Install PyTorch first, then the packages that match it."""
+def install_torch() -> tuple[str, str]:
+    """Install PyTorch unless there is one to keep, and return the requirements of what belongs to it."""
     releases, keeps_torch = choose_releases(installed_version("torch"))
     if not keeps_torch:
         print(f"install: PyTorch {releases.torch}", flush=True)
         pip_install(f"torch=={releases.torch}")
-    has_cuda = torch_has_cuda()
-    build = "CUDA" if has_cuda else "CPU"
-    fbgemm = f"fbgemm-gpu=={releases.fbgemm}" if has_cuda else str(ROOT / "constraints" / f"{releases.name}-cpu")
+    cpu_build = str(ROOT / "constraints" / f"{releases.name}-cpu")
+    fbgemm = f"fbgemm-gpu=={releases.fbgemm}" if torch_has_cuda() else cpu_build
     # Without the exact releases pip would take the newest ones in the ranges of pyproject.toml.
-    matching = (fbgemm, f"torchrec=={releases.torchrec}")
-    if len(sys.argv) > 1:
-        print(f"install: {sys.argv[1]} ({build} build of PyTorch)", flush=True)
-        pip_install(f"{sys.argv[1]}[train]", *matching)
-    else:
-        print(f"install: evenrank, its dependencies and its tools ({build} build of PyTorch)", flush=True)
-        pip_install("--constraint", str(LOCK), "--editable", f"{ROOT}[train,dev]", *matching)
+    return fbgemm, f"torchrec=={releases.torchrec}"
+
+
+def main() -> None:
+    """Install PyTorch first, where it is needed, then the packages that match it."""
+    target = sys.argv[1] if len(sys.argv) > 1 else "demo"
+    is_wheel = target.endswith(".whl")
+    if not is_wheel and target not in EXTRAS:
+        sys.exit(f"install: {target!r} is neither a wheel nor one of {', '.join(EXTRAS)}")
+    extras = "train" if is_wheel else EXTRAS[target]
+    matching = install_torch() if "train" in extras.split(",") else ()
+    print(f"install: {target if is_wheel else f'evenrank, with what make {target} needs'}", flush=True)
+    what = (target,) if is_wheel else ("--constraint", str(LOCK), "--editable", str(ROOT))
+    pip_install(*what[:-1], f"{what[-1]}[{extras}]", *matching)
     print("install: done", flush=True)
 
 

@@ -17,9 +17,10 @@ from evenrank.core.torch_releases import TESTED, TorchReleases
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """\
-# The versions that `make install` installs, for each supported version of Python; `make lock` renews them.
+# The versions that the Makefile installs, for each supported version of Python; `make lock` renews them.
 # PyTorch, fbgemm-gpu and TorchRec are in core/torch_releases.py.
 """
+EXTRAS = ("train", "check", "package")  # which contain those of all targets of the Makefile
 # Of a release or build of PyTorch. Triton comes with CUDA builds, which need an exact version of it.
 LEFT_OUT = ("torch", "fbgemm-gpu", "torchrec", "triton")
 
@@ -57,7 +58,7 @@ def constraints(releases: TorchReleases) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the constraints, and resolve the extras `train` and `dev` to their newest versions."""
+    """Write the constraints, and resolve the extras of all targets of the Makefile to their newest versions."""
     for releases in TESTED:
         for name, text in constraints(releases).items():
             path = ROOT / "constraints" / name
@@ -68,7 +69,8 @@ def main() -> None:
         overrides = Path(folder) / "overrides.txt"
         overrides.write_text('torch; sys_platform == "none"\n')
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
-        command += ["--no-header", "--no-annotate", "--overrides", str(overrides), "--extra", "train", "--extra", "dev"]
+        command += ["--no-header", "--no-annotate", "--overrides", str(overrides)]
+        command += [word for extra in EXTRAS for word in ("--extra", extra)]
         command += [word for package in LEFT_OUT for word in ("--no-emit-package", package)]
         run = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if run.returncode != 0:

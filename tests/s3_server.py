@@ -87,7 +87,7 @@ class S3:
 @contextlib.contextmanager
 def run_s3(folder: Path, *, checks_credentials: bool = False) -> Iterator[S3]:
     """Start a server with an empty bucket; one that checks credentials has no bucket, and knows no user."""
-    pytest.importorskip("moto", reason="needs moto, of the dev dependencies")
+    pytest.importorskip("moto", reason="needs moto, of the tools of tests")
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     if checks_credentials:
         environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"

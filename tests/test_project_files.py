@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import yaml
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from evenrank.core.torch_releases import DEFAULT, TESTED
-from scripts.install import choose_releases
+from scripts.install import EXTRAS, choose_releases
+from scripts.lock import EXTRAS as LOCKED_EXTRAS
 from scripts.lock import LEFT_OUT, constraints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,11 +56,48 @@ def _required(extras: set[str]) -> list[Requirement]:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_lockfile_satisfies_every_requirement_of_development(python: str) -> None:
     locked = _locked(python)
-    for requirement in _required({"train", "dev"}):
+    for requirement in _required(set(LOCKED_EXTRAS)):
         if requirement.name not in LEFT_OUT:
             assert requirement.specifier.contains(locked[requirement.name]), requirement
     assert not locked.keys() & {*LEFT_OUT, "fbgemm-gpu-cpu", "evenrank"}
     assert not re.search(r"https?://|--(extra-)?index|--find|@ ", (ROOT / "requirements-dev.lock").read_text())
+
+
+def _names(extras: str) -> set[str]:
+    """Return the names of what some extras require."""
+    return {requirement.name for requirement in _required(set(extras.split(",")))}
+
+
+def _installed_for(requirements: list[Requirement]) -> set[str]:
+    """Return the names of what is installed because of some requirements."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    waiting = [*requirements]
+    while waiting:
+        requirement = waiting.pop()
+        needed = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        if needed not in found:
+            found.add(needed)
+            for other in map(Requirement, metadata.requires(requirement.name) or ()):
+                if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in ("", *needed[1])):
+                    waiting.append(other)
+    return {name for name, _ in found}
+
+
+def test_a_target_installs_what_it_needs_and_the_demo_no_tools() -> None:
+    installs = dict(re.findall(r"^([\w-]+): \$\(INSTALLED\)-(\w+)$", (ROOT / "Makefile").read_text(), re.M))
+    assert set(installs.values()) == EXTRAS.keys()
+    assert installs.items() >= {(target, target) for target in EXTRAS}
+    assert _names(EXTRAS["demo"]) < _names(EXTRAS["test"]) < _names(EXTRAS["check"])
+    assert _names(",".join(EXTRAS.values())) == _names(",".join(LOCKED_EXTRAS))
+    assert not {"torch", "polars", "pytest"} & _names("docs,package")
+    assert len(_installed_for(_required(set(EXTRAS["demo"].split(","))))) < 110
+
+
+def test_the_readme_has_both_commands_of_a_fresh_machine() -> None:
+    for page in ("README.md", "docs/index.md"):
+        first = re.search(r"```bash\n(git clone .*?)```", (ROOT / page).read_text(), re.S)
+        assert first is not None, page
+        assert re.findall(r"^make (\w+)", first[1], re.M) == ["demo", "test"], page
 
 
 @pytest.mark.parametrize(
@@ -160,6 +200,8 @@ def test_checks_run_in_a_folder_called_evenrank_whatever_the_clone_is_called(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "bin", "log"])  # the copy is deleted
 
 
+PYRIGHT = Path(sys.executable).parent / "pyright"
+
 # Editors, here Pyright, find the package of an editable install through `typings/`, with its types.
 PROGRAM = """\
 import evenrank
@@ -179,11 +221,11 @@ LoaderConfig(batchsize=8)
 """
 
 
+@pytest.mark.skipif(not PYRIGHT.exists(), reason="Pyright is of the tools of make check")
 def test_pyright_knows_the_types_of_public_names(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / "typings")]}))
-    pyright = Path(sys.executable).parent / "pyright"
-    command = [str(pyright), "--outputjson", "--pythonpath", sys.executable]
+    command = [str(PYRIGHT), "--outputjson", "--pythonpath", sys.executable]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     found: dict[str, str] = {}
     for entry in json.loads(run.stdout)["generalDiagnostics"]:
