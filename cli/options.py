@@ -17,6 +17,7 @@ import typer
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.settings import check_keys
 from evenrank.core.storage import is_url, local_path
 
 if TYPE_CHECKING:
@@ -63,35 +64,36 @@ def needing(option: str, *dependent: str, metavar: str = "") -> Condition:
 
 
 def check_conditions(context: typer.Context, *conditions: Condition) -> None:
-    """Raise a ConfigError if an option was given twice, or has no effect, even with the value that is its default."""
+    """Raise a ConfigError if an option has no effect, even with the value that is its default."""
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    for name, value in (context.default_map or {}).items():
-        if _source(context, name) != "DEFAULT_MAP":
-            places = f"on the command line ({_shown(context.params[name])}) and in {context.params['config_file']}"
-            raise ConfigError(f"{options[name]} is given {places} ({name} = {_shown(value)}); give it once")
     for condition in conditions:
         names = given_options(context, condition.options)
         if not names or condition.holds(context.params):
             continue
         chosen = " with ".join(shown_option(context, name) for name in condition.decided_by if context.params[name])
         reason = f"not to {chosen}; change one of them" if chosen else "which is missing; add it"
-        subject = shown_option(context, names[0]) if _source(context, names[0]) == "DEFAULT_MAP" else options[names[0]]
+        subject = shown_option(context, names[0]) if _is_in_file(context, names[0]) else options[names[0]]
         raise ConfigError(f"{subject} applies to {condition.apply_to}, {reason}")
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> list[str]:
     """Return which of these parameters were given, on the command line or in the file of `--config`."""
-    return [name for name in names if _source(context, name) in ("COMMANDLINE", "DEFAULT_MAP")]
+    return [name for name in names if is_on_command_line(context, name) or _is_in_file(context, name)]
 
 
-def _source(context: typer.Context, name: str) -> str:
-    return getattr(context.get_parameter_source(name), "name", "")
+def is_on_command_line(context: typer.Context, name: str) -> bool:
+    """Return whether a parameter was given on the command line, which wins over the file of `--config`."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
+def _is_in_file(context: typer.Context, name: str) -> bool:
+    return getattr(context.get_parameter_source(name), "name", "") == "DEFAULT_MAP"
 
 
 def shown_option(context: typer.Context, name: str) -> str:
     """Return a parameter with its value as on the command line or, if it is from there, as in the file."""
     value = _shown(context.params[name])
-    if _source(context, name) == "DEFAULT_MAP":
+    if _is_in_file(context, name):
         return f"{name} = {value} in {context.params['config_file']}"
     (parameter,) = (parameter for parameter in context.command.params if parameter.name == name)
     return value if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {value}"
@@ -103,7 +105,7 @@ def _shown(value: Any) -> str:
 
 
 def _split_names(context: typer.Context, parameter: typer.CallbackParam, texts: list[str] | None) -> tuple[str, ...]:
-    if _source(context, str(parameter.name)) == "DEFAULT_MAP":  # a list, whose names may have commas
+    if _is_in_file(context, str(parameter.name)):  # a list, whose names may have commas
         return tuple(texts or ())
     return tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
 
@@ -119,7 +121,10 @@ def config_option(*, panel: str, **paths: str) -> Any:
             context.default_map = _read_config(file, get_type_hints(context.command.callback), paths)
         return file
 
-    text = 'TOML file of options: columns = ["a", "b"], k_core = 5. Its paths, also of OUT, are relative to its folder.'
+    text = (
+        'TOML file of options: columns = ["a", "b"], k_core = 5. Its paths, also of OUT, are relative to its folder. '
+    )
+    text += "Options of the command line win over it."
     return file_option("--config", callback=read, is_eager=True, help=text, rich_help_panel=panel)
 
 
@@ -129,9 +134,7 @@ def _read_config(path: Path, types: Mapping[str, Any], paths: Mapping[str, str])
             raw = tomllib.load(file)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not valid TOML ({first_line(error)}); fix it") from error
-    known = [name for name in types if name not in ("ctx", "config_file", "return")]
-    if unknown := [name for name in raw if name not in known]:
-        raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    check_keys(path, raw, [name for name in types if name not in ("ctx", "config_file", "return")])
     return {name: _read_value(path, name, value, types[name], paths.get(name, "(?!)")) for name, value in raw.items()}
 
 

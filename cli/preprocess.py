@@ -14,6 +14,7 @@ from evenrank.cli.options import (
     check_conditions,
     config_option,
     given_options,
+    is_on_command_line,
     names_option,
     needing,
     shown_option,
@@ -105,11 +106,10 @@ def preprocess_command(
             metavar="FOLDER",
         ),
     ] = None,
-    overwrite: Annotated[bool, _dataset("--overwrite", help="Replace OUT even if it is no dataset.")] = False,
+    overwrite: Annotated[bool, _dataset(help="Replace OUT even if it is no dataset.")] = False,
     append: Annotated[
         bool,
         _dataset(
-            "--append",
             help="Add later events to the dataset at OUT, whose log is not read again; the result is that of all at "
             "once. Repeat the other options by which it was made.",
         ),
@@ -163,7 +163,7 @@ def preprocess_command(
     ] = None,
     seed: Annotated[int, _splits(help="Seed of the split by user and of synthetic data.", metavar="NUMBER")] = 0,
     allow_empty: Annotated[
-        bool, _splits("--allow-empty", help="Accept a log of 1970, and an empty train or eval with time: and file:.")
+        bool, _splits(help="Accept a log of 1970, and an empty train or eval with time: and file:.")
     ] = False,
     k_core: Annotated[
         int, _splits(help="Leave out users and items with fewer events, repeatedly.", metavar="EVENTS")
@@ -185,7 +185,7 @@ def preprocess_command(
             metavar="SECONDS",
         ),
     ] = None,
-    by_date: Annotated[bool, _splits("--by-date", help="Restart requests and histories at midnight (UTC).")] = False,
+    by_date: Annotated[bool, _splits(help="Restart requests and histories at midnight (UTC).")] = False,
     ids: Annotated[
         str,
         _ids(
@@ -326,7 +326,6 @@ def preprocess_command(
         custom = TabularConfig(**description)
     filters = _same_options(Filters, ctx) | {"min_user_events": k_core, "min_item_events": k_core}
     options = _same_options(PreprocessConfig, ctx) | {
-        "split": split if eval_fraction is None else f"user:{eval_fraction}",
         "filters": Filters(**filters),
         "requests": None if requests is None else RequestRule(seconds=requests, by_date=by_date),
         "synthetic": SyntheticConfig(
@@ -374,11 +373,15 @@ def _same_options(record: Any, context: typer.Context) -> dict[str, Any]:
 
 
 def check_options(context: typer.Context) -> None:
-    """Raise a ConfigError if an option was given twice, has no effect, or is missing."""
-    check_conditions(context, *_CONDITIONS)
-    if len(given := given_options(context, ("eval_fraction", "split"))) == 2:
+    """Raise a ConfigError if an option has no effect, or is missing; `split` gets what `--eval-fraction` says."""
+    given = given_options(context, ("eval_fraction", "split"))
+    given = [name for name in given if is_on_command_line(context, name)] or given
+    if len(given) == 2:
         both = " and ".join(shown_option(context, name) for name in given)
         raise ConfigError(f"{both} both define the split; pass one of them")
+    if given == ["eval_fraction"]:
+        context.params["split"] = f"user:{context.params['eval_fraction']}"
+    check_conditions(context, *_CONDITIONS)
     if context.params["dataset"] == CUSTOM and not context.params["events"]:
         raise ConfigError(f"--dataset {CUSTOM} needs --events, the files of the log; add it, or `events` to --config")
 

@@ -5,10 +5,11 @@ those of a file.
 """
 
 import dataclasses
+import difflib
 import inspect
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import UnionType
@@ -58,6 +59,15 @@ def check_record(record: Any) -> None:
         if isinstance(value := getattr(record, field.name), list):
             object.__setattr__(record, field.name, _converted(value, field.type))
     check_types(type(record), {field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
+
+
+def check_keys(place: object, keys: Iterable[str], known: Collection[str]) -> None:
+    """Raise a ConfigError about the first key of a file that is not known, with the known ones that may be meant."""
+    for key in keys:
+        if key not in known:
+            meant = " or ".join(difflib.get_close_matches(key, known))
+            remedy = f"did you mean {meant}?" if meant else f"known keys are {', '.join(known)}"
+            raise ConfigError(f"{place} has the unknown key {key!r}; {remedy}")
 
 
 def check_at_least(minimum: int, **values: object) -> dict[str, object]:

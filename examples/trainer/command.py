@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from evenrank.core.errors import ConfigError, EvenrankError
+from evenrank.core.settings import check_keys
 from trainer.config import FIELDS, TrainConfig, UnusedError, check_settings, check_use, types_of_settings
 
 
@@ -46,9 +47,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; check --config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise ConfigError(f"{file} has the unknown key {unknown[0]!r}; known keys are {', '.join(known)}")
+    check_keys(file, settings, known)
     return settings
 
 

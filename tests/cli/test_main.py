@@ -266,10 +266,9 @@ def test_options_complete_the_file_of_a_custom_log_and_do_not_repeat_it(tmp_path
     assert store.events["timestamp_ms"].tolist() == [1420070400, 1420070401]
     with config.open("a") as file:
         file.write('item_column = "item_id"\ntimestamp_unit = "s"\n')
-    run = evenrank(*command, "--timestamp-unit", "s")
-    assert run.stderr == (
-        f"error: --timestamp-unit is given on the command line (s) and in {config} (timestamp_unit = s); give it once\n"
-    )
+    run = evenrank(*command, *options, "--allow-empty")  # the command line wins over the file
+    assert run.returncode == 0, run.stderr
+    assert open_store(tmp_path / "out").events["timestamp_ms"].tolist() == [1420070400, 1420070401]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -84,6 +84,9 @@ APP.command()(preprocess_command)
 COMMAND: Any = typer.main.get_command(APP)
 
 
+OTHERS: dict[type, Any] = {bool: False, int: 7, float: 0.7, list: ["x"]}  # values that differ from those above
+
+
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -139,17 +142,13 @@ def test_an_option_in_a_file_is_the_same_as_on_the_command_line(name: str, here:
     given = parse(options, Path("log.toml"), ())
     assert json.loads(json.dumps(given[name], default=str)) == value
     assert parse(options, Path("log.toml"), options.keys()) == given
-    with pytest.raises(ConfigError) as caught:
-        check_options(COMMAND.make_context("preprocess", [*on_command_line(options), "--config", write(name, value)]))
-    places = r"on the command line \(.*\) and in twice\.toml"
-    assert re.fullmatch(rf"{flag(name)} is given {places} \({name} = .*\); give it once", str(caught.value))
+    other = {"events": ["x"], "contextual": ["x=zipf"]}.get(name, OTHERS.get(type(value), "x"))
+    Path("other.toml").write_text(f"{name} = {json.dumps(other)}\n")
+    context = COMMAND.make_context("preprocess", [*on_command_line(options), "--config", "other.toml"])
+    check_options(context)
+    assert context.params | {"config_file": None} == given | {"config_file": None}
     with pytest.raises(ConfigError, match=re.escape(f"wrong.toml: {name} must be ")):
         parse({name: [[]]}, Path("wrong.toml"), (name,))
-
-
-def write(name: str, value: Any) -> str:
-    Path("twice.toml").write_text(f"{name} = {json.dumps(value)}\n")
-    return "twice.toml"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,6 @@ def shown(value: Any) -> str:
         ({"timestamp_unit": "row", "timestamp_column": "t"}, "applies to times in a column, not to {timestamp_unit}"),
         ({"vocabulary": "old", "ids": "keep"}, "applies to datasets without --vocabulary, not to {vocabulary}"),
         ({"split": "leave-last:1", "seed": 0}, "applies to --split user:FRACTION and to --dataset synthetic, not to "),
-        ({"split": "user:0.3", "eval_fraction": 0.5}, "{eval_fraction} and {split} both define the split; pass one of"),
     ],
 )
 def test_options_that_exclude_each_other_are_named_with_their_places(
@@ -197,6 +195,25 @@ def test_options_that_exclude_each_other_are_named_with_their_places(
         }
         with pytest.raises(ConfigError, match=re.escape(message.format(**texts))):
             parse({"dataset": "custom", "events": ["log.csv"], **options}, Path("log.toml"), in_file)
+
+
+def test_of_two_options_that_define_the_split_the_one_on_the_command_line_wins(here: Path) -> None:
+    options = {"dataset": "ml-1m", "split": "leave-last:1", "eval_fraction": 0.5}
+    for in_file, split in (("split", "user:0.5"), ("eval_fraction", "leave-last:1")):
+        assert parse(options, Path("log.toml"), (in_file,))["split"] == split
+    for both, texts in (
+        ((), "--eval-fraction 0.5 and --split leave-last:1"),
+        (("split", "eval_fraction"), "eval_fraction = 0.5 in log.toml and split = leave-last:1 in log.toml"),
+    ):
+        with pytest.raises(ConfigError, match=f"{texts} both define the split; pass one of them"):
+            parse(options, Path("log.toml"), both)
+
+
+def test_the_command_line_turns_off_what_a_file_turns_on(here: Path) -> None:
+    Path("log.toml").write_text("allow_empty = true\noverwrite = true\n")
+    arguments = ["--dataset", "ml-1m", "--config", "log.toml", "--no-allow-empty"]
+    params = COMMAND.make_context("preprocess", arguments).params
+    assert (params["allow_empty"], params["overwrite"]) == (False, True)
 
 
 def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
@@ -229,8 +246,10 @@ def test_names_in_a_list_may_have_commas_and_one_name_or_path_needs_no_list(here
     [
         ("events = ", DataError, "log.toml is not valid TOML"),
         ("a = " + "[" * 9999, DataError, "log.toml is not valid TOML"),
-        ("user = 1", ConfigError, "log.toml has an unknown key 'user'; known: dataset, out, overwrite, append, raw"),
-        ('config = "x.toml"', ConfigError, "log.toml has an unknown key 'config'"),
+        ("xyz = 1", ConfigError, "log.toml has the unknown key 'xyz'; known keys are dataset, out, overwrite, append"),
+        ("user-column = 1", ConfigError, "log.toml has the unknown key 'user-column'; did you mean user_column or "),
+        ('config = "x.toml"', ConfigError, "log.toml has the unknown key 'config'"),
+        ("seed = 1\nseed = 2", DataError, "log.toml is not valid TOML (Cannot overwrite a value"),
         ("events = 3", ConfigError, "log.toml: events must be a string or a list of strings, got 3"),
         ('columns = ["a", 3]', ConfigError, "log.toml: columns must be a string or a list of strings, got ['a', 3]"),
         ('context = ["b"]', ConfigError, "log.toml: context must be a string, got ['b']"),
@@ -276,13 +295,10 @@ def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Pat
     run = evenrank("preprocess", "--config", config)
     assert run.returncode == 0, run.stderr
     assert open_store(tmp_path / "out").events["timestamp_ms"].tolist() == [1420070400000, 1420070401000]
-    for options, message in (
-        ("--split user:0.2", f"--split is given on the command line (user:0.2) and in {config} (split = none); give i"),
-        ("--users 9", "--users applies to --dataset synthetic without --expand, not to dataset = custom in {config};"),
-    ):
-        run = evenrank("preprocess", "--config", config, *options.split())
-        assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
-        assert run.stderr.startswith(f"error: {message.format(config=config)}")
+    run = evenrank("preprocess", "--config", config, "--users", 9)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    message = "--users applies to --dataset synthetic without --expand, not to dataset = custom in "
+    assert run.stderr.startswith(f"error: {message}{config};")
     config.write_text('out = "out"\n')
     assert evenrank("preprocess", "--config", config).stderr == (
         "error: Missing option '--dataset'; see evenrank preprocess --help\n"

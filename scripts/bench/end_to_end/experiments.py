@@ -22,12 +22,13 @@ Run) but for its own.
 
 import dataclasses
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evenrank.core.errors import ConfigError, EvenrankError, escape_controls
+from evenrank.core.settings import check_keys
 from trainer.config import TrainConfig, types_of_settings
 
 BASELINE, HSTU_COST = "none", "hstu"
@@ -163,7 +164,7 @@ def resolved(settings: TrainConfig) -> dict[str, Any]:
 
 
 def _experiments(content: Mapping[str, Any]) -> Experiments:
-    _check_keys("the file", content, ("workload", "settings", "run"))
+    check_keys("the file", content, ("workload", "settings", "run"))
     workload = _workload(_table("[workload]", content.get("workload", {})))
     common = _table("[settings]", content.get("settings", {}))
     _settings("[settings]", {}, common)  # a mistake there is not one of the first run
@@ -180,7 +181,7 @@ def _experiments(content: Mapping[str, Any]) -> Experiments:
 
 
 def _workload(table: dict[str, Any]) -> Workload:
-    _check_keys("[workload]", table, [entry.name for entry in dataclasses.fields(Workload)])
+    check_keys("[workload]", table, [entry.name for entry in dataclasses.fields(Workload)])
     lengths = _table("[workload.lengths]", table.get("lengths", {}))
     try:
         return Workload(**{**table, "lengths": lengths})
@@ -191,7 +192,7 @@ def _workload(table: dict[str, Any]) -> Workload:
 def _run(
     place: str, table: dict[str, Any], common: Mapping[str, Any], before: dict[str, Run], workload: Workload
 ) -> Run:
-    _check_keys(place, table, _RUN_KEYS)
+    check_keys(place, table, _RUN_KEYS)
     name = table.get("name")
     if not isinstance(name, str) or not slug(name) or name in (BASELINE, HSTU_COST) or escape_controls(name) != name:
         raise ConfigError(
@@ -225,7 +226,7 @@ def _base(place: str, name: str, before: dict[str, Run]) -> Run | None:
 
 
 def _settings(place: str, inherited: Mapping[str, Any], own: dict[str, Any]) -> TrainConfig:
-    _check_keys(f"{place}, settings", own, [name for name in types_of_settings() if name not in UNUSED_SETTINGS])
+    check_keys(f"{place}, settings", own, [name for name in types_of_settings() if name not in UNUSED_SETTINGS])
     try:
         return TrainConfig(**{**inherited, **own})
     except ConfigError as error:
@@ -256,11 +257,6 @@ def _check_cost(place: str, run: Run, before: dict[str, Run], workload: Workload
 
 def _known_runs(before: dict[str, Run]) -> str:
     return f"a run before it ({', '.join(before) or 'there is none'})"
-
-
-def _check_keys(place: str, table: Mapping[str, Any], known: Collection[str]) -> None:
-    if unknown := [key for key in table if key not in known]:
-        raise ConfigError(f"{place}: unknown key {unknown[0]!r}; known keys are {', '.join(known)}")
 
 
 def _table(place: str, value: Any) -> dict[str, Any]:

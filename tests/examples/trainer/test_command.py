@@ -22,7 +22,8 @@ def toml(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hiden = 32", "has the unknown key 'hiden'; known keys are data, out, model, task"),
+        ("hiden = 32", "has the unknown key 'hiden'; did you mean hidden"),
+        ("xyz = 32", "has the unknown key 'xyz'; known keys are data, out, model, task"),
         ("hidden = ", "is not TOML"),
         ("hidden = true", "hidden must be of type int, got True"),
         ("learning_rate = nan", "learning_rate must be at least 0, got nan"),

@@ -161,7 +161,7 @@ def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path:
     (tmp_path / "settings.toml").write_text("batchsize = 8")
     arguments = ["--config", str(tmp_path / "settings.toml")]
     failed = _run(*arguments)
-    message = f"error: {tmp_path / 'settings.toml'} has the unknown key 'batchsize'; known keys are"
+    message = f"error: {tmp_path / 'settings.toml'} has the unknown key 'batchsize'; did you mean batch_size"
     assert (failed.returncode, failed.stderr.startswith(message), failed.stderr.count("\n")) == (2, True, 1)
     other_rank = _run(*arguments, RANK="1")
     assert (other_rank.returncode, other_rank.stdout, other_rank.stderr) == (2, "", "")
