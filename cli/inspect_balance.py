@@ -37,7 +37,10 @@ def inspect_balance_command(
     ] = 0,
     strategy: Annotated[
         str,
-        options.balance_option(help=f"Balancing strategy: one of {', '.join(options.STRATEGIES)}.", metavar="NAME"),
+        options.balance_option(
+            help=f"Balancing strategy: one of {', '.join(options.STRATEGIES)}.",
+            **options.one_of(*options.STRATEGIES, metavar="NAME"),
+        ),
     ] = "lpt-swap",
     cost: options.CostName = "hstu",
     hidden: options.Hidden = options.LAYERS.hidden,

@@ -29,13 +29,14 @@ from evenrank.core.optional_imports import naming_extras
 # Of Typer, which has either its own copy of Click or the package: the class of errors in the arguments.
 _UsageError: Any = typer.BadParameter.__base__
 _MAX_SHOWN = 200  # characters of a path
+_CONTEXT = {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
 # Errors are one line, without a box around it or a traceback.
-_PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+_PLAIN: Any = {"pretty_exceptions_enable": False, "rich_markup_mode": None, "context_settings": _CONTEXT}
 
 
 def main() -> None:
     """Run `evenrank`."""
-    app = typer.Typer(no_args_is_help=True, **_PLAIN)
+    app = typer.Typer(**_PLAIN)
     app.callback()(_global_options)
     app.command("preprocess")(preprocess_command)
     app.command("inspect")(inspect_command)
@@ -45,14 +46,14 @@ def main() -> None:
     app.command("inspect-balance")(inspect_balance_command)
     app.command("demo")(demo_command)
     app.command("warmup")(warmup_command)
-    _run(app)
+    _run(app, sys.argv[1:] or ["--help"])
 
 
 def run_command(command: Callable[..., None]) -> None:
     """Run a single command as a program, as the scripts do."""
-    app = typer.Typer(**_PLAIN)
+    app = typer.Typer(add_completion=False, **_PLAIN)
     app.command()(command)
-    _run(app)
+    _run(app, sys.argv[1:])
 
 
 class _Command(TyperCommand):
@@ -61,7 +62,7 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         for parameter in given:
-            if given.count(parameter) > 1 and not parameter.multiple:
+            if given.count(parameter) > 1 and not (parameter.multiple or ctx.resilient_parsing):  # as in completion
                 raise ConfigError(f"{parameter.opts[0]} is given twice on the command line; give it once")
         return super().parse_args(ctx, args)
 
@@ -106,9 +107,9 @@ def _handle_signals(handler: Any) -> None:
         signal.signal(number, handler)
 
 
-def _run(app: typer.Typer) -> None:
+def _run(app: typer.Typer, arguments: list[str]) -> None:
     for command in app.registered_commands:
-        command.cls, command.context_settings = _Command, {"max_content_width": 100}
+        command.cls, command.context_settings = _Command, _CONTEXT
     _handle_signals(_stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
@@ -116,7 +117,7 @@ def _run(app: typer.Typer) -> None:
         logging.getLogger("evenrank.compile").addHandler(logging.NullHandler())
     try:
         with naming_extras():
-            code = app(standalone_mode=False)
+            code = app(arguments, standalone_mode=False)
         sys.exit(code or 0)
     except _UsageError as error:
         help_of = f"; see {error.ctx.command_path} --help" if error.ctx else ""

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 # Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
 STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
 
+
+def one_of(*names: str, metavar: str = "") -> dict[str, Any]:
+    """Return what an option with choices shows as its value, and the shell's completion, also after a comma."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [incomplete[: incomplete.rfind(",") + 1] + name for name in names]
+
+    return {"metavar": metavar or "|".join(names), "autocompletion": complete}
+
+
 DatasetFolder = Annotated[
     Path, typer.Argument(help="Folder or URL written by `evenrank preprocess`.", metavar="PATH", show_default=False)
 ]
@@ -45,7 +55,7 @@ MaxHistoryLength = Annotated[
         max=(1 << 31) - 1,
     ),
 ]
-Split = Annotated[str, step_option(help="Split of the dataset.", metavar="NAME")]
+Split = Annotated[str, step_option(help="Split of the dataset.", **one_of("train", "eval", metavar="NAME"))]
 
 
 class Condition(NamedTuple):
@@ -178,7 +188,7 @@ _model_size = partial(cost_option, min=1, max=1 << 20)
 CostName = Annotated[
     str,
     cost_option(
-        metavar="COST",
+        **one_of("hstu", "self-attention", "linear", "padded", metavar="COST"),
         help="Cost of a sample: hstu or self-attention, FLOPs of jagged layers; linear, its tokens; padded, "
         "self-attention where all samples of a rank are padded to its longest; FILE, a measured cost (evenrank fit), "
         "or padded:FILE; or module:function.",

@@ -17,6 +17,7 @@ from evenrank.cli.options import (
     is_on_command_line,
     names_option,
     needing,
+    one_of,
     shown_option,
 )
 from evenrank.core.errors import ConfigError
@@ -89,7 +90,10 @@ def preprocess_command(
     ctx: typer.Context,
     dataset: Annotated[
         str,
-        _dataset(help=f"What to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public dataset).", metavar="NAME"),
+        _dataset(
+            help=f"What to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public dataset).",
+            **one_of(*DATASETS, _ALL, metavar="NAME"),
+        ),
     ],
     config_file: Annotated[
         Path | None,
@@ -123,14 +127,14 @@ def preprocess_command(
         ),
     ] = Path("raw"),
     on_error: Annotated[
-        str, _dataset(help="On malformed rows: fail, or skip and count them.", metavar="fail|skip")
+        str, _dataset(help="On malformed rows: fail, or skip and count them.", **one_of("fail", "skip"))
     ] = "fail",
     engine: Annotated[
         str,
         _dataset(
             help="Where the work is done: local, on threads of this process; ray, on the nodes of a Ray cluster. What "
             "is written is the same. Run a command that was killed again, and it goes on where it was.",
-            metavar="local|ray",
+            **one_of("local", "ray"),
         ),
     ] = "local",
     ray_address: Annotated[
@@ -192,7 +196,7 @@ def preprocess_command(
             help="Ids of users and items: dense, numbered by first appearance, with a vocabulary; keep, the integers "
             "of the log; hash:N, a hash below N; auto, dense or keep by their range. For both, or item=RULE,user=RULE. "
             "Default: dense for public datasets, auto for custom ones.",
-            metavar="RULE",
+            **one_of("auto", "dense", "keep", metavar="RULE"),
         ),
     ] = "",
     vocabulary: Annotated[
@@ -203,7 +207,7 @@ def preprocess_command(
         _ids(
             help="With --vocabulary, what to do about values that it lacks: append them (default); oov, give them the "
             "id 0; drop their events; or fail. For both, or item=RULE,user=RULE.",
-            metavar="RULE",
+            **one_of("append", "oov", "drop", "fail", metavar="RULE"),
         ),
     ] = "",
     events: Annotated[
@@ -225,7 +229,7 @@ def preprocess_command(
         str,
         _logs(
             help="Unit of times: s, ms, us, ns, iso, date; auto, as they look; row, the order of the rows.",
-            metavar="UNIT",
+            **one_of("s", "ms", "us", "ns", "iso", "date", "auto", "row", metavar="UNIT"),
         ),
     ] = "auto",
     action_columns: Annotated[
@@ -236,7 +240,7 @@ def preprocess_command(
         _logs(
             help="What becomes of one action column: stars, half-stars, bins:2.5,4, values:pv,cart,buy, or float, a "
             "column of events. Default: integers from 0 on.",
-            metavar="RULE",
+            **one_of("stars", "half-stars", "float", metavar="RULE"),
         ),
     ] = "",
     event_columns: Annotated[
@@ -257,7 +261,7 @@ def preprocess_command(
         str,
         _features(
             help="What becomes of them: events, columns of events; table, item_features.parquet.",
-            metavar="events|table",
+            **one_of("events", "table"),
         ),
     ] = "events",
     users: Annotated[int, _synthetic(help="Number of users.", metavar="COUNT")] = 20_000,

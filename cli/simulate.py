@@ -61,7 +61,8 @@ def simulate_command(
     strategy: Annotated[
         str,
         options.balance_option(
-            help=f"Strategies, comma-separated: {', '.join(options.STRATEGIES)}.", metavar="NAME,..."
+            help=f"Strategies, comma-separated: {', '.join(options.STRATEGIES)}.",
+            **options.one_of(*options.STRATEGIES, metavar="NAME,..."),
         ),
     ] = ",".join(options.STRATEGIES),
     tolerance: Annotated[

@@ -3,6 +3,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import evenrank as package
+from evenrank.cli.options import costs_by_name
 from evenrank.dataloader.balance import STRATEGIES
 from evenrank.datasets import open_store
+from evenrank.preprocess.files.times import UNITS
 from evenrank.preprocess.sources.catalog import CATALOG
 from tests.cli.programs import BIN, EVENRANK, ROOT, Evenrank, run_program
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS
@@ -236,6 +239,44 @@ def test_mistakes_of_usage_and_help(evenrank: Evenrank) -> None:
     assert ", ".join(STRATEGIES) in " ".join(evenrank("simulate", "--help").stdout.split())
     run = evenrank("--version")
     assert (run.returncode, run.stdout, run.stderr) == (0, f"evenrank {package.__version__}\n", "")
+    run = evenrank()
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("Usage: evenrank [OPTIONS] COMMAND [ARGS]...\n\n  The data side of multi-GPU training")
+    assert run.stdout == evenrank("-h").stdout == evenrank("--help").stdout
+    for command in re.findall(r"^  (\S+)  ", run.stdout.partition("Commands:")[2], re.MULTILINE):
+        assert evenrank(command, "-h").stdout == evenrank(command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("wa", ["warmup"]),
+        ("simulate x --str", ["--strategy"]),
+        ("simulate x --strategy ", STRATEGIES),
+        ("simulate x --strategy none,l", ["none,lpt-swap"]),
+        ("simulate x --cost ", costs_by_name()),
+        ("inspect-balance x --strategy m", ["min-move"]),
+        ("preprocess --dataset ml-1", ["ml-1m"]),
+        ("preprocess --engine ", ["local", "ray"]),
+        ("preprocess --timestamp-unit ", UNITS),
+        ("preprocess --config no.toml --seed 1 --seed 2 --on-error ", ["fail", "skip"]),
+    ],
+)
+def test_shells_complete_commands_options_and_choices(
+    evenrank: Evenrank, monkeypatch: pytest.MonkeyPatch, line: str, completed: Collection[str]
+) -> None:
+    words = ["evenrank", *line.split(" ")]
+    for name, value in {"_EVENRANK_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    run = evenrank()
+    assert (run.returncode, sorted(run.stdout.split()), run.stderr) == (0, sorted(completed), "")
+
+
+def test_the_completion_of_a_shell_is_shown(tmp_path: Path) -> None:
+    run = run_program("bash", "-c", f"{EVENRANK} --show-completion; exit $?", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "complete -o default -F _evenrank_completion evenrank" in run.stdout
 
 
 def test_seeds_apply_to_synthetic_data_and_to_the_split_by_user(tmp_path: Path, evenrank: Evenrank) -> None:

@@ -348,7 +348,7 @@ def test_the_help_has_every_option_in_a_section_that_fits(monkeypatch: pytest.Mo
             *("Dataset", "Splits and filters", "Ids", "Logs (--dataset custom)", "Features (--dataset custom)"),
             *("Synthetic data (--dataset synthetic)", "Options"),
         ]
-        assert set(re.findall(r"^  (--[a-z-]+)", text, re.M)) == {
+        assert set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.M)) == {
             *("--dataset", "--config", "--help"),
             *map(flag, OPTIONS),
         }
