@@ -4,6 +4,9 @@ Rich takes a tenth of a second to import, which `evenrank --help` does not need:
 """
 
 import contextlib
+import dataclasses
+import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +20,30 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def print_result(result: "RenderableType") -> None:
-    """Print a text or a table to standard output; characters that control a terminal are escaped."""
-    _console().print(result)
+_documents: list[dict[str, Any]] = []  # one with `--json`
+
+
+def collect_numbers(wanted: bool) -> None:
+    """Collect the numbers of results from now on instead of printing texts, for `print_numbers`, or do not."""
+    _documents[:] = [{}] * wanted
+
+
+def print_numbers() -> None:
+    """Print the numbers that were collected, if any, as one JSON document."""
+    while _documents:
+        print_result(json.dumps(_documents.pop(), indent=2, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else os.fspath(value)  # type: ignore[arg-type]
+
+
+def print_result(result: "RenderableType", **numbers: Any) -> None:
+    """Print a text or a table to standard output, with control characters escaped, or collect what it is made of."""
+    if _documents:
+        _documents[0].update(numbers)
+    else:
+        _console().print(result)
 
 
 def print_aligned(texts: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import file_option
+from evenrank.cli.options import Json, file_option
 from evenrank.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ def fit_command(
         Path, typer.Argument(help="Log of a run with a StepTimer.", metavar="FILE.jsonl", show_default=False)
     ],
     out: Annotated[Path | None, file_option(help="File of the cost. Default: FILE-cost.json, next to the log.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Fit the cost of a sample to the measured steps of a run, and save it.
 
@@ -44,14 +45,19 @@ def fit_command(
     cost.save(path)
     per_token, per_square = cost.linear * cost.seconds_per_unit, cost.quadratic * cost.seconds_per_unit
     error = np.abs(cost.seconds_per_step + per_token * tokens + per_square * squares - seconds) / seconds
+    median, high = np.percentile(error, (50, 95)).tolist()
     console.print_result(
         f"{len(seconds):,} times of {len(found.records):,} steps: {1e3 * cost.seconds_per_step:.3g} ms per step, "
-        f"{1e6 * per_token:.3g} us per token, {1e9 * per_square:.3g} ns per squared token"
+        f"{1e6 * per_token:.3g} us per token, {1e9 * per_square:.3g} ns per squared token",
+        times=len(seconds),
+        steps=len(found.records),
+        seconds_per_step=cost.seconds_per_step,
+        seconds_per_token=per_token,
+        seconds_per_squared_token=per_square,
     )
-    console.print_result(
-        f"error of a time: {np.median(error):.1%} in the median, {np.percentile(error, 95):.1%} at the 95th percentile"
-    )
-    console.print_result(f"cost: {path}")
+    errors = f"error of a time: {median:.1%} in the median, {high:.1%} at the 95th percentile"
+    console.print_result(errors, error_p50=median, error_p95=high)
+    console.print_result(f"cost: {path}", cost=path)
 
 
 def _timed_ranks(path: Path, log: "BalanceLog") -> tuple[Any, Any, Any]:

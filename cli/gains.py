@@ -2,10 +2,10 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evenrank.cli import console
-from evenrank.cli.options import BATCH_SIZE, LAYERS, CostShape, has_layers
+from evenrank.cli.options import BATCH_SIZE, COSTS_OF_LAYERS, LAYERS, CostShape
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics
 
-HEADERS = ("ranks", "strategy", "idle\nbefore", "idle\nafter", "speed-\nup", "of a step", "bound", "one", "moved")
+COLUMNS = {  # how each shows the numbers of a gain
+    "ranks": "{ranks:,}",
+    "strategy": "{strategy}",
+    "idle\nbefore": "{idle_before:.1%}",
+    "idle\nafter": "{idle_after:.1%}",
+    "speed-\nup": "{speedup:.2f}x",
+    "of a step": "{speedup_of_a_step:.2f} \N{PLUS-MINUS SIGN} {spread_of_a_step:.2f}",
+    "bound": "{ratio_after:.3f}",
+    "one": "{one_sample:.0%}",
+    "moved": "{moved_tokens:.0%}",
+}
 EXPLANATION = """\
 idle        share of rank time, of all steps together, spent waiting for the
             heaviest rank of each step
@@ -34,7 +44,7 @@ def describe_settings(
     """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
     lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
     layers = f" of {shape.layers} layers of width {shape.hidden} with {shape.heads} heads"
-    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * has_layers(cost)}"
+    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * (cost in COSTS_OF_LAYERS)}"
 
 
 class Gain(NamedTuple):
@@ -69,27 +79,31 @@ class Gain(NamedTuple):
         low, median, high = np.percentile(np.where(after > 0, before / np.maximum(after, 1), 1), (5, 50, 95)).tolist()
         return median, (high - low) / 2
 
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers of the row by name, and the median time to plan a step, None if it is not known."""
+        summary, (median, spread) = self.summary, self.speedup_of_a_step()
+        names = ("idle_before", "idle_after", "speedup", "ratio_after", "one_sample", "longest")
+        return {
+            "ranks": self.ranks,
+            "strategy": self.label,
+            **{name: getattr(summary, name) for name in names},
+            "moved_tokens": summary.moved_tokens if self.has_exchange else 0.0,
+            "speedup_of_a_step": median,
+            "spread_of_a_step": spread,
+            "plan_seconds": statistics.median([step.plan_seconds for step in self.steps] or [0.0]) or None,
+        }
+
     def cells(self) -> tuple[str, ...]:
         """Return the row of the table."""
-        summary, (median, spread) = self.summary, self.speedup_of_a_step()
-        return (
-            f"{self.ranks:,}",
-            self.label,
-            f"{summary.idle_before:.1%}",
-            f"{summary.idle_after:.1%}",
-            f"{summary.speedup:.2f}x",
-            f"{median:.2f} \N{PLUS-MINUS SIGN} {spread:.2f}",
-            f"{summary.ratio_after:.3f}",
-            f"{summary.one_sample:.0%}",
-            f"{summary.moved_tokens if self.has_exchange else 0:.0%}",
-        )
+        numbers = self.numbers()
+        return tuple(cell.format(**numbers) for cell in COLUMNS.values())
 
 
 def print_gains(gains: Sequence[Gain], *notes: str) -> None:
     """Print the table of gains, what its columns mean, and further notes."""
-    console.print_result(gains_table(gains))
-    medians = [1e3 * statistics.median([step.plan_seconds for step in gain.steps] or [0.0]) for gain in gains]
-    if known := [median for median in medians if median]:
+    numbers = [gain.numbers() for gain in gains]
+    console.print_result(gains_table(gains), gains=numbers)
+    if known := [1e3 * of_gain["plan_seconds"] for of_gain in numbers if of_gain["plan_seconds"]]:
         plan = f"Planning a step took {min(known):.2g} to {max(known):.2g} ms, on one thread of this machine."
         notes = (*notes, plan, "The rest is what the cost says; training measures it (training.StepTimer).")
     console.print_result("\n".join([EXPLANATION.rstrip(), *notes, ""]))
@@ -97,7 +111,7 @@ def print_gains(gains: Sequence[Gain], *notes: str) -> None:
 
 def gains_table(gains: Sequence[Gain]) -> "Table":
     """Return a table with a row for each gain, less than 80 columns wide."""
-    table = console.new_table(*HEADERS, left=["strategy"], narrow=True)
+    table = console.new_table(*COLUMNS, left=["strategy"], narrow=True)
     for gain in gains:
         table.add_row(*gain.cells())
     return table

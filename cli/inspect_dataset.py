@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from evenrank.cli import console
 from evenrank.cli.gains import describe_settings, print_gains
-from evenrank.cli.options import DatasetFolder, file_option, page_path, write_page
+from evenrank.cli.options import DatasetFolder, Json, file_option, page_path, write_page
 from evenrank.core.storage import Remote, locate
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def inspect_command(
         Path | None,
         file_option(help="Page to write. Default: PATH-report.html, next to the dataset; of a URL, in this folder."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Show the content of a dataset: events, what the split leaks, history lengths, vocabulary sizes, routing of items.
 
@@ -45,7 +46,21 @@ def inspect_command(
     dataset = locate(path)
     name = dataset.name if isinstance(dataset, Remote) else dataset.resolve().name
     page = page_path(Path(name) if isinstance(dataset, Remote) else dataset, html)  # of a URL, in the current folder
-    console.print_result(f"{dataset}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
+    splits = {
+        name: {"rows": one.rows, "events": one.interactions, "files": len(one.files), "lengths": one.lengths}
+        for name, one in manifest.splits.items()
+    }
+    console.print_result(
+        f"{dataset}: {manifest.dataset}, content {manifest.content_hash[:12]}\n",
+        path=str(dataset),
+        dataset=manifest.dataset,
+        content_hash=manifest.content_hash,
+        splits=splits,
+        vocabulary_sizes=manifest.vocabulary_sizes,
+        statistics=statistics,
+        gains=[],
+        routing=None,
+    )
     for table in (splits_table(manifest, statistics.num_events), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     console.print_aligned(statistics.describe())
@@ -63,10 +78,10 @@ def inspect_command(
         console.print_result(f"Steps of {describe_settings()}:")
         print_gains(report.gains)
     if report.routing is not None:
-        console.print_result(_ROUTING.format(rows=report.routing.num_embeddings))
+        console.print_result(_ROUTING.format(rows=report.routing.num_embeddings), routing=report.routing)
         for table in routing_tables(report.routing):
             console.print_result(table)
-    console.print_result(f"report: {page}")
+    console.print_result(f"report: {page}", report=page)
 
 
 def splits_table(manifest: "Manifest", num_events: int) -> "Table":

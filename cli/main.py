@@ -38,14 +38,11 @@ def main() -> None:
     """Run `evenrank`."""
     app = typer.Typer(**_PLAIN)
     app.callback()(_global_options)
-    app.command("preprocess")(preprocess_command)
-    app.command("inspect")(inspect_command)
-    app.command("simulate")(simulate_command)
-    app.command("metrics")(metrics_command)
-    app.command("fit")(fit_command)
-    app.command("inspect-balance")(inspect_balance_command)
-    app.command("demo")(demo_command)
-    app.command("warmup")(warmup_command)
+    for command in (
+        *(preprocess_command, inspect_command, simulate_command, metrics_command, fit_command),
+        *(inspect_balance_command, demo_command, warmup_command),
+    ):
+        app.command(command.__name__.removesuffix("_command").replace("_", "-"))(command)
     _run(app, sys.argv[1:] or ["--help"])
 
 
@@ -115,28 +112,28 @@ def _run(app: typer.Typer, arguments: list[str]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
     if not (sys.stderr and sys.stderr.isatty()):  # as progress is
         logging.getLogger("evenrank.compile").addHandler(logging.NullHandler())
+    message, status = "", 2
     try:
         with naming_extras():
             code = app(arguments, standalone_mode=False)
+        console.print_numbers()
         sys.exit(code or 0)
     except _UsageError as error:
         help_of = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        console.print_error(f"{error.format_message().rstrip('.')}{help_of}")
-        sys.exit(2)
+        message = f"{error.format_message().rstrip('.')}{help_of}"
     except EvenrankError as error:
-        console.print_error(str(error))
-        sys.exit(2)
+        message = str(error)
     except OSError as error:  # such as a path that is too long even to ask whether it exists
         path = str(error.filename or "")
         shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}..."
-        console.print_error(f"{shown or 'a file'}: {error.strerror or error}; check the path and its permissions")
-        sys.exit(2)
+        message = f"{shown or 'a file'}: {error.strerror or error}; check the path and its permissions"
     except MemoryError:
-        console.print_error("there is not enough memory for these options; choose smaller values")
-        sys.exit(2)
+        message = "there is not enough memory for these options; choose smaller values"
     except _Stopped as stopped:
         (number,) = stopped.args
-        console.print_error(f"stopped by {signal.Signals(number).name}")
-        sys.exit(128 + number)
+        message, status = f"stopped by {signal.Signals(number).name}", 128 + number
     finally:
+        if message:
+            console.print_error(message)
         _handle_signals(signal.SIG_DFL)  # all is done; an exception in the exit of the interpreter would be a traceback
+    sys.exit(status)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
+from evenrank.cli.options import Json
 from evenrank.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def metrics_command(
             show_default=False,
         ),
     ],
+    as_json: Json = False,
 ) -> None:
     """Show what balancing did in a training job: what the cost promised beside what was measured.
 
@@ -42,7 +44,7 @@ def metrics_command(
     """
     with console.stages() as on_stage:
         from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
-        from evenrank.dataloader.balance.metrics.step_metrics import combine
+        from evenrank.dataloader.balance.metrics.step_metrics import combine, shown_numbers
 
         found = []
         for path in logs:
@@ -50,12 +52,16 @@ def metrics_command(
             found.append(read_json_lines(path))
             if not found[-1].records:
                 raise DataError(f"{path} has no record yet; the job writes one after every `every` steps")
-    for path, log in zip(logs, found, strict=True):
+    summaries = [combine(log.records) for log in found]
+    documents = []
+    for path, log, summary in zip(logs, found, summaries, strict=True):
+        last = log.records[-1]
+        numbers = {"all": shown_numbers(summary), "last": shown_numbers(last), "skipped": log.skipped}
+        documents.append({"log": path, "steps": last.seen, "ranks": len(last.before), "run": log.run, **numbers})
         run = f", run {log.run.id} of {log.run.started}" if log.run else ""
-        console.print_result(f"{path}: {log.describe()}{run}")
+        console.print_result(f"{path}: {log.describe()}{run}", logs=documents)
         if log.skipped:
             console.print_result(f"skipped {log.skipped:,} line{'s' * (log.skipped != 1)} that could not be read")
-    summaries = [combine(log.records) for log in found]
     if len(logs) > 1:
         console.print_result(metrics_table(dict(zip(_short_names(logs), summaries, strict=True))))
         table = differences_table(logs, found)

@@ -2,7 +2,6 @@
 
 import glob
 import importlib
-import inspect
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args, ge
 
 import typer
 
+from evenrank.cli import console
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.settings import check_keys
@@ -23,8 +23,10 @@ from evenrank.core.storage import is_url, local_path
 if TYPE_CHECKING:
     from evenrank.dataloader.balance import Cost, MeasuredCost
 
-# Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
+# Our strategies and costs, whose registries' package imports NumPy and Numba, which `--help` does not wait for.
 STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
+COSTS_OF_LAYERS = ("hstu", "self-attention", "padded")
+COSTS = (*COSTS_OF_LAYERS, "linear")
 
 
 def one_of(*names: str, metavar: str = "") -> dict[str, Any]:
@@ -38,6 +40,9 @@ def one_of(*names: str, metavar: str = "") -> dict[str, Any]:
 
 DatasetFolder = Annotated[
     Path, typer.Argument(help="Folder or URL written by `evenrank preprocess`.", metavar="PATH", show_default=False)
+]
+Json = Annotated[
+    bool, typer.Option("--json", callback=console.collect_numbers, expose_value=False, help="Print one JSON document.")
 ]
 file_option = partial(typer.Option, metavar="FILE", show_default=False)
 
@@ -56,6 +61,9 @@ MaxHistoryLength = Annotated[
     ),
 ]
 Split = Annotated[str, step_option(help="Split of the dataset.", **one_of("train", "eval", metavar="NAME"))]
+
+
+LINE, FILE = "COMMANDLINE", "DEFAULT_MAP"  # Click's names of where parameters are given
 
 
 class Condition(NamedTuple):
@@ -82,28 +90,24 @@ def check_conditions(context: typer.Context, *conditions: Condition) -> None:
             continue
         chosen = " with ".join(shown_option(context, name) for name in condition.decided_by if context.params[name])
         reason = f"not to {chosen}; change one of them" if chosen else "which is missing; add it"
-        subject = shown_option(context, names[0]) if _is_in_file(context, names[0]) else options[names[0]]
+        subject = shown_option(context, names[0]) if source_of(context, names[0]) == FILE else options[names[0]]
         raise ConfigError(f"{subject} applies to {condition.apply_to}, {reason}")
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> list[str]:
     """Return which of these parameters were given, on the command line or in the file of `--config`."""
-    return [name for name in names if is_on_command_line(context, name) or _is_in_file(context, name)]
+    return [name for name in names if source_of(context, name) in (LINE, FILE)]
 
 
-def is_on_command_line(context: typer.Context, name: str) -> bool:
-    """Return whether a parameter was given on the command line, which wins over the file of `--config`."""
-    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-
-
-def _is_in_file(context: typer.Context, name: str) -> bool:
-    return getattr(context.get_parameter_source(name), "name", "") == "DEFAULT_MAP"
+def source_of(context: typer.Context, name: str) -> str:
+    """Return where a parameter was given: on the command `LINE`, which wins over the `FILE` of `--config`, if any."""
+    return getattr(context.get_parameter_source(name), "name", "")
 
 
 def shown_option(context: typer.Context, name: str) -> str:
     """Return a parameter with its value as on the command line or, if it is from there, as in the file."""
     value = _shown(context.params[name])
-    if _is_in_file(context, name):
+    if source_of(context, name) == FILE:
         return f"{name} = {value} in {context.params['config_file']}"
     (parameter,) = (parameter for parameter in context.command.params if parameter.name == name)
     return value if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {value}"
@@ -115,7 +119,7 @@ def _shown(value: Any) -> str:
 
 
 def _split_names(context: typer.Context, parameter: typer.CallbackParam, texts: list[str] | None) -> tuple[str, ...]:
-    if _is_in_file(context, str(parameter.name)):  # a list, whose names may have commas
+    if source_of(context, str(parameter.name)) == FILE:  # a list, whose names may have commas
         return tuple(texts or ())
     return tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
 
@@ -188,7 +192,7 @@ _model_size = partial(cost_option, min=1, max=1 << 20)
 CostName = Annotated[
     str,
     cost_option(
-        **one_of("hstu", "self-attention", "linear", "padded", metavar="COST"),
+        **one_of(*COSTS, metavar="COST"),
         help="Cost of a sample: hstu or self-attention, FLOPs of jagged layers; linear, its tokens; padded, "
         "self-attention where all samples of a rank are padded to its longest; FILE, a measured cost (evenrank fit), "
         "or padded:FILE; or module:function.",
@@ -201,43 +205,27 @@ HAS_LAYERS = Condition(
     ("hidden", "heads", "layers"),
     "the costs hstu, self-attention and padded",
     ("cost",),
-    lambda v: has_layers(v["cost"]),
+    lambda v: v["cost"] in COSTS_OF_LAYERS,
 )
-
-
-def costs_by_name(shape: CostShape = LAYERS) -> dict[str, dict[str, Any]]:
-    """Return the registered costs that need no more than a shape of layers, by name, as `resolve_cost` takes them."""
-    from evenrank.dataloader.balance import COSTS
-
-    hidden, heads, layers = shape
-    sizes = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers, "ffn_multiplier": 4}
-    given = {"interleave_actions": True, "row": {"name": "self-attention", **sizes}, **sizes}
-    found = {}
-    for name in COSTS:
-        parameters = inspect.signature(COSTS[name]).parameters.values()
-        needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-        if given.keys() >= set(needed):
-            found[name] = {"name": name, **{key: given[key] for key in needed}}
-    return found
-
-
-def has_layers(cost: str) -> bool:
-    """Return whether a cost that `--cost` names depends on the shape of layers."""
-    return costs_by_name().get(cost, {}).keys() & {"layers", "row"} != set()
 
 
 def make_cost(text: str, shape: CostShape = LAYERS) -> "Cost":
     """Return the cost that `--cost` names, of layers of this shape."""
-    from evenrank.dataloader.balance import PaddedCost
-    from evenrank.dataloader.balance.costs.cost import resolve_cost
+    from evenrank.dataloader.balance import HSTUCost, LinearCost, PaddedCost, SelfAttentionCost
 
-    hidden, heads, _ = shape
+    hidden, heads, layers = shape
     if hidden % heads:
         raise ConfigError(
             f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
         )
-    if (named := costs_by_name(shape).get(text)) is not None:
-        return resolve_cost(named)
+    sizes: dict[str, Any] = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers}
+    if text == "hstu":
+        return HSTUCost(interleave_actions=True, **sizes)
+    if text == "linear":
+        return LinearCost(interleave_actions=True)
+    if text in COSTS:
+        attention = SelfAttentionCost(ffn_multiplier=4, **sizes)
+        return PaddedCost(attention) if text == "padded" else attention
     if text.startswith("padded:"):
         return PaddedCost(_measured_cost(text.removeprefix("padded:")))
     return _imported_cost(text) if ":" in text and not Path(text).exists() else _measured_cost(text)
@@ -250,7 +238,7 @@ def _measured_cost(text: str) -> "MeasuredCost":
     if path.exists() and not path.is_file():  # a pipe would never end
         raise ConfigError(f"--cost {text} is not a regular file; give one that `evenrank fit` wrote")
     if not path.exists() and not path.suffix:
-        raise ConfigError(f"--cost {text} is unknown; give {', '.join(costs_by_name())}, a file or module:function")
+        raise ConfigError(f"--cost {text} is unknown; give {', '.join(COSTS)}, a file or module:function")
     return MeasuredCost.load(path)
 
 

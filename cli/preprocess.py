@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenrank.cli import console
-from evenrank.cli.options import (
-    Condition,
-    check_conditions,
-    config_option,
-    given_options,
-    is_on_command_line,
-    names_option,
-    needing,
-    one_of,
-    shown_option,
-)
+from evenrank.cli import console, options
+from evenrank.cli.options import Condition, needing, one_of
 from evenrank.core.errors import ConfigError
 from evenrank.core.storage import is_url, join, locate
 from evenrank.preprocess.log_config import TabularConfig
@@ -83,7 +73,7 @@ _dataset, _splits, _ids, _logs, _features, _synthetic = (
         f"Synthetic data (--dataset {SYNTHETIC})",
     )
 )
-_log_names, _feature_names = (partial(names_option, **option.keywords) for option in (_logs, _features))
+_log_names, _feature_names = (partial(options.names_option, **option.keywords) for option in (_logs, _features))
 
 
 def preprocess_command(
@@ -97,7 +87,7 @@ def preprocess_command(
     ],
     config_file: Annotated[
         Path | None,
-        config_option(
+        options.config_option(
             panel="Dataset",
             split="(?<=^file:).+",
             **dict.fromkeys(("lengths", "actions", "contextual"), r"(?<=\bpath=)[^,]+"),
@@ -329,7 +319,7 @@ def preprocess_command(
             description["timestamp_column"] = ""
         custom = TabularConfig(**description)
     filters = _same_options(Filters, ctx) | {"min_user_events": k_core, "min_item_events": k_core}
-    options = _same_options(PreprocessConfig, ctx) | {
+    settings = _same_options(PreprocessConfig, ctx) | {
         "filters": Filters(**filters),
         "requests": None if requests is None else RequestRule(seconds=requests, by_date=by_date),
         "synthetic": SyntheticConfig(
@@ -344,7 +334,7 @@ def preprocess_command(
     }
     for name in CATALOG if dataset == _ALL else (dataset,):
         folder = Path("out", name) if out is None else join(out, name) if dataset == _ALL else out
-        config = PreprocessConfig(**options | {"dataset": name, "out": folder})
+        config = PreprocessConfig(**settings | {"dataset": name, "out": folder})
         with console.stages() as on_stage:
             manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
         time = manifest.options["time"]
@@ -378,14 +368,14 @@ def _same_options(record: Any, context: typer.Context) -> dict[str, Any]:
 
 def check_options(context: typer.Context) -> None:
     """Raise a ConfigError if an option has no effect, or is missing; `split` gets what `--eval-fraction` says."""
-    given = given_options(context, ("eval_fraction", "split"))
-    given = [name for name in given if is_on_command_line(context, name)] or given
+    given = options.given_options(context, ("eval_fraction", "split"))
+    given = [name for name in given if options.source_of(context, name) == options.LINE] or given
     if len(given) == 2:
-        both = " and ".join(shown_option(context, name) for name in given)
+        both = " and ".join(options.shown_option(context, name) for name in given)
         raise ConfigError(f"{both} both define the split; pass one of them")
     if given == ["eval_fraction"]:
         context.params["split"] = f"user:{context.params['eval_fraction']}"
-    check_conditions(context, *_CONDITIONS)
+    options.check_conditions(context, *_CONDITIONS)
     if context.params["dataset"] == CUSTOM and not context.params["events"]:
         raise ConfigError(f"--dataset {CUSTOM} needs --events, the files of the log; add it, or `events` to --config")
 

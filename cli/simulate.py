@@ -35,7 +35,7 @@ _CONDITIONS = (
         ("fixed_ms",),
         "costs without a fixed time of their own",
         ("cost",),
-        lambda v: v["cost"] in options.costs_by_name() or (":" in v["cost"] and not v["cost"].startswith("padded:")),
+        lambda v: v["cost"] in options.COSTS or (":" in v["cost"] and not v["cost"].startswith("padded:")),
     ),
     options.needing("fixed_ms", "step_ms"),
     options.needing("step_ms", "fixed_ms"),
@@ -106,6 +106,7 @@ def simulate_command(
         ),
     ] = None,
     seed: Annotated[int, options.step_option(help="Seed of the drawn steps.", metavar="NUMBER", min=0)] = 0,
+    as_json: options.Json = False,
 ) -> None:
     """Show what balancing would gain on any number of ranks, without GPUs or processes.
 
@@ -159,13 +160,19 @@ def simulate_command(
         balance.check(exchanges=False)
     with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
         gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
-    settings = describe_settings(batch_size, None if lengths.of_tokens else max_history_length, cost, shape)
-    console.print_result(f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1))
+    settings = batch_size, None if lengths.of_tokens else max_history_length, cost, shape
+    repeated = [world_size for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]
+    console.print_result(
+        f"{source}: {steps} steps of {describe_settings(*settings)}" + f"; windows of {window} steps" * (window > 1),
+        options={**ctx.params, "steps": steps, "max_history_length": settings[1]},
+        drawn_with_replacement=repeated,
+        remedies=[],
+    )
     print_gains(gains)
-    if repeated := [f"{world_size:,}" for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
+    if repeated:
         console.print_result(
-            f"With {', '.join(repeated)} ranks a step has more samples than there are lengths, so they were drawn with "
-            "replacement."
+            f"With {', '.join(f'{world_size:,}' for world_size in repeated)} ranks a step has more samples than there "
+            "are lengths, so they were drawn with replacement."
         )
     of_most_ranks = zip(gains[-len(balances) :], balances, strict=True)
     balanced = [(gain, balance) for gain, balance in of_most_ranks if balance.strategy != "none"]
@@ -225,10 +232,12 @@ def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> No
             if gain.ranks * other.batch_size * config.window <= _MAX_SAMPLES:
                 changed[text] = other.gain(gain.ranks, config, fixed=gain.fixed, on_step=on_step)
     table = console.new_table("instead", "idle after", "time per sample", left=["instead"], narrow=True)
+    remedies = []
     for text, one in changed.items():
-        relative = _time_per_sample(one) / _time_per_sample(gain)
-        table.add_row(text, f"{one.summary.idle_after:.1%}", f"{relative:.2f}x")
-    console.print_result(table)
+        relative, idle = _time_per_sample(one) / _time_per_sample(gain), one.summary.idle_after
+        table.add_row(text, f"{idle:.1%}", f"{relative:.2f}x")
+        remedies.append({"instead": text, "idle_after": idle, "time_per_sample": relative})
+    console.print_result(table, remedies=remedies)
 
 
 def _time_per_sample(gain: "Gain") -> float:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from evenrank.cli.gains import EXPLANATION, HEADERS, Gain, describe_settings
+from evenrank.cli.gains import COLUMNS, EXPLANATION, Gain, describe_settings
 from evenrank.cli.options import BATCH_SIZE
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
@@ -68,7 +68,7 @@ def render_page(
         hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
         gains=gains,
-        gain_headers=HEADERS,
+        gain_headers=COLUMNS,
         gain_settings=describe_settings(),
         gain_explanation=EXPLANATION,
         repeating=[gain.ranks for gain in gains if gain.ranks * BATCH_SIZE > len(stores[_TRAIN])],

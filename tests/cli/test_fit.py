@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,17 @@ def test_the_error_is_that_of_the_times(here: Path, evenrank: Evenrank) -> None:
     assert 1 < median < 2.5
     assert 2 < percentile_95 < 4
     assert (cost.interleave_actions, cost.max_tokens) == (False, 131_072)
+    document = json.loads(evenrank("fit", "log.jsonl", "--json").stdout)
+    assert document == {
+        "times": 100,
+        "steps": 50,
+        "seconds_per_step": cost.seconds_per_step,
+        "seconds_per_token": _coefficients(cost)[1],
+        "seconds_per_squared_token": _coefficients(cost)[2],
+        "error_p50": pytest.approx(median / 100, abs=1e-3),
+        "error_p95": pytest.approx(percentile_95 / 100, abs=1e-3),
+        "cost": "log-cost.json",
+    }
 
 
 def test_records_count_with_their_last_step(here: Path, evenrank: Evenrank) -> None:
