@@ -4,10 +4,10 @@ Rich takes a tenth of a second to import, which `evenrank --help` does not need:
 """
 
 import contextlib
-import dataclasses
 import json
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -31,11 +31,8 @@ def collect_numbers(wanted: bool) -> None:
 def print_numbers() -> None:
     """Print the numbers that were collected, if any, as one JSON document."""
     while _documents:
-        print_result(json.dumps(_documents.pop(), indent=2, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else os.fspath(value)  # type: ignore[arg-type]
+        text = json.dumps(_documents.pop(), indent=2, default=lambda x: str(x) if isinstance(x, Path) else asdict(x))
+        print_result(text)
 
 
 def print_result(result: "RenderableType", **numbers: Any) -> None:

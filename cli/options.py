@@ -1,8 +1,8 @@
 """Options of several commands, and their checks."""
 
 import glob
-import importlib
 import os
+import pkgutil
 import re
 import sys
 import tomllib
@@ -202,10 +202,7 @@ Hidden = Annotated[int, _model_size(help="Width of the layers whose FLOPs are th
 Heads = Annotated[int, _model_size(help="Attention heads per layer, each hidden / heads wide.", metavar="COUNT")]
 Layers = Annotated[int, _model_size(help="Number of layers.", metavar="COUNT")]
 HAS_LAYERS = Condition(
-    ("hidden", "heads", "layers"),
-    "the costs hstu, self-attention and padded",
-    ("cost",),
-    lambda v: v["cost"] in COSTS_OF_LAYERS,
+    CostShape._fields, "the costs hstu, self-attention and padded", ("cost",), lambda v: v["cost"] in COSTS_OF_LAYERS
 )
 
 
@@ -243,12 +240,9 @@ def _measured_cost(text: str) -> "MeasuredCost":
 
 
 def _imported_cost(text: str) -> "Cost":
-    module_name, _, name = text.partition(":")
     sys.path.insert(0, "")  # modules of the current folder, as in `python -m`
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ConfigError(f"--cost {text} cannot be imported ({first_line(error)}); check the names") from error
     finally:

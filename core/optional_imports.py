@@ -64,11 +64,16 @@ class TorchReleaseWarning(UserWarning):
 @functools.cache
 def check_torch() -> None:
     """Check the installed PyTorch, fbgemm-gpu and TorchRec, once per process; see `check_releases`."""
-    installed = {}
-    for name in ("torch", FBGEMM_CUDA, FBGEMM_CPU, "torchrec"):
+    check_releases(installed_versions("torch", FBGEMM_CUDA, FBGEMM_CPU, "torchrec"))
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed, by their metadata."""
+    found = {}
+    for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    check_releases(installed)
+            found[name] = metadata.version(name)
+    return found
 
 
 def check_releases(installed: Mapping[str, str | None]) -> None:
@@ -106,13 +111,13 @@ def _problem(fbgemm_name: str, torch: Version, fbgemm: Version, torchrec: Versio
         newest = TESTED[-1]
         where = " (CPU build: docs/how-to/install.md)" if torch.local == "cpu" else ""
         return (
-            f"torch {torch} is installed, and evenrank works with torch {_text(TESTED[0].torch)} to "
-            f"{_text(newest.torch)}; run pip install torch=={newest.torch}{where}, then pip install --no-deps "
+            f"torch {torch} is installed, and evenrank works with torch {_minor(TESTED[0].torch)} to "
+            f"{_minor(newest.torch)}; run pip install torch=={newest.torch}{where}, then pip install --no-deps "
             f"{fbgemm_name}=={newest.fbgemm} torchrec=={newest.torchrec}"
         )
     if (_minor(fbgemm), _minor(torchrec)) != (_minor(expected.fbgemm), _minor(expected.torchrec)):
         return (
-            f"torch {torch} needs {fbgemm_name} {_text(expected.fbgemm)} and torchrec {_text(expected.torchrec)}, "
+            f"torch {torch} needs {fbgemm_name} {_minor(expected.fbgemm)} and torchrec {_minor(expected.torchrec)}, "
             f"found {fbgemm} and {torchrec}; run pip install --no-deps {fbgemm_name}=={expected.fbgemm} "
             f"torchrec=={expected.torchrec}"
         )
@@ -128,13 +133,9 @@ def _releases_of(torch: Version) -> TorchReleases | None:
     return next((tested for tested in TESTED if _minor(tested.torch) == _minor(torch)), None)
 
 
-def _minor(version: Version | str) -> tuple[int, ...]:
-    """Return (2, 13) of "2.13.0a0+nv25.10"."""
-    return (version if isinstance(version, Version) else Version(version)).release[:2]
-
-
-def _text(version: str) -> str:
-    return ".".join(map(str, _minor(version)))
+def _minor(version: Version | str) -> Version:
+    """Return 2.13 of "2.13.0a0+nv25.10"."""
+    return Version("{0.major}.{0.minor}".format(Version(str(version))))
 
 
 def _is_custom(version: Version) -> bool:

@@ -9,7 +9,6 @@ A `training.StepTimer` passes steps on to any number of writers, with their meas
 """
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -23,7 +22,7 @@ from io import FileIO
 from typing import Any, Protocol, Self, runtime_checkable
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.optional_imports import naming_extras
+from evenrank.core.optional_imports import installed_versions, naming_extras
 from evenrank.core.settings import check_at_least
 from evenrank.core.storage import is_url, local_path
 from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
@@ -155,10 +154,7 @@ class JsonLines(Writer):
 
 def new_run(ranks: int, options: Mapping[str, Any]) -> RunRecord:
     """Return the record of a run that begins now."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions = {"python": platform.python_version(), **installed_versions(*_PACKAGES)}
     started = datetime.now(UTC).isoformat(timespec="seconds")
     return RunRecord(id=secrets.token_hex(8), started=started, ranks=ranks, versions=versions, options=options)
 
