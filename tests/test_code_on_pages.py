@@ -127,7 +127,7 @@ def _commands(page: Path) -> Iterator[list[str]]:
 
 def test_commands_have_the_options_that_pages_give_them(monkeypatch: pytest.MonkeyPatch) -> None:
     apps: list[typer.Typer] = []
-    monkeypatch.setattr(main, "_run", apps.append)
+    monkeypatch.setattr(main, "_run", lambda app, _: apps.append(app))
     main.main()
     group: Any = typer.main.get_command(apps[0])
     options = {
