@@ -36,8 +36,8 @@ os.environ |= {"PYTHONPATH": sys.path[0], "OMP_NUM_THREADS": "1"}
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
+from pyarrow import csv
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
@@ -79,7 +79,7 @@ def write_logs(folder: Path) -> None:
     parts["ml-latest-small/ratings.csv"] = [{new: row[old] for new, old in public.items()} for row in rows]
     (folder / "ml-latest-small").mkdir()
     for name, part in parts.items():
-        pa.csv.write_csv(pa.Table.from_pylist(part), folder / name)
+        csv.write_csv(pa.Table.from_pylist(part), folder / name)
     texts = (json.dumps(row | {"user": f"u{row['user']}", "item": f"item {row['item']}"}) for row in rows)
     (folder / "log.jsonl").write_text("\n".join(texts))
     moments = [datetime.fromtimestamp(row["time"], UTC) for row in rows]
