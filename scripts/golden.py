@@ -37,9 +37,9 @@ os.environ |= {"PYTHONPATH": sys.path[0], "OMP_NUM_THREADS": "1"}
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import csv
 import torch
 import torch.distributed as dist
+from pyarrow import csv
 from torch import multiprocessing
 from torch.utils.data import DataLoader
 
