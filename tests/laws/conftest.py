@@ -17,7 +17,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_store_of_each_path() -> Iterator[None]:
-    """Open each dataset once in a file of laws, which make thousands of loaders: mapping would take most of the time."""
+    """Open each dataset once in a file of laws, which make thousands of loaders: mapping files would take longest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("evenrank.dataloader.loader.open_store", functools.cache(open_store))
         yield
