@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evenrank.cli import console
-from evenrank.cli.options import BATCH_SIZE, COSTS_OF_LAYERS, LAYERS, CostShape
+from evenrank.cli.options import BATCH_SIZE, LAYERS, CostShape, has_layers
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def describe_settings(
     """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
     lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
     layers = f" of {shape.layers} layers of width {shape.hidden} with {shape.heads} heads"
-    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * (cost in COSTS_OF_LAYERS)}"
+    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * has_layers(cost)}"
 
 
 class Gain(NamedTuple):

@@ -1,6 +1,7 @@
 """Options of several commands, and their checks."""
 
 import glob
+import inspect
 import os
 import pkgutil
 import re
@@ -23,10 +24,8 @@ from evenrank.core.storage import is_url, local_path
 if TYPE_CHECKING:
     from evenrank.dataloader.balance import Cost, MeasuredCost
 
-# Our strategies and costs, whose registries' package imports NumPy and Numba, which `--help` does not wait for.
+# Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
 STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
-COSTS_OF_LAYERS = ("hstu", "self-attention", "padded")
-COSTS = (*COSTS_OF_LAYERS, "linear")
 
 
 def one_of(*names: str, metavar: str = "") -> dict[str, Any]:
@@ -192,7 +191,8 @@ _model_size = partial(cost_option, min=1, max=1 << 20)
 CostName = Annotated[
     str,
     cost_option(
-        **one_of(*COSTS, metavar="COST"),
+        metavar="COST",
+        autocompletion=lambda incomplete: [*costs_by_name()],
         help="Cost of a sample: hstu or self-attention, FLOPs of jagged layers; linear, its tokens; padded, "
         "self-attention where all samples of a rank are padded to its longest; FILE, a measured cost (evenrank fit), "
         "or padded:FILE; or module:function.",
@@ -202,27 +202,43 @@ Hidden = Annotated[int, _model_size(help="Width of the layers whose FLOPs are th
 Heads = Annotated[int, _model_size(help="Attention heads per layer, each hidden / heads wide.", metavar="COUNT")]
 Layers = Annotated[int, _model_size(help="Number of layers.", metavar="COUNT")]
 HAS_LAYERS = Condition(
-    CostShape._fields, "the costs hstu, self-attention and padded", ("cost",), lambda v: v["cost"] in COSTS_OF_LAYERS
+    CostShape._fields, "the costs hstu, self-attention and padded", ("cost",), lambda v: has_layers(v["cost"])
 )
+
+
+def costs_by_name(shape: CostShape = LAYERS) -> dict[str, dict[str, Any]]:
+    """Return the registered costs that need no more than a shape of layers, by name, as `resolve_cost` takes them."""
+    from evenrank.dataloader.balance import COSTS
+
+    hidden, heads, layers = shape
+    sizes = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers, "ffn_multiplier": 4}
+    given = {"interleave_actions": True, "row": {"name": "self-attention", **sizes}, **sizes}
+    found = {}
+    for name in COSTS:
+        parameters = inspect.signature(COSTS[name]).parameters.values()
+        needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+        if given.keys() >= set(needed):
+            found[name] = {"name": name, **{key: given[key] for key in needed}}
+    return found
+
+
+def has_layers(cost: str) -> bool:
+    """Return whether a cost that `--cost` names depends on the shape of layers."""
+    return costs_by_name().get(cost, {}).keys() & {"layers", "row"} != set()
 
 
 def make_cost(text: str, shape: CostShape = LAYERS) -> "Cost":
     """Return the cost that `--cost` names, of layers of this shape."""
-    from evenrank.dataloader.balance import HSTUCost, LinearCost, PaddedCost, SelfAttentionCost
+    from evenrank.dataloader.balance import PaddedCost
+    from evenrank.dataloader.balance.costs.cost import resolve_cost
 
-    hidden, heads, layers = shape
+    hidden, heads, _ = shape
     if hidden % heads:
         raise ConfigError(
             f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
         )
-    sizes: dict[str, Any] = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers}
-    if text == "hstu":
-        return HSTUCost(interleave_actions=True, **sizes)
-    if text == "linear":
-        return LinearCost(interleave_actions=True)
-    if text in COSTS:
-        attention = SelfAttentionCost(ffn_multiplier=4, **sizes)
-        return PaddedCost(attention) if text == "padded" else attention
+    if (named := costs_by_name(shape).get(text)) is not None:
+        return resolve_cost(named)
     if text.startswith("padded:"):
         return PaddedCost(_measured_cost(text.removeprefix("padded:")))
     return _imported_cost(text) if ":" in text and not Path(text).exists() else _measured_cost(text)
@@ -235,7 +251,7 @@ def _measured_cost(text: str) -> "MeasuredCost":
     if path.exists() and not path.is_file():  # a pipe would never end
         raise ConfigError(f"--cost {text} is not a regular file; give one that `evenrank fit` wrote")
     if not path.exists() and not path.suffix:
-        raise ConfigError(f"--cost {text} is unknown; give {', '.join(COSTS)}, a file or module:function")
+        raise ConfigError(f"--cost {text} is unknown; give {', '.join(costs_by_name())}, a file or module:function")
     return MeasuredCost.load(path)
 
 

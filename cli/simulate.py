@@ -35,7 +35,7 @@ _CONDITIONS = (
         ("fixed_ms",),
         "costs without a fixed time of their own",
         ("cost",),
-        lambda v: v["cost"] in options.COSTS or (":" in v["cost"] and not v["cost"].startswith("padded:")),
+        lambda v: v["cost"] in options.costs_by_name() or (":" in v["cost"] and not v["cost"].startswith("padded:")),
     ),
     options.needing("fixed_ms", "step_ms"),
     options.needing("step_ms", "fixed_ms"),

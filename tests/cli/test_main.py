@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import evenrank as package
-from evenrank.cli.options import COSTS
+from evenrank.cli.options import costs_by_name
 from evenrank.dataloader.balance import STRATEGIES
 from evenrank.datasets import open_store
 from evenrank.preprocess.files.times import UNITS
@@ -153,7 +153,7 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ("simulate zipf --window 999 --ranks 4096", "4,096 ranks with --batch-size 32 and --window 999 are more than"),
         (
             "simulate zipf --cost quadratic",
-            "--cost quadratic is unknown; give hstu, self-attention, padded, linear, a ",
+            "--cost quadratic is unknown; give hstu, self-attention, linear, padded, a ",
         ),
         ("simulate zipf --cost .", "--cost . is not a regular file; give one that `evenrank fit` wrote"),
         ("simulate zipf --cost no_module:cost", "--cost no_module:cost cannot be imported (No module named 'no_mod"),
@@ -254,7 +254,7 @@ def test_mistakes_of_usage_and_help(evenrank: Evenrank) -> None:
         ("simulate x --str", ["--strategy"]),
         ("simulate x --strategy ", STRATEGIES),
         ("simulate x --strategy none,l", ["none,lpt-swap"]),
-        ("simulate x --cost ", COSTS),
+        ("simulate x --cost ", costs_by_name()),
         ("inspect-balance x --strategy m", ["min-move"]),
         ("preprocess --dataset ml-1", ["ml-1m"]),
         ("preprocess --engine ", ["local", "ray"]),
