@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import RankError, one_line
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
-from evenrank.dataloader.balance.exchange.sections import sample_bytes
+from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.own_steps import LoadedStep, read_steps
 from evenrank.dataloader.balance.partition.strategies import partition

@@ -25,11 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.device import ExchangeDevice
-from evenrank.dataloader.balance.exchange.layout import ALIGNMENT, Layout, lay_out, write_host_buffer
-from evenrank.dataloader.balance.exchange.memory import addresses_of
-from evenrank.dataloader.balance.exchange.new_batch import Views, make_fields, plan_views
-from evenrank.dataloader.balance.exchange.sections import sections_of, tensors_of
+from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of
+from evenrank.dataloader.balance.exchange.fields import Views, make_fields, plan_views, sections_of, tensors_of
+from evenrank.dataloader.balance.exchange.layout import Layout, lay_out, write_host_buffer
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema

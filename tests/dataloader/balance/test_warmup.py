@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from evenrank.dataloader.balance.exchange import layout, memory
+from evenrank.dataloader.balance.exchange import device, layout
 from evenrank.dataloader.balance.partition import strategies
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.warmup import warm_up
@@ -49,7 +49,7 @@ def test_planning_and_exchanging_compile_nothing_after_warm_up() -> None:
 
 def test_all_compiled_loops_of_planning_and_exchanging_release_the_gil() -> None:
     names = [path.stem for path in Path(strategies.__file__).parent.glob("[!_]*.py")]
-    modules = [importlib.import_module(f"{strategies.__package__}.{name}") for name in names] + [layout, memory]
+    modules = [importlib.import_module(f"{strategies.__package__}.{name}") for name in names] + [device, layout]
     functions = [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
     assert len(functions) > 30
     for function in functions:
