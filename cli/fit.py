@@ -10,7 +10,7 @@ from evenrank.cli.options import Json, file_option
 from evenrank.core.errors import DataError
 
 if TYPE_CHECKING:
-    from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
+    from evenrank.dataloader.balance.metrics.log import BalanceLog
 
 
 def fit_command(
@@ -33,7 +33,7 @@ def fit_command(
     import numpy as np
 
     from evenrank.dataloader.balance import MeasuredCost
-    from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
+    from evenrank.dataloader.balance.metrics.log import read_json_lines
 
     with console.stages() as on_stage:
         on_stage(f"reading {log}")

@@ -13,7 +13,7 @@ from evenrank.core.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.dataloader.balance.metrics.log_reader import BalanceLog
+    from evenrank.dataloader.balance.metrics.log import BalanceLog
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary
 
 
@@ -43,7 +43,7 @@ def metrics_command(
         evenrank metrics out/balance.jsonl out/balance-2.jsonl
     """
     with console.stages() as on_stage:
-        from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
+        from evenrank.dataloader.balance.metrics.log import read_json_lines
         from evenrank.dataloader.balance.metrics.step_metrics import combine, shown_numbers
 
         found = []

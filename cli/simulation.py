@@ -18,7 +18,7 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import COST_BITS, Cost, cost_shift, count_tokens, scaled_costs
 from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
-from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
+from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import Assignment, partition, unbalanced
 from evenrank.dataloader.balance.step_windows import assign_to_steps

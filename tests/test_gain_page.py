@@ -18,7 +18,7 @@ import torch.distributed as dist
 from evenrank.cli.simulation import open_source, simulate
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, MeasuredCost, StepMetrics, summarize
-from evenrank.dataloader.balance.metrics.log_reader import BalanceLog, read_json_lines
+from evenrank.dataloader.balance.metrics.log import BalanceLog, read_json_lines
 from evenrank.training import StepTimer, scale_loss
 from tests.pages import ROOT, blocks, torchrun
 from tests.ranks import RankPool

@@ -27,14 +27,13 @@ from evenrank.dataloader.balance.config import BalanceConfig, timeout_of
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.own_steps import LoadedStep
 from evenrank.dataloader.balance.ranks.connection import Connection
 from evenrank.dataloader.balance.ranks.handshake import RankReport, handshake
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
-from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
+from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain, start_together
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -112,9 +111,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._planner = StepPlanner(
             self._source.rank_invariants,
             config=config,
-            all_gather=self._connection.all_gather,
+            group=self._connection.metadata_group,
             prepare=self._exchange.prepare,
-            world_size=members.world_size,
             batch_size=self._source.batch_size,
             is_measured=self._observe is not None,
         )
@@ -159,7 +157,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         except GeneratorExit:
             # Other ranks may go on, and wait for samples, up to the next all-gather, which tells them.
             with contextlib.suppress(Exception):
-                for prepared in [handle.plan().prepared for handle in ahead.started]:
+                for prepared in [handle.await_plan() for handle in ahead.started]:
                     if prepared is not None:
                         self._exchange.launch(prepared)  # and not awaited, because a rank may be in another collective
             raise
@@ -185,7 +183,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         if batch is not None:
             self._source.is_bypassed = True
             batch = batch.clone()  # the caller may fill its buffers again before the background reads them
-        return start_together(self._start, [LoadedStep(batch)])[0]
+        start_together(self._start, [handle := Handle(batch)])
+        return handle
 
     def launch(self, handle: Handle) -> Handle:
         """Wait for the plan and start the exchange. Collective: every rank must call this.
@@ -250,7 +249,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()
         with self._connection.watching():
-            prepared = handle.plan().prepared
+            prepared = handle.await_plan()
         handle.waited_seconds += time.perf_counter() - started
         return prepared
 
@@ -274,7 +273,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def _hand_out(self, handle: Handle, *, is_last: bool) -> Batch:
         """Return the batch of a step, after which `state_dict` returns the position after it."""
-        batch, metrics = cast(Batch, handle.batch), handle.plan().metrics
+        batch, metrics = cast(Batch, handle.batch), handle.metrics
         self._current.after_last = Position(batch.epoch, batch.position)
         if is_last:
             self._source.end_epoch()
@@ -283,12 +282,12 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             self._observe(dataclasses.replace(metrics, exchange_seconds=exchanged, waited_seconds=waited))
         return batch
 
-    def _load(self, source: Iterator[Batch]) -> LoadedStep:
+    def _load(self, source: Iterator[Batch]) -> Handle:
         self._connection.check_open()  # before a batch is pulled
         try:
-            return LoadedStep(next(source, None))
+            return Handle(next(source, None))
         except Exception as error:  # the loader's own error, which this step's all-gather reports to all ranks
-            return LoadedStep(None, error)
+            return Handle(None, error)
 
-    def _start(self, loaded: Sequence[LoadedStep]) -> Future[list[PlannedStep | Exception]]:
+    def _start(self, loaded: Sequence[Handle]) -> Future[None]:
         return self._connection.submit(self._planner.plan, loaded)

@@ -11,8 +11,7 @@ from evenrank.core.settings import check_at_least, check_record, construct
 from evenrank.dataloader.balance.costs.cost import Cost, describe_cost, resolve_cost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.metrics.text_log import StepLogger
-from evenrank.dataloader.balance.metrics.writers import BeginsRun
+from evenrank.dataloader.balance.metrics.writers import BeginsRun, StepLogger
 from evenrank.dataloader.balance.partition.strategies import (
     DEFAULT_STRATEGY,
     DEFAULT_TOLERANCE,

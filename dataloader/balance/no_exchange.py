@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from evenrank.core.hashing import mix64
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
-from evenrank.dataloader.balance.exchange.sections import sample_bytes
+from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced
 from evenrank.dataloader.balance.step_windows import assign_to_steps

@@ -9,43 +9,24 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import RankError, one_line
 from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
-from evenrank.dataloader.balance.exchange.sections import sample_bytes
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.own_steps import LoadedStep, read_steps
+from evenrank.dataloader.balance.exchange.fields import sample_bytes
+from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.ranks import consistency, metadata
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
+from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import BatchSchema
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStep:
-    """A step after planning. All fields are None if no rank has batches left."""
-
-    prepared: PreparedStep | None = None  # its exchange, ready to be launched
-    rank_of: NDArray[np.int32] | None = None  # [W, B]: see `Assignment`
-    metrics: StepMetrics | None = None  # if they are measured; the times of the exchange are 0
-
-
-class _Gathered(NamedTuple):
-    """What is known of n steps after the all-gather of their metadata."""
-
-    steps: Sequence[metadata.StepMetadata]
-    errors: Sequence[Sequence[str | None]]  # of each rank, the error of each step; empty if no rank has any
-
-    def check(self, index: int) -> None:
-        """Raise a RankError if a rank has failed in a step, or ranks are not in the same one."""
-        consistency.raise_reported_errors([errors[index] for errors in self.errors if index < len(errors)])
-        consistency.check_headers(self.steps[index].headers)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,97 +36,93 @@ class StepPlanner:
     rank_invariants: Callable[[], Mapping[str, Any]]  # settings of its loader that must be the same on all ranks
     _: KW_ONLY
     config: BalanceConfig
-    all_gather: metadata.MetadataAllGather
+    group: FailFastGroup  # over which metadata is gathered
     prepare: Callable[[JaggedBatch, BatchSchema, NDArray[np.int32], NDArray[np.int64]], PreparedStep]
-    world_size: int
     batch_size: int  # rows that a batch of this rank's loader can have; 0 if it does not tell
     is_measured: bool  # whether steps have metrics: they are only computed where somebody reads them
     _schema: BatchSchema | None = field(default=None, init=False)
 
-    def plan(self, loaded: Sequence[LoadedStep]) -> list[PlannedStep | Exception]:
+    def plan(self, steps: Sequence[Handle]) -> None:
         """All-gather the metadata of steps, plan and prepare them. Collective: every rank must call this.
 
-        Returns the steps up to the first that fails, and its error: on every rank, a RankError or its own.
+        The first step that fails, and those after it, get its error: on every rank, a RankError or its own.
         """
         started = time.perf_counter()
+        if self._schema is None and (schema := self._common_schema(steps[0])) is not None:
+            self._schema = schema
         if self._schema is None:
-            self._schema = self._common_schema(loaded[0])
-            if self._schema is None:
-                return [PlannedStep() for _ in loaded]
-        gathered = self._gather_metadata(self._schema, loaded)
-        gather_seconds = (time.perf_counter() - started) / len(loaded)
-        are_in_step = not gathered.errors and consistency.are_in_step(np.stack([one.headers for one in gathered.steps]))
-        planned: list[PlannedStep] = []
-        error, failure, num_steps = None, None, 0
-        for index, step in enumerate(gathered.steps):
+            return
+        known, errors = self._gather_metadata(self._schema, steps)
+        gather_seconds = (time.perf_counter() - started) / len(steps)
+        are_in_step = not errors and consistency.are_in_step(known)
+        plans: list[NDArray[np.int32]] = []
+        error: Exception | None = None
+        failure: Exception | None = None
+        num_steps = 0
+        for index, of_step in enumerate(known):
             if not are_in_step:
                 try:
-                    gathered.check(index)
+                    consistency.raise_reported_errors([of_rank[index] for of_rank in errors if index < len(of_rank)])
+                    consistency.check_headers(of_step)
                 except RankError as raised:  # on all ranks
                     error = raised
                     break
-                if step.header("ended").all():
+                if of_step["ended"].all():
                     break
             num_steps += 1
             if failure is None:
                 try:
-                    planned.append(self._plan(loaded[index].batch, self._schema, step, gather_seconds))
+                    plans.append(self._plan(steps[index], self._schema, of_step, gather_seconds))
                 except Exception as raised:  # reported to all ranks
                     failure = raised
         if num_steps:
-            plans = [step.rank_of for step in planned if step.rank_of is not None]
-            confirmation = consistency.confirm(self.all_gather, plans, failure, num_steps)
-            for index, known in enumerate(gathered.steps[:num_steps] if not confirmation.are_same else ()):
-                name = f"step {known.common('step')} of epoch {known.common('epoch')}"
-                try:
-                    confirmation.check(index, name, self.config.strategy)
-                except Exception as raised:
-                    return [*planned[:index], raised]
+            known = known[:num_steps]
+            if differing := consistency.confirm(self.group, plans, failure, known, self.config.strategy):
+                num_steps, error = differing
         if error is not None:
-            return [*planned, error]
-        return [*planned, *(PlannedStep() for _ in loaded[len(planned) :])]
+            for step in steps[num_steps:]:
+                step.error = error
 
     def _plan(
-        self, batch: JaggedBatch | None, schema: BatchSchema, known: metadata.StepMetadata, gather_seconds: float
-    ) -> PlannedStep:
-        """Plan and prepare a step that some rank has a batch of."""
+        self, step: Handle, schema: BatchSchema, known: metadata.StepMetadata, gather_seconds: float
+    ) -> NDArray[np.int32]:
+        """Plan and prepare a step that some rank has a batch of, and return who trains on each row: int32 [W, B]."""
         started = time.perf_counter()
-        epoch, step = known.common("epoch"), known.common("step")
+        epoch, number = metadata.common_word(known, "epoch"), metadata.common_word(known, "step")
+        names = ("costs", "tokens", "lengths")
+        costs, tokens, lengths = (np.ascontiguousarray(known[name], dtype=np.int64) for name in names)
+        batch = step.loaded
         if batch is None:
-            batch = empty_batch(schema).replace(epoch=epoch, step=step, position=known.common("position"))
-        assignment = partition(
-            known.costs,
-            len(known.costs),
-            tokens=known.tokens,
-            num_real=known.num_real,
-            **self.config.options_of_step(epoch, step),
-        )
-        prepared = self.prepare(batch, schema, assignment.rank_of, known.lengths)
-        plan_seconds, metrics = time.perf_counter() - started, None
+            position = metadata.common_word(known, "position")
+            batch = empty_batch(schema).replace(epoch=epoch, step=number, position=position)
+        options = self.config.options_of_step(epoch, number)
+        assignment = partition(costs, len(costs), tokens=tokens, num_real=known["num_real"], **options)
+        step.prepared = self.prepare(batch, schema, assignment.rank_of, lengths)
+        plan_seconds = time.perf_counter() - started
         if self.is_measured:
-            lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
-            num_bytes = sample_bytes(schema, lengths).reshape(known.costs.shape)
-            metrics = measure_step(
+            by_key = lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
+            num_bytes = sample_bytes(schema, by_key).reshape(costs.shape)
+            step.metrics = measure_step(
                 assignment,
-                costs=known.costs,
-                tokens=known.tokens,
+                costs=costs,
+                tokens=tokens,
                 sample_bytes=np.where(assignment.rank_of >= 0, num_bytes, 0),
                 epoch=epoch,
-                step=step,
-                is_balanced=self.config.balances(epoch, step),
+                step=number,
+                is_balanced=self.config.balances(epoch, number),
                 gather_seconds=gather_seconds,
                 plan_seconds=plan_seconds,
             )
-        return PlannedStep(prepared=prepared, rank_of=assignment.rank_of, metrics=metrics)
+        return assignment.rank_of
 
-    def _common_schema(self, loaded: LoadedStep) -> BatchSchema | None:
+    def _common_schema(self, first: Handle) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
-        invariants, error = self._try_invariants(loaded.error)
-        schema, error = consistency.report_schema(loaded.batch, error)
+        invariants, error = self._try_invariants(first.error)
+        schema, error = consistency.report_schema(first.loaded, error)
         if schema is not None:  # of a batch that may be the shorter one at the end of an epoch
             schema = dataclasses.replace(schema, batch_size=max(schema.batch_size, self.batch_size))
         report = schema, None if error is None else one_line(error), invariants
-        schemas, errors, settings = zip(*metadata.all_gather_objects(self.all_gather, report), strict=True)
+        schemas, errors, settings = zip(*metadata.all_gather_objects(self.group, report), strict=True)
         consistency.raise_reported_errors(errors)
         consistency.check_settings(settings)  # before schemas, which can differ because a setting does
         return consistency.common_schema(schemas, self.config.batch_size)
@@ -156,21 +133,82 @@ class StepPlanner:
         except Exception as raised:
             return {}, error or raised
 
-    def _gather_metadata(self, schema: BatchSchema, loaded: Sequence[LoadedStep]) -> _Gathered:
-        """All-gather the metadata of steps."""
-        invariants, invariants_error = self._try_invariants(None)
+    def _gather_metadata(
+        self, schema: BatchSchema, steps: Sequence[Handle]
+    ) -> tuple[metadata.StepMetadata, Sequence[Sequence[str | None]]]:
+        """Return the metadata of n steps, [n, W], and of each rank the error of each; none if no rank has any."""
+        invariants, error = self._try_invariants(None)
         loader_hash = metadata.hash63({name: value for name, value in invariants.items() if name != "rank"})
-        known = metadata.Header(schema_hash=_hash_of(schema), loader_hash=loader_hash)
-        own = read_steps(loaded, schema, self.config, world_size=self.world_size, common=known, error=invariants_error)
-        message = metadata.encode(own.headers, schema, own.costs, own.tokens, own.lengths)
-        steps = metadata.decode(self.all_gather.all_gather(message), schema)
-        has_failed, errors = [step.header("status").any() for step in steps], []
-        if any(has_failed):
-            texts = [None if error is None else one_line(error) for error in own.errors]
-            errors = metadata.all_gather_objects(self.all_gather, texts)
-        if not has_failed[0] and (steps[0].header("loader_hash") != loader_hash).any():
-            consistency.check_settings(metadata.all_gather_objects(self.all_gather, invariants))
-        return _Gathered(steps, errors)
+        message, raised = read_steps(steps, schema, self.config, world_size=self.group.world_size, error=error)
+        message[: len(steps)]["loader_hash"] = loader_hash
+        known = metadata.started_steps(metadata.all_gather_bytes(self.group, message.view(np.uint8)), schema)
+        errors: Sequence[Sequence[str | None]] = []
+        if known["status"].any():
+            texts = [None if error is None else one_line(error) for error in raised]
+            errors = metadata.all_gather_objects(self.group, texts)
+        if not known[0]["status"].any() and (known[0]["loader_hash"] != loader_hash).any():
+            consistency.check_settings(metadata.all_gather_objects(self.group, invariants))
+        return known, errors
+
+
+def read_steps(
+    steps: Sequence[Handle], schema: BatchSchema, config: BalanceConfig, *, world_size: int, error: Exception | None
+) -> tuple[metadata.StepMetadata, list[Exception | None]]:
+    """Return the message of a rank's steps, without `loader_hash`, and the error of each: of its batch or its costs.
+
+    `error` is one of all steps.
+    """
+    message, size = metadata.new_message(schema), schema.batch_size
+    costs, tokens, lengths = (message[name] for name in ("costs", "tokens", "lengths"))
+    errors = [error or step.error for step in steps]
+    with_samples: dict[int, tuple[JaggedBatch, NDArray[np.int64]]] = {}
+    for index, batch in enumerate(step.loaded for step in steps):
+        if batch is not None and errors[index] is None:
+            try:
+                of_rows = consistency.check_batch(batch, schema)
+            except Exception as raised:
+                errors[index] = raised
+                continue
+            lengths[index, :, : batch.batch_size] = of_rows
+            with_samples[index] = batch, of_rows[:, : batch.num_real]
+
+    def fill_in(indices: Sequence[int]) -> None:
+        batches, parts = zip(*(with_samples[index] for index in indices), strict=True)
+        counts = [batch.num_real for batch in batches]
+        by_key = schema.lengths_by_key(np.concatenate(parts, axis=1))
+        candidates = [getattr(batch, "num_candidates", None) for batch in batches]
+        num_candidates = np.concatenate(
+            [
+                np.zeros(count, dtype=np.int64) if of_batch is None else of_batch.numpy()[:count]
+                for of_batch, count in zip(candidates, counts, strict=True)
+            ]
+        )
+        of_samples = scaled_costs(config.cost, by_key, num_candidates, samples_per_step=world_size * size)
+        tokens_of_samples = count_tokens(config.cost, by_key, len(num_candidates))
+        end = 0
+        for index, count in zip(indices, counts, strict=True):
+            start, end = end, end + count
+            costs[index, :count], tokens[index, :count] = of_samples[start:end], tokens_of_samples[start:end]
+
+    try:
+        if with_samples:
+            fill_in([*with_samples])
+    except Exception:  # of a step that is found by asking for each alone
+        for index in with_samples:
+            try:
+                fill_in([index])
+            except Exception as raised:
+                errors[index] = raised
+    message[: len(steps)]["started"], message[: len(steps)]["schema_hash"] = 1, _hash_of(schema)
+    for header, step, raised_error in zip(message, steps, errors, strict=False):
+        header["status"] = raised_error is not None
+        if (batch := step.loaded) is None:
+            header["ended"] = raised_error is None
+            continue
+        header["num_real"] = 0 if raised_error is not None else batch.num_real
+        header["epoch"], header["step"], header["position"] = batch.epoch, batch.step, batch.position
+        header["plan_hash"] = batch.plan_hash or 0
+    return message, errors
 
 
 @functools.lru_cache

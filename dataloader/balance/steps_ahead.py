@@ -15,31 +15,37 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.exchange.exchange import StepInFlight
-from evenrank.dataloader.balance.own_steps import LoadedStep
+from evenrank.dataloader.balance.exchange.exchange import PreparedStep, StepInFlight
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.connection import check_process
 from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
-from evenrank.dataloader.balance.step_planner import PlannedStep
 from evenrank.dataloader.batches.batch import JaggedBatch
 
 State = Literal["started", "launched", "finished"]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Handle:
     """A step between `start` and `finish`."""
 
+    loaded: JaggedBatch | None
+    """This rank's batch before balancing, on the CPU; None once the rank has no more."""
+    error: Exception | None = None
+    """What the loader has raised instead or, once the step is planned, what it ends with."""
+    _: KW_ONLY
     state: State = "started"
-    group: Future[list[PlannedStep | Exception]]
-    """The plans of all steps that were started with it, made in the background."""
-    index: int
-    """Of this step among them."""
+    group: Future[None] = field(init=False, repr=False)
+    """Once it is started: done once all steps that were started with it are planned, in the background."""
+    prepared: PreparedStep | None = None
+    """The exchange, ready to be launched, once it is planned; None if no rank has batches left."""
+    metrics: StepMetrics | None = None
+    """If they are measured; the times of the exchange are 0."""
     in_flight: StepInFlight | None = None
-    """The exchange, once it is launched; None if no rank has batches left."""
+    """The exchange, once it is launched."""
     batch: JaggedBatch | None = None
     """The balanced batch, once it is finished."""
     waited_seconds: float = 0.0
@@ -54,28 +60,27 @@ class Handle:
             found = "only started" if self.state == "started" else f"already {self.state}"
             raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
 
-    def plan(self) -> PlannedStep:
-        """Wait for the plan of the step, or raise its error."""
+    def await_plan(self) -> PreparedStep | None:
+        """Wait for the plan of the step and return its exchange, or raise its error."""
         check_process(self.process)
-        group = self.group.result()
-        planned = group[min(self.index, len(group) - 1)]  # an error is the last
-        if isinstance(planned, Exception):
-            raise planned
-        return planned
+        self.group.result()
+        if self.error is not None:
+            raise self.error
+        return self.prepared
 
 
-Start = Callable[[Sequence[LoadedStep]], "Future[list[PlannedStep | Exception]]"]
+Start = Callable[[Sequence[Handle]], "Future[None]"]
 """Plans steps in the background."""
 
 
 class StepsAhead:
     """The steps of an iteration, in order, of which `lookahead` are started ahead of the one that is taken."""
 
-    def __init__(self, load: Callable[[], LoadedStep], start: Start, lookahead: int) -> None:
+    def __init__(self, load: Callable[[], Handle], start: Start, lookahead: int) -> None:
         self._load = load
         self._start = start
         self._lookahead = lookahead
-        self._loaded: list[LoadedStep] = []
+        self._loaded: list[Handle] = []
         self._num_started = 0
         self.started: deque[Handle] = deque()
 
@@ -94,15 +99,17 @@ class StepsAhead:
     def _load_one(self) -> None:
         self._loaded.append(self._load())
         if len(self._loaded) == self._next_group:
-            self.started.extend(start_together(self._start, self._loaded))
+            start_together(self._start, self._loaded)
+            self.started.extend(self._loaded)
             self._num_started += len(self._loaded)
             self._loaded = []
 
 
-def start_together(start: Start, loaded: Sequence[LoadedStep]) -> list[Handle]:
+def start_together(start: Start, loaded: Sequence[Handle]) -> None:
     """Start steps whose metadata is gathered at once."""
     group = start(loaded)
-    return [Handle(group=group, index=index) for index in range(len(loaded))]
+    for handle in loaded:
+        handle.group = group
 
 
 def drain(handles: Iterable[Handle]) -> None:
@@ -112,6 +119,6 @@ def drain(handles: Iterable[Handle]) -> None:
     """
     for handle in handles:
         with contextlib.suppress(Exception):
-            handle.plan()
+            handle.await_plan()
             if handle.in_flight is not None and handle.in_flight.work is not None:
                 handle.in_flight.work.wait()

@@ -37,8 +37,8 @@ def warm_up(strategy: str, *, limits_tokens: bool = False, exchanges: bool = Fal
 
 def _warm_up_exchange() -> None:
     # They import torch, or compile themselves, and costs are simulated without.
+    from evenrank.dataloader.balance.exchange.device import copy_ranges
     from evenrank.dataloader.balance.exchange.layout import Sections, lay_out, write_host_buffer
-    from evenrank.dataloader.balance.exchange.memory import copy_ranges
     from evenrank.dataloader.batches.schema import describe_lengths
 
     none, one, rows = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 1), -1, dtype=np.int32)

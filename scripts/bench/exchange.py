@@ -45,10 +45,9 @@ from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.exchange.layout import Layout
-from evenrank.dataloader.balance.own_steps import LoadedStep
-from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
-from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, members_of
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
+from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
@@ -84,8 +83,9 @@ class PlannedBatch(NamedTuple):
 
 def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]:
     """All-gather and plan steps, as a Balancer does in the background."""
-    all_gather = MetadataAllGather(members_of(None, TIMEOUT), TIMEOUT)
-    on_cpu = Exchange("all-to-all", None, make_device(None), rank=dist.get_rank())
+    group = FailFastGroup(members_of(None, TIMEOUT), "metadata", TIMEOUT)
+    alone = FailFastGroup(Members(rank=0, world_size=1, store=None), "exchange", TIMEOUT)
+    on_cpu = Exchange("all-to-all", alone, make_device(None), rank=dist.get_rank())
     planned: list[PlannedBatch] = []
 
     def prepare(
@@ -98,15 +98,14 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
     planner = StepPlanner(
         dict,
         config=BalanceConfig(cost=COST, strategy=strategy, tolerance=TOLERANCE),
-        all_gather=all_gather,
+        group=group,
         prepare=prepare,
-        world_size=dist.get_world_size(),
         batch_size=batch_size,
         is_measured=True,
     )
     for batch in batches_of(batch_size, steps):
-        planner.plan([LoadedStep(batch)])
-    all_gather.close()
+        planner.plan([Handle(batch)])
+    group.close()
     return planned
 
 
@@ -163,8 +162,7 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     """Time all variants on the same planned steps."""
     exchange_device = make_device(device)
     members = members_of(None, TIMEOUT)
-    assert members.store is not None
-    group = FailFastGroup(members.store, members.rank, members.world_size, TIMEOUT, backend=exchange_device.backend)
+    group = FailFastGroup(members, "exchange", TIMEOUT, backend=exchange_device.backend)
     baseline_group = dist.new_group(backend=exchange_device.backend)
     cpu_group = dist.group.WORLD
     assert cpu_group is not None

@@ -1,20 +1,37 @@
-"""Where an exchange runs: on the CPU, or on a GPU on a side stream next to the training."""
+"""Where an exchange runs: on the CPU, or on a GPU on a side stream next to the training; and its copies of byte ranges.
+
+Copies are int64 [n, 4]: the number of the source buffer, where the range begins in it, where it goes in the target, and
+its bytes. The buffers of a batch have any number and dtypes, so compiled code gets their addresses. On the CPU a loop
+runs them; on a GPU one Triton kernel runs all, given as tiles: copies of at most TILE_BYTES.
+"""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.exchange import gpu_copy
-from evenrank.dataloader.balance.exchange.layout import ALIGNMENT
-from evenrank.dataloader.balance.exchange.memory import addresses_of, copy_ranges
-from evenrank.dataloader.balance.exchange.sections import as_bytes
+from evenrank.core.numba_cache import compiled
+
+try:
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+except ImportError:  # CPU builds of PyTorch come without Triton
+    triton = None
+
+ALIGNMENT = 16  # bytes: the widest load and store of a GPU
+TILE_BYTES = 8192  # copied by one program
+_BYTES_OF_TILE = 4 * 8  # of its description
+_NUM_WARPS = 4
 
 
 class ExchangeDevice:
@@ -48,7 +65,7 @@ class ExchangeDevice:
         return host_buffer
 
     def copy(self, copies: NDArray[np.int64], tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Run copies (see `memory`) between device buffers, given their tiles in device memory, if it needs any."""
+        """Run copies between device buffers, given their tiles in device memory, if it needs any."""
         copy_ranges(copies, addresses_of(sources), target.data_ptr())
 
     def warm_up(self, source: Tensor, target: Tensor) -> None:
@@ -69,13 +86,15 @@ class _CudaDevice(ExchangeDevice):
 
     backend = "nccl"
     async_collectives = False
-    tile_bytes = gpu_copy.TILE_BYTES if gpu_copy.HAS_TRITON else 0
+    tile_bytes = TILE_BYTES
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device on this host; pass device=None")
         if device.index is not None and device.index >= (count := torch.cuda.device_count()):
             raise ConfigError(f"device is {device}, but this host has {count} CUDA devices; pass cuda:0..{count - 1}")
+        if triton is None:
+            raise ConfigError(f"device is {device}, but Triton, which comes with CUDA builds of PyTorch, is missing")
         super().__init__()
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         # Not the index, which is 0 on all ranks if each of them sees its own device only.
@@ -107,10 +126,7 @@ class _CudaDevice(ExchangeDevice):
         return host_buffer.to(self.device, non_blocking=True)
 
     def copy(self, copies: NDArray[np.int64], tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        if self.tile_bytes:
-            gpu_copy.copy_with_kernel(tiles, sources, target)
-        else:
-            gpu_copy.copy_with_operators(copies, sources, target)
+        copy_with_kernel(tiles, sources, target)
 
     def warm_up(self, source: Tensor, target: Tensor) -> None:
         one_range = np.array([[0, 0, 0, ALIGNMENT]])
@@ -149,3 +165,103 @@ def make_device(device: torch.device | str | None) -> ExchangeDevice:
     if target.type == "cuda":
         return _CudaDevice(target)
     raise ConfigError(f"device is {device}; batches are exchanged on cpu or cuda")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor of any dtype and shape as uint8 [bytes]."""
+    if tensor.numel() == 0:  # empty tensors can have strides that `view` rejects
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.view(-1).view(torch.uint8)
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
+    """Copy bytes from an address to another one, in compiled code; the ranges do not overlap."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        to, of = (builder.inttoptr(argument, pointer) for argument in arguments[:2])
+        cgutils.raw_memcpy(builder, to, of, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Return the addresses of the first elements of tensors, which must be kept meanwhile: int64 [n]."""
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+
+
+@compiled
+def copy_ranges(copies: NDArray[np.int64], sources: NDArray[np.int64], target: int) -> None:
+    """Run copies, given the addresses of their source buffers and of their target."""
+    for i in range(len(copies)):
+        copy_bytes(target + copies[i, 2], sources[copies[i, 0]] + copies[i, 1], copies[i, 3])
+
+
+@compiled
+def count_tiles(copies: NDArray[np.int64], tile_bytes: int) -> int:
+    """Return how many tiles of at most `tile_bytes` copies consist of."""
+    count = 0
+    for i in range(len(copies)):
+        count += -(-copies[i, 3] // tile_bytes)
+    return count
+
+
+@compiled
+def write_tiles(copies: NDArray[np.int64], tile_bytes: int, tiles: NDArray[np.int64]) -> None:
+    """Split copies into tiles, int64 [num_tiles, 4], which are copies themselves."""
+    tile = 0
+    for i in range(len(copies)):
+        for start in range(0, copies[i, 3], tile_bytes):
+            tiles[tile, 0] = copies[i, 0]
+            tiles[tile, 1] = copies[i, 1] + start
+            tiles[tile, 2] = copies[i, 2] + start
+            tiles[tile, 3] = min(tile_bytes, copies[i, 3] - start)
+            tile += 1
+
+
+def copy_with_kernel(tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+    """Copy tiles in one kernel launch, given their bytes (`write_tiles`) and one or two sources; on a GPU."""
+    if num_tiles := tiles.numel() // _BYTES_OF_TILE:
+        buffers = (tiles, sources[0], sources[-1], target)
+        _compiled_kernel(target.device.index)[(num_tiles, 1, 1)](*[buffer.data_ptr() for buffer in buffers])
+
+
+if triton is not None:
+    _TILE_WORDS = tl.constexpr(TILE_BYTES // 8)
+
+    @functools.cache
+    def _compiled_kernel(device: int) -> Any:
+        # Launching the result with addresses takes half the host time that Triton needs to look it up by its tensors.
+        with torch.cuda.device(device):
+            address = 1 << 40  # any value beyond 32 bits, so that Triton types it as int64
+            return _copy_tile.warmup(address, address, address, address, grid=(1,), num_warps=_NUM_WARPS)
+
+    @triton.jit
+    def _copy_words(source, target, count, dtype: tl.constexpr):
+        source = source.to(tl.pointer_type(dtype))
+        target = target.to(tl.pointer_type(dtype))
+        for begin in range(0, count, _TILE_WORDS):
+            offsets = begin + tl.arange(0, _TILE_WORDS)
+            mask = offsets < count
+            tl.store(target + offsets, tl.load(source + offsets, mask=mask), mask=mask)
+
+    @triton.jit(do_not_specialize=["tiles", "first", "second", "target"])
+    def _copy_tile(tiles, first, second, target):
+        """Copy one tile, in the widest words to which its addresses and its size are aligned."""
+        tile = tiles.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
+        source = tl.load(tile + 1) + tl.where(tl.load(tile) == 0, first, second)
+        target = tl.load(tile + 2) + target
+        size = tl.load(tile + 3)
+        combined = source | target | size
+        if combined % 16 == 0:
+            # The hints let the compiler load and store two words at a time.
+            source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+            _copy_words(source, target, tl.multiple_of(size // 8, 2), tl.int64)
+        elif combined % 8 == 0:
+            _copy_words(source, target, size // 8, tl.int64)
+        elif combined % 4 == 0:
+            _copy_words(source, target, size // 4, tl.int32)
+        else:
+            _copy_words(source, target, size, tl.uint8)

@@ -25,11 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.device import ExchangeDevice
-from evenrank.dataloader.balance.exchange.layout import ALIGNMENT, Layout, lay_out, write_host_buffer
-from evenrank.dataloader.balance.exchange.memory import addresses_of
-from evenrank.dataloader.balance.exchange.new_batch import Views, make_fields, plan_views
-from evenrank.dataloader.balance.exchange.sections import sections_of, tensors_of
+from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of
+from evenrank.dataloader.balance.exchange.fields import Views, make_fields, plan_views, sections_of, tensors_of
+from evenrank.dataloader.balance.exchange.layout import Layout, lay_out, write_host_buffer
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema
@@ -60,13 +58,13 @@ class StepInFlight:
 
 
 class Exchange:
-    """Exchanges samples over a process group, with one collective a step; `group` is None if there is only one rank.
+    """Exchanges samples over a process group, with one collective a step, or none if the rank is alone.
 
     `collective` is `all-to-all` or `all-gather`, which give the same batches, bit for bit.
     """
 
-    def __init__(self, collective: str, group: FailFastGroup | None, device: ExchangeDevice, *, rank: int) -> None:
-        self._sends_all = collective == "all-gather" and group is not None
+    def __init__(self, collective: str, group: FailFastGroup, device: ExchangeDevice, *, rank: int) -> None:
+        self._sends_all = collective == "all-gather" and not group.is_alone
         self._group = group
         self._device = device
         self._rank = rank
@@ -76,9 +74,9 @@ class Exchange:
 
         Collective: every rank must call this, on any thread.
         """
-        device, world_size = self._device, 1 if self._group is None else self._group.world_size
+        device = self._device
         device.use_in_thread()
-        splits = [ALIGNMENT] * world_size
+        splits = [ALIGNMENT] * self._group.world_size
         with device.side_stream():
             sent, received = (device.buffer(sum(splits)).zero_() for _ in range(2))
             self._wait(self._start(sent, splits[:1] if self._sends_all else splits, received, splits))
@@ -153,7 +151,7 @@ class Exchange:
         return step.batch.replace(**step.metadata, **make_fields(output, step.views))
 
     def _start(self, sent: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> Work | None:
-        if (group := self._group) is None:
+        if (group := self._group).is_alone:
             return None
         sent, async_op = sent[: sum(send_bytes)], self._device.async_collectives
         if self._sends_all:
@@ -161,6 +159,6 @@ class Exchange:
         return group.all_to_all(received, sent, receive_bytes, send_bytes, async_op=async_op)
 
     def _wait(self, work: Work | None) -> None:
-        if self._group is not None and work is not None:
+        if work is not None:
             with self._group.guard():
                 work.wait()

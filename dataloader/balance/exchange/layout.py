@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.balance.exchange.memory import copy_bytes, count_tiles, write_tiles
+from evenrank.dataloader.balance.exchange.device import ALIGNMENT, copy_bytes, count_tiles, write_tiles
 
-ALIGNMENT = 16  # bytes: the widest load and store of a GPU
 _RECEIVED, _UPLOADED = 0, 1  # source buffers of copies
 
 
@@ -56,9 +55,8 @@ class Layout(NamedTuple):
     views: NDArray[np.int64]  # [2 (T + 2 J) + D]: see `_views`
     length_per_key: NDArray[np.int64]  # [K]: elements of each key after the exchange
     max_lengths: NDArray[np.int64]  # [K]: of its longest row
-    output_data: int  # start of lengths and offsets in the output buffer
     output_bytes: int  # size of the output buffer
-    copies: NDArray[np.int64]  # [n, 4]: see `memory`; from the receive buffer (0) and the host buffer (1) to the output
+    copies: NDArray[np.int64]  # [n, 4]: see `device`; from the receive buffer (0) and the host buffer (1) to the output
 
 
 @compiled
@@ -74,8 +72,58 @@ def lay_out(
 
     With `sends_all` it is an all-gather. `tile_bytes` 0: the host buffer has no tiles.
     """
+    num_real, loss_tokens, world_loss_tokens, new_lengths = new_rows(sections, rank_of, lengths, rank)
+    length_per_key, max_lengths = np.zeros((2, len(new_lengths)), dtype=np.int64)
+    for key in range(len(new_lengths)):
+        length_per_key[key], max_lengths[key] = new_lengths[key].sum(), new_lengths[key].max()
+    targets, starts, ends, output_data, output_bytes = output_parts(sections, new_lengths)
+    send_bytes, chunk_starts, host_data = sent_chunks(sections, rank_of, lengths, rank, sends_all)
+    receive_bytes, copies, num_copies = received_copies(
+        sections, rank_of, lengths, rank, sends_all, send_bytes, chunk_starts, targets
+    )
+
+    # What the host knows about the new batch: lengths and offsets, and the padding rows of dense fields.
+    end = host_data + output_bytes - output_data
+    copies[num_copies] = (_UPLOADED, host_data, output_data, output_bytes - output_data)
+    num_copies += 1
+    num_padding = rank_of.shape[1] - num_real
+    for section in range(len(sections.key)):
+        if sections.key[section] < 0 and num_padding:
+            num_bytes = num_padding * sections.element_bytes[section]
+            copies[num_copies] = (_UPLOADED, end, targets[section], num_bytes)
+            num_copies += 1
+            end += _aligned(num_bytes)
+    tiles = end
+    if tile_bytes:
+        end += count_tiles(copies[:num_copies], tile_bytes) * 8 * copies.shape[1]
+    return Layout(
+        num_real,
+        loss_tokens,
+        world_loss_tokens,
+        new_lengths,
+        send_bytes,
+        receive_bytes,
+        chunk_starts,
+        host_data,
+        tiles,
+        end,
+        _views(sections, starts, ends, output_bytes),
+        length_per_key,
+        max_lengths,
+        output_bytes,
+        copies[:num_copies].copy(),
+    )
+
+
+@compiled
+def new_rows(
+    sections: Sections, rank_of: NDArray[np.int32], lengths: NDArray[np.int64], rank: int
+) -> tuple[int, int, int, NDArray[np.int64]]:
+    """Return the samples of a rank after the exchange, their loss tokens, those of all ranks, and the lengths, [K, B].
+
+    The arguments are those of `lay_out`, as of the next three.
+    """
     world_size, batch_size = rank_of.shape
-    num_sections = len(sections.key)
     num_real, new_lengths = 0, np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
     loss_tokens = world_loss_tokens = 0
     for source in range(world_size):
@@ -90,36 +138,50 @@ def lay_out(
                 new_lengths[:, num_real] = lengths[source, :, row]
                 num_real += 1
                 loss_tokens += tokens
-    length_per_key, max_lengths = np.zeros((2, len(new_lengths)), dtype=np.int64)
-    for key in range(len(new_lengths)):
-        for row in range(num_real):
-            length_per_key[key] += new_lengths[key, row]
-            max_lengths[key] = max(max_lengths[key], new_lengths[key, row])
+    return num_real, loss_tokens, world_loss_tokens, new_lengths
 
-    # The output buffer.
+
+@compiled
+def output_parts(
+    sections: Sections, new_lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int, int]:
+    """Lay out the output buffer, given the lengths of the new rows, [K, B].
+
+    Returns where each section begins, [S]; where each part begins and ends, [T + 2 J]; where lengths and offsets begin,
+    and the bytes of the buffer.
+    """
     starts, ends = np.empty((2, len(sections.dtypes)), dtype=np.int64)
     num_parts = 0
-    targets = np.zeros(num_sections, dtype=np.int64)  # where the next sample of each section goes
+    targets = np.zeros(len(sections.key), dtype=np.int64)
     end = 0
-    for section in range(num_sections):
+    for section in range(len(sections.key)):
         if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
             end = _aligned(end)
             starts[num_parts] = end
             num_parts += 1
         targets[section] = end
-        for row in range(batch_size):
+        for row in range(new_lengths.shape[1]):
             end += _row_bytes(sections, section, new_lengths, row)
         ends[num_parts - 1] = end
     output_data = end = _aligned(end)
     for i in range(len(sections.jagged_fields)):
         _, num_keys, length_bytes = sections.jagged_fields[i]
-        for num_lengths in (num_keys * batch_size, num_keys * batch_size + 1):
+        for num_lengths in (num_keys * new_lengths.shape[1], num_keys * new_lengths.shape[1] + 1):
             starts[num_parts], ends[num_parts] = end, end + num_lengths * length_bytes
             end = _aligned(ends[num_parts])
             num_parts += 1
-    output_bytes = end
+    return targets, starts, ends, output_data, end
 
-    # The chunks that are sent, this rank's own last.
+
+@compiled
+def sent_chunks(
+    sections: Sections, rank_of: NDArray[np.int32], lengths: NDArray[np.int64], rank: int, sends_all: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Lay out the chunks that a rank sends, its own last.
+
+    Returns `send_bytes` and `chunk_starts`, see `Layout`, and the end of the chunks.
+    """
+    (world_size, batch_size), num_sections = rank_of.shape, len(sections.key)
     num_chunks = 1 if sends_all else world_size
     sent = np.zeros((num_chunks, num_sections), dtype=np.int64)
     for row in range(batch_size):
@@ -144,9 +206,26 @@ def lay_out(
         for source in range(world_size):
             end = max(end, _chunk_bytes(sections, lengths[source], rank_of[source]))
         send_bytes[0] = end
-    host_data = end
+    return send_bytes, chunk_starts, end
 
-    # The chunks that are received, and the copies to the output buffer.
+
+@compiled
+def received_copies(
+    sections: Sections,
+    rank_of: NDArray[np.int32],
+    lengths: NDArray[np.int64],
+    rank: int,
+    sends_all: bool,
+    send_bytes: NDArray[np.int64],
+    chunk_starts: NDArray[np.int64],
+    targets: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Lay out the chunks that a rank receives, and the copies of its new samples to the output buffer.
+
+    `targets`, [S], is where the next sample of each section goes, and changes in place. Returns `receive_bytes`, see
+    `Layout`; the copies, [n, 4], with room for those of what the host knows; and their number.
+    """
+    (world_size, batch_size), num_sections = rank_of.shape, len(sections.key)
     receive_bytes = np.zeros(world_size, dtype=np.int64)
     max_copies = (batch_size if sends_all else world_size) * num_sections + num_sections + 1
     copies = np.empty((max_copies, 4), dtype=np.int64)
@@ -176,38 +255,7 @@ def lay_out(
         if sends_all:
             received = chunk_start + send_bytes[0]
         receive_bytes[source] = received - chunk_start
-
-    # What the host knows about the new batch: lengths and offsets, and the padding rows of dense fields.
-    end = host_data + output_bytes - output_data
-    copies[num_copies] = (_UPLOADED, host_data, output_data, output_bytes - output_data)
-    num_copies += 1
-    for section in range(num_sections):
-        if sections.key[section] < 0 and num_real < batch_size:
-            num_bytes = (batch_size - num_real) * sections.element_bytes[section]
-            copies[num_copies] = (_UPLOADED, end, targets[section], num_bytes)
-            num_copies += 1
-            end += _aligned(num_bytes)
-    tiles = end
-    if tile_bytes:
-        end += count_tiles(copies[:num_copies], tile_bytes) * 8 * copies.shape[1]
-    return Layout(
-        num_real,
-        loss_tokens,
-        world_loss_tokens,
-        new_lengths,
-        send_bytes,
-        receive_bytes,
-        chunk_starts,
-        host_data,
-        tiles,
-        end,
-        _views(sections, starts, ends, output_bytes),
-        length_per_key,
-        max_lengths,
-        output_data,
-        output_bytes,
-        copies[:num_copies].copy(),
-    )
+    return receive_bytes, copies, num_copies
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Write the metrics of a training job: to a file of JSON lines, TensorBoard, or any function.
+"""Write the metrics of a training job: to a file of JSON lines, TensorBoard, any function, or the log for people.
 
 A writer is the `on_step` of a `BalanceConfig`, usually on rank 0 only, because only the times differ between ranks:
 
@@ -9,7 +9,9 @@ A `training.StepTimer` passes steps on to any number of writers, with their meas
 """
 
 import contextlib
+import dataclasses
 import json
+import logging
 import os
 import platform
 import reprlib
@@ -25,10 +27,11 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.optional_imports import installed_versions, naming_extras
 from evenrank.core.settings import check_at_least
 from evenrank.core.storage import is_url, local_path
-from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
+from evenrank.dataloader.balance.metrics.log import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
 
 _PACKAGES = ("evenrank", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+_log = logging.getLogger("evenrank")
 
 
 @runtime_checkable
@@ -85,7 +88,7 @@ class Writer(ABC):
 class JsonLines(Writer):
     """Writes one line of JSON per record to a file of its own; `evenrank metrics FILE` shows it.
 
-    The first line is the run, see `log_record`. A line takes about 1 kB, 60 bytes more for each rank, and 5 for each
+    The first line is the run, see `log`. A line takes about 1 kB, 60 bytes more for each rank, and 5 for each
     row of a batch. Each is passed to the operating system at once, so a job that is killed loses none. If the file
     exists, it is another run's, and this one's gets a number: log-2.jsonl for log.jsonl. Missing parent folders are
     created.
@@ -225,3 +228,56 @@ class TensorBoard(Scalars):
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+def log_line(metrics: StepMetrics, *, with_loads: bool = False) -> str:
+    """Describe a step in one line, before balancing -> after balancing.
+
+    epoch 0 step 100: idle 31.2% -> 0.1%, speed-up 1.35x, 1.352 -> 1.001 x lower bound, moved 312 of 4,210 tokens, ...
+
+    Idle is the share of rank time that waits for the heaviest rank, by the cost, and the lower bound is that of the
+    heaviest load. With loads, those of all ranks follow, in units of the cost.
+    """
+    summary = summarize([dataclasses.replace(metrics, is_balanced=True)])
+    line = (
+        f"epoch {metrics.epoch} step {metrics.step}: idle {summary.idle_before:.1%} -> {summary.idle_after:.1%}, "
+        f"speed-up {summary.speedup:.2f}x, {metrics.ratio_before:.3f} -> {metrics.ratio_after:.3f} x lower bound, "
+        f"moved {metrics.moved_tokens:,} of {metrics.tokens:,} tokens, "
+        f"plan {1e3 * metrics.plan_seconds:.1f} ms, exchange {1e3 * metrics.exchange_seconds:.1f} ms"
+    )
+    if with_loads:
+        before, after = (" ".join(f"{load:.4g}" for load in loads) for loads in (metrics.before, metrics.after))
+        line += f"; loads {before} -> {after}"
+    return line if metrics.is_balanced else f"{line} (left unbalanced)"
+
+
+class StepLogger:
+    """Logs a line for the steps 0, every, 2 * every, ..., counted over all epochs, through the logger `evenrank`.
+
+    With a window (start, stop), only for the steps start..stop-1. Lines are visible although Python logs only warnings
+    by default: the logger gets the level INFO unless it has one, and a handler if there is none.
+    """
+
+    def __init__(self, *, every: int, window: tuple[int, int] | None = None, with_loads: bool = False) -> None:
+        self._every = every
+        self._with_loads = with_loads
+        self._window = window
+        self._seen = 0  # steps
+
+    def __call__(self, metrics: StepMetrics) -> None:
+        """Take the metrics of the next step."""
+        number = self._seen
+        self._seen += 1
+        if number % self._every == 0 and (self._window is None or self._window[0] <= number < self._window[1]):
+            _make_visible()
+            _log.info("%s", log_line(metrics, with_loads=self._with_loads))
+
+
+def _make_visible() -> None:
+    # The root logger often has a handler that nobody asked for, because a library has called `logging.info`.
+    if _log.level == logging.NOTSET and _log.getEffectiveLevel() > logging.INFO:
+        _log.setLevel(logging.INFO)
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+        _log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""Costs -> who trains on what: pure functions on integer arrays, one algorithm per file.
+"""Costs -> who trains on what: pure functions on integer arrays.
 
 A step has W * B slots in rank order: slot r * B + j is row j of rank r, a sample or padding. An algorithm assigns a
 rank to each slot, and exactly B slots to each rank. The loops are compiled, run without the GIL, and break every tie by

@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.registry import Registry
-from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
-from evenrank.dataloader.balance.partition.lower_bound import heaviest_load_bound
-from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
-from evenrank.dataloader.balance.partition.min_move import min_move
+from evenrank.dataloader.balance.partition.lpt import karmarkar_karp, lpt_swap
+from evenrank.dataloader.balance.partition.parts import (
+    PADDING,
+    heaviest_load_bound,
+    mark_padding,
+    read_slots,
+    relabel,
+    slots_of_ranks,
+)
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
-from evenrank.dataloader.balance.partition.relabel import relabel
-from evenrank.dataloader.balance.partition.slots import PADDING, mark_padding, read_slots, slots_of_ranks
-from evenrank.dataloader.balance.partition.token_limit import balance_within_token_limit
+from evenrank.dataloader.balance.partition.swaps import balance_within_token_limit, min_move
 
 DEFAULT_STRATEGY: Final = "lpt-swap"
 DEFAULT_TOLERANCE: Final = 0.001
@@ -166,23 +169,21 @@ def partition(
             f"costs must be batch_size for each of world_size ranks, got {costs.size} costs for world_size={world_size}"
         )
     counts = _counts_of_ranks(costs.size // world_size, world_size, num_real)
-    slots = read_slots(_by_row("costs", costs, costs.size), _by_row("tokens", tokens, costs.size), counts)
-    for name, values, are_valid in (
-        ("costs", slots.costs, slots.are_costs_valid),
-        ("tokens", slots.tokens, slots.are_tokens_valid),
-    ):
-        if not are_valid:
+    costs, tokens_of_rows = _by_row("costs", costs, costs.size), _by_row("tokens", tokens, costs.size)
+    home, order, bound, *are_valid = read_slots(costs, tokens_of_rows, counts)
+    for name, values, is_valid in zip(("costs", "tokens"), (costs, tokens_of_rows), are_valid, strict=True):
+        if not is_valid:
             found = f"got {values.min()}..{values.max()}"
             raise ConfigError(f"{name} must not be negative and must sum to at most 2^62, {found}")
     if padded:
-        return Assignment(rank_of=mark_padding(slots.home, counts), padded=True)
+        return Assignment(rank_of=mark_padding(home, counts), padded=True)
     problem = PartitionProblem(
-        costs=slots.costs,
-        tokens=None if tokens is None else slots.tokens,
-        home=slots.home,
-        order=slots.order,
+        costs=costs,
+        tokens=None if tokens is None else tokens_of_rows,
+        home=home,
+        order=order,
         world_size=world_size,
-        target=slots.lower_bound + int(slots.lower_bound * tolerance),
+        target=bound + int(bound * tolerance),
     )
     # A strategy of the user may work in place.
     rank_of = _call(strategy, problem if max_tokens_per_rank is None else copy.deepcopy(problem))

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
-from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, within
 
 _KEY = "reason"
@@ -73,13 +72,11 @@ class Connection:
         self._process = os.getpid()
         # One thread, so that all-gathers of successive steps keep their order.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer", initializer=use_in_thread)
-        self.exchange_group: FailFastGroup | None = None  # None if there is only one rank
-        self.all_gather = MetadataAllGather(members, timeout)
-        if members.store is not None:
-            with self.aborting():
-                self.exchange_group = FailFastGroup(
-                    members.substore("exchange"), members.rank, members.world_size, timeout, backend=backend
-                )
+        self._groups: list[FailFastGroup] = []
+        with self.aborting():
+            for name, backend_of_group in (("metadata", "gloo"), ("exchange", backend)):
+                self._groups.append(FailFastGroup(members, name, timeout, backend=backend_of_group))
+        self.metadata_group, self.exchange_group = self._groups
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Call a function in the background thread; a ConfigError if the connection is closed."""
@@ -129,14 +126,13 @@ class Connection:
 
     def abort(self) -> None:
         """Close without waiting: on a GPU, collectives in flight may wait for ranks that are lost."""
-        if self.exchange_group is not None:
-            self.exchange_group.drop()
+        for group in self._groups[1:]:
+            group.drop()
         self.close()
 
     def close(self) -> None:
         """End the background thread and the communicators. Closing twice does nothing."""
         self._is_closed = True
         self._background.shutdown()
-        self.all_gather.close()
-        if self.exchange_group is not None:
-            self.exchange_group.close()
+        for group in self._groups:
+            group.close()

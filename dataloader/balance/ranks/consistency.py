@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -30,8 +30,13 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
-from evenrank.dataloader.balance.ranks.metadata import HEADER, MetadataAllGather, all_gather_objects
-from evenrank.dataloader.balance.ranks.process_group import Members, within
+from evenrank.dataloader.balance.ranks.metadata import (
+    StepMetadata,
+    all_gather_bytes,
+    all_gather_objects,
+    common_word,
+)
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, within
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
@@ -153,26 +158,22 @@ def check_batch(batch: JaggedBatch, schema: BatchSchema) -> NDArray[np.int64]:
     return check_contents(batch, of_batch)
 
 
-def check_headers(headers: NDArray[np.int64]) -> None:
-    """Raise a RankError unless all ranks that still have batches are in the same step of the same epoch.
-
-    `headers` are those of all ranks, int64 [W, 10].
-    """
-    if len(missing := np.flatnonzero(headers[:, HEADER["started"]] == 0)):
+def check_headers(step: StepMetadata) -> None:
+    """Raise a RankError unless all ranks that still have batches are in the same step of the same epoch."""
+    if len(missing := np.flatnonzero(step["started"] == 0)):
         raise RankError(f"ranks are out of step: rank {missing[0]} has not started a step of others; {_SAME_STEPS}")
-    ranks = np.flatnonzero(headers[:, HEADER["ended"]] == 0)
+    ranks = np.flatnonzero(step["ended"] == 0)
     for name in _SAME_WORDS:
-        words = headers[ranks, HEADER[name]]
+        words = step[name][ranks]
         for i in np.flatnonzero(words[1:] != words[:-1])[:1]:
             found = f"{name} is {words[i]} on rank {ranks[i]}, {words[i + 1]} on rank {ranks[i + 1]}"
             raise RankError(f"ranks are out of step: {found}; {_SAME_PLANS if name == 'plan_hash' else _SAME_STEPS}")
 
 
-def are_in_step(headers: NDArray[np.int64]) -> bool:
-    """Return whether all ranks have batches in all of n steps, int64 [n, W, 10], and pass `check_headers`."""
-    columns = [HEADER[name] for name in _SAME_WORDS]
-    are_same = (headers[..., columns] == headers[:, :1, columns]).all()
-    return bool(are_same and not headers[..., HEADER["ended"]].any() and headers[..., HEADER["started"]].all())
+def are_in_step(steps: StepMetadata) -> bool:
+    """Return whether all ranks have batches in all of n steps, [n, W], and pass `check_headers`."""
+    are_same = all((steps[name] == steps[name][:, :1]).all() for name in _SAME_WORDS)
+    return bool(are_same and not steps["ended"].any() and steps["started"].all())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -279,51 +280,45 @@ class PlanCheck:
             raise RankError(within(timeout, lambda: store.compare_set(_NOTE, "", note)).decode())
 
 
-class Confirmation(NamedTuple):
-    """Whether all ranks have planned the same, for each of n steps."""
-
-    failed: NDArray[np.int64]  # [n, W]: 1 if a rank failed in this step or an earlier one
-    assigned: NDArray[np.int64]  # [n, W]: digests of the assignments
-    errors: Sequence[str | None]  # of each rank
-    own_error: Exception | None
-
-    @property
-    def are_same(self) -> bool:
-        """Whether no step has an error."""
-        return not (self.failed.any() or (self.assigned != self.assigned[:, :1]).any())
-
-    def check(self, index: int, step_name: str, strategy: str) -> None:
-        """Raise the error of a step, of which the earlier ones have none; a RankError with it on other ranks."""
-        if self.failed[index].any():
-            errors = [error if failed else None for error, failed in zip(self.errors, self.failed[index], strict=True)]
-            if self.own_error is not None and one_line(self.own_error) in errors:
-                raise self.own_error
-            raise_reported_errors(errors)
-        if len(differing := np.flatnonzero(self.assigned[index] != self.assigned[index][0])):
-            raise RankError(
-                f"in {step_name}, rank {differing[0]} assigns samples differently from rank 0, given the same costs; "
-                f"the strategy {strategy!r} must be a pure function of its argument, and the same code on all ranks"
-            )
-
-
 def confirm(
-    all_gather: MetadataAllGather,
+    group: FailFastGroup,
     plans: Sequence[NDArray[np.int32]],
     error: Exception | None,
-    num_steps: int,
-) -> Confirmation:
-    """Compare the plans of n steps between ranks. Collective: every rank must call this.
+    steps: StepMetadata,
+    strategy: str,
+) -> tuple[int, Exception] | None:
+    """Compare the plans of n steps, [n, W], between ranks. Collective: every rank must call this.
+
+    Returns the index of the first step that a rank could not plan, or that ranks have planned differently, and the
+    error to raise: a RankError, or this rank's own. None: there is no such step.
 
     `plans` are this rank's assignments, int32 [W, B] each: of all steps, or of those before the one that failed with
     `error`.
     """
-    words = np.zeros((num_steps, 2), dtype=np.int64)
+    words = np.zeros((len(steps), 2), dtype=np.int64)
     words[len(plans) :, 0] = 1
     words[: len(plans), 1] = [_digest(plan) for plan in plans]
-    of_ranks = all_gather.all_gather(words.reshape(-1).view(np.uint8)).copy().view(np.int64)
-    failed, assigned = of_ranks.reshape(-1, *words.shape).transpose(2, 1, 0)
-    errors = all_gather_objects(all_gather, None if error is None else one_line(error)) if failed.any() else []
-    return Confirmation(failed, assigned, errors, error)
+    of_ranks = all_gather_bytes(group, words.reshape(-1).view(np.uint8)).copy().view(np.int64)
+    failed, assigned = of_ranks.reshape(-1, *words.shape).transpose(2, 1, 0)  # [n, W] each
+    if not failed.any() and (assigned == assigned[:, :1]).all():
+        return None
+    errors = all_gather_objects(group, None if error is None else one_line(error)) if failed.any() else []
+    for index, step in enumerate(steps):
+        try:
+            if failed[index].any():
+                of_step = [text if of_rank else None for text, of_rank in zip(errors, failed[index], strict=True)]
+                if error is not None and one_line(error) in of_step:
+                    raise error
+                raise_reported_errors(of_step)
+            if len(differing := np.flatnonzero(assigned[index] != assigned[index][0])):
+                name = f"step {common_word(step, 'step')} of epoch {common_word(step, 'epoch')}"
+                raise RankError(
+                    f"in {name}, rank {differing[0]} assigns samples differently from rank 0, given the same costs; "
+                    f"the strategy {strategy!r} must be a pure function of its argument, and the same code on all ranks"
+                )
+        except Exception as raised:
+            return index, raised
+    return None
 
 
 def _digest(plan: NDArray[np.int32]) -> int:

@@ -126,14 +126,18 @@ class FailFastGroup:
     its connections when the last reference to the group is dropped. So a rank that notices drops the group at once,
     its neighbors notice in turn, and so on, each with a RankLostError.
 
-    Collective: every rank of the group must call the constructor, and no other rank (unlike `dist.new_group`), with an
-    empty store of its own. `backend` is `gloo` or `nccl`.
+    Collective: every member must call the constructor, and no other rank (unlike `dist.new_group`), with a name that
+    is new among the members. `backend` is `gloo` or `nccl`. A member without a store is alone: it connects to nobody,
+    and must not start a collective.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, backend: str = "gloo") -> None:
-        self.world_size = world_size
+    def __init__(self, members: Members, name: str, timeout: timedelta, *, backend: str = "gloo") -> None:
+        self.world_size = members.world_size
+        self.is_alone = members.store is None
         # Nothing else may refer to it; a traceback would keep that reference alive.
-        self._backend: Any = within(timeout, lambda: _create_backend(store, rank, world_size, timeout, backend))
+        self._backend: Any = None
+        if not self.is_alone:
+            self._backend = within(timeout, lambda: _create_backend(members, name, timeout, backend))
         self._pending: weakref.WeakSet[_PendingWork] = weakref.WeakSet()
         _open_groups.add(self)
 
@@ -210,13 +214,14 @@ class _PendingWork:
             work.wait()
 
 
-def _create_backend(store: Store, rank: int, world_size: int, timeout: timedelta, backend: str) -> Any:
+def _create_backend(members: Members, name: str, timeout: timedelta, backend: str) -> Any:
+    connected = members.substore(name), members.rank, members.world_size
     try:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, rank, world_size, options)
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+            return dist.ProcessGroupNCCL(*connected, options)
+        return dist.ProcessGroupGloo(*connected, timeout)
     except RuntimeError as error:
         raise _rank_lost(error) from None
 

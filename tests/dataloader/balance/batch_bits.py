@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.balance.exchange.sections import as_bytes
+from evenrank.dataloader.balance.exchange.device import as_bytes
 from evenrank.dataloader.batches.batch import JaggedBatch
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
-from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
+from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.writers import JsonLines
 from evenrank.training import scale_loss
 from tests.dataloader.balance.costs import COST

@@ -1,10 +1,9 @@
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
 
-from evenrank.dataloader.balance.own_steps import LoadedStep
-from evenrank.dataloader.balance.step_planner import PlannedStep
-from evenrank.dataloader.balance.steps_ahead import StepsAhead
+from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead
 
 
 class _Recorder:
@@ -14,15 +13,14 @@ class _Recorder:
         self.num_loaded = 0
         self.groups: list[int] = []
 
-    def load(self) -> LoadedStep:
+    def load(self) -> Handle:
         self.num_loaded += 1
-        return LoadedStep(None)
+        return Handle(None)
 
-    def start(self, loaded: object) -> "Future[list[PlannedStep | Exception]]":
-        assert isinstance(loaded, list)
+    def start(self, loaded: Sequence[Handle]) -> "Future[None]":
         self.groups.append(len(loaded))
-        planned: Future[list[PlannedStep | Exception]] = Future()
-        planned.set_result([PlannedStep() for _ in loaded])
+        planned: Future[None] = Future()
+        planned.set_result(None)
         return planned
 
 
@@ -35,7 +33,7 @@ def test_steps_are_started_together_and_ahead_but_not_more_than_needed(lookahead
         before = recorder.num_loaded
         handle = ahead.take()
         loads.append(recorder.num_loaded - before)
-        assert handle.plan() == PlannedStep()
+        assert handle.await_plan() is None
         started = sum(recorder.groups)
         assert started - step >= lookahead  # this step and those after it
         assert started <= recorder.num_loaded <= step + lookahead + 7
@@ -45,25 +43,32 @@ def test_steps_are_started_together_and_ahead_but_not_more_than_needed(lookahead
 
 
 def test_steps_come_in_order_with_the_plan_of_their_group() -> None:
-    recorder = _Recorder()
-    ahead = StepsAhead(recorder.load, recorder.start, 2)
+    recorder, loaded = _Recorder(), []
+
+    def load() -> Handle:
+        loaded.append(recorder.load())
+        return loaded[-1]
+
+    ahead = StepsAhead(load, recorder.start, 2)
     handles = [ahead.take() for _ in range(12)]
-    assert [handle.index for handle in handles] == [0, 0, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert len({id(handle.group) for handle in handles}) == 5
+    assert handles == loaded[:12]
+    groups = {id(handle.group): handle.group for handle in handles}
+    of_groups = [[handle for handle in handles if handle.group is group] for group in groups.values()]
+    assert [len(of_group) for of_group in of_groups] == [1, 1, 2, 4, 4]
 
 
 def test_the_error_of_a_step_is_raised_for_it_and_all_after_it() -> None:
     error = ValueError("no such sample")
 
-    def start(loaded: object) -> "Future[list[PlannedStep | Exception]]":
-        planned: Future[list[PlannedStep | Exception]] = Future()
-        planned.set_result([PlannedStep(), error])
-        return planned
+    def start(loaded: Sequence[Handle]) -> "Future[None]":
+        for handle in loaded[1:]:
+            handle.error = error
+        return _Recorder().start(loaded)
 
-    ahead = StepsAhead(lambda: LoadedStep(None), start, 8)
+    ahead = StepsAhead(lambda: Handle(None), start, 8)
     handles = [ahead.take() for _ in range(8)]
     of_group = [handle for handle in handles if handle.group is handles[-1].group]
-    assert of_group[0].plan() == PlannedStep()
+    assert of_group[0].await_plan() is None
     for handle in of_group[1:]:
         with pytest.raises(ValueError, match="no such sample"):
-            handle.plan()
+            handle.await_plan()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from evenrank.dataloader.balance.exchange import layout, memory
+from evenrank.dataloader.balance.exchange import device, layout
 from evenrank.dataloader.balance.partition import strategies
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.warmup import warm_up
@@ -16,12 +16,15 @@ from evenrank.dataloader.balance.warmup import warm_up
 _PLAN_AFTER_WARM_UP = """
 import numpy as np
 from numba.core import event
-from evenrank.dataloader.balance import STRATEGIES, partition
+from datetime import timedelta
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, partition
 from evenrank.dataloader.balance.exchange.device import make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange
-from evenrank.dataloader.balance.ranks.metadata import Header, decode, encode
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members
+from evenrank.dataloader.balance.step_planner import StepPlanner
+from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.dataloader.batches.schema import lengths_of, schema_of
+from tests.dataloader.balance.costs import rich_tokens
 from tests.dataloader.rich_batch import rich_batch
 
 for strategy in STRATEGIES:
@@ -29,11 +32,15 @@ for strategy in STRATEGIES:
 rng = np.random.default_rng(0)
 costs, tokens = rng.integers(0, 1 << 40, 512), rng.integers(0, 1000, 512)
 batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
-schema, zeros = schema_of(batch), np.zeros((1, 2), dtype=np.int64)
+group = FailFastGroup(Members(rank=0, world_size=1, store=None), "alone", timedelta(seconds=1))
+exchange = Exchange("all-to-all", group, make_device(None), rank=0)
+config = BalanceConfig(cost=rich_tokens)
+planner = StepPlanner(
+    dict, config=config, group=group, prepare=exchange.prepare, batch_size=0, is_measured=True
+)
 with event.install_recorder("numba:compile") as recorder:
-    (step,) = decode(encode([Header(0)], schema, zeros, zeros, lengths_of(batch)[np.newaxis])[np.newaxis], schema)
-    exchange = Exchange("all-to-all", None, make_device(None), rank=0)
-    exchange.finish(exchange.launch(exchange.prepare(batch, schema, partition(step.costs, 1).rank_of, step.lengths)))
+    planner.plan([step := Handle(batch)])
+    exchange.finish(exchange.launch(step.prepared))
     for strategy in STRATEGIES:
         partition(costs, 64, strategy=strategy, tokens=tokens)
         partition(costs, 64, strategy=strategy, tokens=tokens, max_tokens_per_rank=4100, on_overflow="warn")
@@ -49,7 +56,7 @@ def test_planning_and_exchanging_compile_nothing_after_warm_up() -> None:
 
 def test_all_compiled_loops_of_planning_and_exchanging_release_the_gil() -> None:
     names = [path.stem for path in Path(strategies.__file__).parent.glob("[!_]*.py")]
-    modules = [importlib.import_module(f"{strategies.__package__}.{name}") for name in names] + [layout, memory]
+    modules = [importlib.import_module(f"{strategies.__package__}.{name}") for name in names] + [device, layout]
     functions = [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
     assert len(functions) > 30
     for function in functions:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from evenrank.core.errors import DataError, RankError
-from evenrank.dataloader.balance.metrics.log_reader import parse_line
-from evenrank.dataloader.balance.metrics.log_record import LogRecord, RunRecord
+from evenrank.dataloader.balance.metrics.log import LogRecord, RunRecord, parse_line
 from evenrank.training import MemoryUsage
 from tests.examples.trainer.jobs import SHARDED, Trained, check_failures, log_lines, run, settings
 from tests.ranks import RankPool

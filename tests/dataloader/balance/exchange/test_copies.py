@@ -5,10 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.exchange import gpu_copy
-from evenrank.dataloader.balance.exchange.gpu_copy import TILE_BYTES, copy_with_kernel, copy_with_operators
-from evenrank.dataloader.balance.exchange.memory import addresses_of, copy_ranges, count_tiles, write_tiles
-from evenrank.dataloader.balance.exchange.sections import as_bytes
+from evenrank.dataloader.balance.exchange.device import (
+    TILE_BYTES,
+    addresses_of,
+    as_bytes,
+    copy_ranges,
+    copy_with_kernel,
+    count_tiles,
+    write_tiles,
+)
 
 
 @st.composite
@@ -45,27 +50,22 @@ def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[Copies, list[torc
 
 @settings(max_examples=60)
 @given(layouts())
-def test_the_loop_and_the_operators_copy_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
+def test_the_loop_copies_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
     copies, sources, expected = _copies(*layout)
-    by_loop, by_operators = torch.zeros_like(expected), torch.zeros_like(expected)
-    copy_ranges(copies, addresses_of(sources), by_loop.data_ptr())
-    copy_with_operators(copies, sources, by_operators)
-    assert torch.equal(by_loop, expected)
-    assert torch.equal(by_operators, expected)
+    copied = torch.zeros_like(expected)
+    copy_ranges(copies, addresses_of(sources), copied.data_ptr())
+    assert torch.equal(copied, expected)
 
 
 @pytest.mark.gpu
 @settings(max_examples=200)
 @given(layouts())
-def test_on_a_gpu_the_kernel_and_the_operators_copy_the_same(layout: tuple[int, list[tuple[int, int]]]) -> None:
-    assert gpu_copy.HAS_TRITON
+def test_on_a_gpu_the_kernel_copies_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
     copies, sources, expected = _copies(*layout)
     on_gpu = [source.cuda() for source in sources]
-    by_kernel, by_operators = torch.zeros_like(on_gpu[0]), torch.zeros_like(on_gpu[0])
-    copy_with_kernel(as_bytes(torch.from_numpy(_tiles(copies))).cuda(), on_gpu, by_kernel)
-    copy_with_operators(copies, on_gpu, by_operators)
-    assert torch.equal(by_kernel.cpu(), expected)
-    assert torch.equal(by_operators.cpu(), expected)
+    copied = torch.zeros_like(on_gpu[0])
+    copy_with_kernel(as_bytes(torch.from_numpy(_tiles(copies))).cuda(), on_gpu, copied)
+    assert torch.equal(copied.cpu(), expected)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice
 from evenrank.dataloader.balance.exchange.exchange import Exchange, StepInFlight
+from evenrank.dataloader.balance.exchange.fields import sample_bytes, sections_of
 from evenrank.dataloader.balance.exchange.layout import ALIGNMENT, lay_out
-from evenrank.dataloader.balance.exchange.sections import sample_bytes, sections_of
 from evenrank.dataloader.balance.partition.strategies import Assignment
-from evenrank.dataloader.balance.ranks.metadata import Header, decode, encode
+from evenrank.dataloader.balance.ranks.metadata import HEADER, new_message, started_steps
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
@@ -42,7 +43,7 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
 ) -> None:
     batches, assignment = world
     schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
-    group: Any = object()  # chunks are moved here, not by a group
+    group: Any = SimpleNamespace(is_alone=False)  # chunks are moved here, not by a group
     exchanges = [Exchange(collective, group, ExchangeDevice(), rank=rank) for rank in range(len(batches))]
     prepared = [
         exchange.prepare(batch, schema, assignment.rank_of, lengths)
@@ -90,21 +91,25 @@ def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: p
 
 def test_metadata_of_several_steps_survives_encoding() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
-    schema = schema_of(batch)
-    numbers = {"num_real": 2, "epoch": 3, "step": 4, "position": 2**40, "loader_hash": 5, "plan_hash": 6}
-    headers = [Header(schema_hash=2**62, status=1, ended=1, **numbers), Header(schema_hash=9)]
-    costs, tokens = np.array([[7, 2**61], [0, 1]]), np.array([[0, 2**31 - 1], [2, 3]])
-    lengths = np.stack([lengths_of(batch), 2 * lengths_of(batch)])
-    first, second = decode(encode(headers, schema, costs, tokens, lengths)[np.newaxis], schema)
-    assert first.headers.tolist() == [[2**62, 1, 1, 2, 1, 3, 4, 2**40, 5, 6]]
-    assert first.header("position").tolist() == [2**40]
-    assert first.num_real.tolist() == [2]
-    assert first.costs.tolist() == [[7, 2**61]]
-    assert first.tokens.tolist() == [[0, 2**31 - 1]]
-    assert first.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]
-    assert second.headers.tolist() == [[9, 0, 0, 0, 1, *[0] * 5]]
-    assert (second.costs.tolist(), second.tokens.tolist()) == ([[0, 1]], [[2, 3]])
-    assert second.lengths.tolist() == [[[2, 10], [4, 12], [6, 14], [8, 16]]]
+    message = new_message(schema := schema_of(batch))
+    words: dict[str, Any] = {"started": 1, "num_real": 2, "epoch": 3, "step": 4, "position": 2**40, "plan_hash": 6}
+    words |= {"schema_hash": [2**62, 9], "status": [1, 0], "ended": [1, 0], "loader_hash": 5}
+    words |= {"costs": [[7, 2**61], [0, 1]], "tokens": [[0, 2**31 - 1], [2, 3]]}
+    words["lengths"] = np.stack([lengths_of(batch), 2 * lengths_of(batch)])
+    for name, values in words.items():
+        message[name][:2] = values
+    of_ranks = np.stack([message.view(np.uint8)] * 3)
+    steps = started_steps(of_ranks, schema)
+    assert steps.shape == (2, 3)
+    for name, values in words.items():
+        for rank in range(3):
+            assert np.array_equal(steps[name][:, rank], np.broadcast_to(values, message[name][:2].shape))
+    # The wire format: ten words of the header, then costs, tokens and lengths.
+    in_order = [words[name] if np.isscalar(words[name]) else words[name][0] for name in HEADER]
+    assert of_ranks[0, :80].view(np.int64).tolist() == in_order == [2**62, 1, 1, 2, 1, 3, 4, 2**40, 5, 6]
+    assert of_ranks[0, 80:96].view(np.int64).tolist() == [7, 2**61]
+    assert of_ranks[0, 96:136].view(np.int32).tolist() == [0, 2**31 - 1, 1, 5, 2, 6, 3, 7, 4, 8]
+    assert of_ranks.shape[1] == 8 * 136
 
 
 def test_the_bytes_of_a_sample_include_all_its_fields() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
-from evenrank.dataloader.balance.metrics.text_log import StepLogger, log_line
+from evenrank.dataloader.balance.metrics.writers import StepLogger, log_line
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.balance.metrics.example_steps import step
 from tests.dataloader.rich_batch import RichBatch, rich_batch
@@ -73,7 +73,7 @@ def test_steps_of_a_window_are_logged(every: int, window: Any, logged: list[int]
 
 def test_importing_leaves_logging_as_it_is() -> None:
     code = (
-        "import logging; from evenrank.dataloader.balance.metrics.text_log import StepLogger; StepLogger(every=1); "
+        "import logging; from evenrank.dataloader.balance.metrics.writers import StepLogger; StepLogger(every=1); "
         "log = logging.getLogger('evenrank'); assert (log.level, log.handlers, log.root.handlers) == (0, [], [])"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError, MissingPackageError
-from evenrank.dataloader.balance.metrics.log_reader import parse_line, read_json_lines
-from evenrank.dataloader.balance.metrics.log_record import LogRecord
+from evenrank.dataloader.balance.metrics.log import LogRecord, parse_line, read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import shown_numbers, summarize
 from evenrank.dataloader.balance.metrics.writers import JsonLines, Scalars, TensorBoard
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, step, timed, write

@@ -55,7 +55,7 @@ def _publish_heartbeat(store: TCPStore) -> Any:
 
 ENDS: dict[Callable[[TCPStore], Any], str | None] = {  # None: returns None
     lambda store: within(TIMEOUT, lambda: store.wait(["key"], TIMEOUT)): NO_ANSWER,
-    lambda store: FailFastGroup(store, 1, 2, TIMEOUT): NO_ANSWER,
+    lambda store: FailFastGroup(_members(store), "metadata", TIMEOUT): NO_ANSWER,
     lambda store: handshake(lambda: (0, RankReport()), _members(store), TIMEOUT): NO_ANSWER.replace("0.5", "10.5"),
     lambda store: FailureNote(_members(store)).write(ValueError("unheard")): None,
     lambda store: FailureNote(_members(store)).read(): None,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.metrics.log_reader import read_json_lines
-from evenrank.dataloader.balance.metrics.log_record import LogRecord
+from evenrank.dataloader.balance.metrics.log import LogRecord, read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import combine, summarize
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, step, write
 
