@@ -33,7 +33,7 @@ from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
-from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.collate.jagged import jagged
 from evenrank.dataloader.rank_loader import check_rank

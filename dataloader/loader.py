@@ -23,7 +23,7 @@ from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import LoaderConfig, ReadConfig

@@ -10,7 +10,7 @@ import numpy as np
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import StateError
 from evenrank.core.settings import check_at_least, check_record, check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig

@@ -19,7 +19,7 @@ import numpy as np
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.log_loader import LogLoader
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
