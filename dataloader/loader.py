@@ -41,10 +41,9 @@ from evenrank.dataloader.sampling.steps import (
 from evenrank.dataloader.state.resume_point import LAST_MS, Position, SavedPosition
 from evenrank.dataloader.state.vocabulary import shared_ids
 from evenrank.dataloader.workers import Workers
-from evenrank.datasets.inference_requests import Requests
 from evenrank.datasets.order import SampleOrder, Samples
+from evenrank.datasets.slices import Requests, TimeWindows
 from evenrank.datasets.store import SequenceStore, open_store
-from evenrank.datasets.time_windows import TimeWindows
 
 _log = logging.getLogger("evenrank")
 _KEPT_WINDOWS = 4  # the one that is trained, the one before, of which a state can be asked for, and the next

@@ -18,7 +18,6 @@ from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import Order
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition, SkippedSamples
-from evenrank.datasets.inference_requests import RequestOrder, Requests
 from evenrank.datasets.order import (
     EpochSchedule,
     MixtureOrder,
@@ -28,8 +27,8 @@ from evenrank.datasets.order import (
     ShuffledOrder,
     StepSchedule,
 )
+from evenrank.datasets.slices import RequestOrder, Requests, TimeWindows
 from evenrank.datasets.store import SequenceStore
-from evenrank.datasets.time_windows import TimeWindows
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 

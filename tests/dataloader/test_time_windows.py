@@ -23,8 +23,8 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.state.resume_point import _FORMAT
 from evenrank.datasets import open_store, read_manifest
+from evenrank.datasets.slices import WindowsOfStore
 from evenrank.datasets.store import Slices
-from evenrank.datasets.time_windows import WindowsOfStore
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
 
