@@ -28,7 +28,6 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
@@ -41,7 +40,7 @@ from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import StepShape
 from evenrank.dataloader.state.checks import SEED, check_option
-from evenrank.dataloader.state.resume_point import HasEpoch, Position
+from evenrank.dataloader.state.resume_point import CurrentPosition, Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
 
@@ -116,12 +115,11 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
                     "lengths and balance belong together: pass lengths={...} and balance=BalanceConfig(cost=...), or "
                     "neither, and a Balancer over the DataLoader"
                 )
-            EpochPositions.__init__(self)
             samples = Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
             order = (ShuffledOrder if shuffle else RowOrder)(samples=samples)
             fingerprint = hashlib.sha256(repr(order.fingerprint()).encode()).hexdigest()
             self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
-            self._seed = seed
+            self._current, self._begun = CurrentPosition(seed), {}
             self._loss_key = loss_key
             self._ids, self._key_maps = {}, {}
             self._balance = balance
@@ -129,11 +127,9 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
             self._handed_out = None
             self._given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
-            self._samples = EpochSamples(order, make_step_sampler(self._given, self._shape, balance), fingerprint)
-            self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
-            self._observe = (
-                None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
-            )
+            sampler = make_step_sampler(self._given, self._shape, balance)
+            self._samples = EpochSamples(order=order, sampler=sampler, fingerprint=fingerprint)
+            self._compare_plans(balance, members, rank)
             return self
 
         if lengths is None and balance is None:
@@ -164,7 +160,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         if epoch != self.epoch:
             self._current.start_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the position after the step whose indices were handed out last; see `ElasticLoader.state_dict`."""
         return self._state(None)
 
@@ -180,12 +176,12 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             "world_size": self._shape.world_size,
             "batch_size": self._shape.batch_size,
             "num_samples": self.num_samples,
-            "seed": self._seed,
+            "seed": self._current.seed,
             "drop_last": self._shape.drop_last,
             "fingerprint": self._samples.fingerprint,
             "loss_key": self._loss_key,
             **({} if balance is None else balance.rank_invariants(exchanges=False)),
-            **self._samples.sampler.rank_invariants(self._samples.order, seed=self._seed),
+            **self._samples.sampler.rank_invariants(self._samples.order, seed=self._current.seed),
         }
 
     def _samples_of(self, epoch: int) -> EpochSamples:
@@ -225,7 +221,7 @@ class _Step(NamedTuple):
     metrics: StepMetrics | None
 
 
-class ElasticLoader(HasEpoch, Generic[Batch]):
+class ElasticLoader(EpochPositions, Generic[Batch]):
     """The batches of a DataLoader over an ElasticSampler, with the position after each.
 
     JaggedBatches get the fields that a Loader's have: epoch, step and position and, where they are balanced,
@@ -254,19 +250,17 @@ class ElasticLoader(HasEpoch, Generic[Batch]):
         suppress_fx_tracing_warning()  # of batches that workers send
         self._loader = loader
         self._sampler = sampler
-        self._current = sampler._current
-
-    def __len__(self) -> int:
-        """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
-        return len(self._sampler)
-
-    def remaining_batches(self) -> int:
-        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._sampler.remaining_batches()
+        # The positions of the sampler, and none of its own.
+        self._current, self._begun, self._ids, self._key_maps = (
+            sampler._current,
+            sampler._begun,
+            sampler._ids,
+            sampler._key_maps,
+        )
+        self._plan_check, self._observe = sampler._plan_check, sampler._observe
 
     def __iter__(self) -> Iterator[Batch]:
-        check, batches = self._sampler._plan_check, self._sampler._hand_out(self._place_batches())
-        return batches if check is None else check.telling(batches)
+        return self._hand_out(self._place_batches())
 
     def _place_batches(self) -> Iterator[tuple[Any, Position, int | None, StepMetrics | None]]:
         handed_out: deque[_Step] = deque()
@@ -295,40 +289,12 @@ class ElasticLoader(HasEpoch, Generic[Batch]):
             given.check(batch, step.sample_ids)
         return batch.replace(**step.position._asdict(), step=step.step, **step.fields)
 
-    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after the batch handed out last, or after another one.
-
-        The state is the same on all ranks, and can be loaded with any world size, batch size, workers and balance.
-
-        Args:
-            after: the batch trained on last, if something pulls batches ahead of training. None: the one handed out
-                last.
-
-        Raises:
-            RankError: with `balance`, ranks that have asked after as many steps have planned differently.
-        """
-        if self._sampler._plan_check is not None:
-            self._sampler._plan_check.compare()
-        return self._sampler._state(after)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, from the next iteration on, at the position that `state_dict` returned.
-
-        If no samples are left in that epoch, the next iteration is the next epoch.
-
-        Raises:
-            StateError: the state is damaged, of another version, or of a dataset of another length.
-            ConfigError: the rest of the epoch cannot be packed.
-        """
-        self._sampler.load_state_dict(state)
-
-    def begin_after(self, state: Mapping[str, Any]) -> None:
-        """Begin with the epoch after that of a state, which may be of another dataset; see `Loader.begin_after`."""
-        self._sampler.begin_after(state)
-
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return self._sampler.rank_invariants()
+
+    def _samples_of(self, epoch: int) -> EpochSamples:
+        return self._sampler._samples
 
 
 class _GivenLengths:

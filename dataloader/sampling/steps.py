@@ -17,7 +17,7 @@ from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import Order
 from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition, SkippedSamples
+from evenrank.dataloader.state.resume_point import ResumePoint, SkippedSamples
 from evenrank.datasets.order import (
     EpochSchedule,
     MixtureOrder,
@@ -217,10 +217,9 @@ class StepSampler:
         # Also if these are all positions from this one on: the windows that drain pending samples end with them.
         return SkippedSamples(point.positions(np.arange(position, point.frontier)))
 
-    def resume(self, order: SampleOrder, saved: SavedPosition) -> ResumePoint:
-        """Return the point after a position that was saved, maybe by another kind of loader."""
-        position = saved.position
-        return ResumePoint(epoch=saved.epoch, start=position, position=position, pending=saved.skipped.pending)
+    def resume(self, order: SampleOrder, after: ResumePoint, skipped: SkippedSamples, *, seed: int) -> ResumePoint:
+        """Return where to go on, given the point after a saved position, maybe of another kind of loader."""
+        return after
 
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
         """Return further values that must be the same on all ranks, by name."""

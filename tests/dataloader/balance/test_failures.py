@@ -22,7 +22,7 @@ from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from evenrank.dataloader.state.resume_point import _FORMAT
+from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from tests.dataloader.balance.costs import COST, Ints, Lengths, rich_tokens
 from tests.dataloader.resuming import with_changes
 from tests.dataloader.rich_batch import RichBatch, rich_batch
