@@ -26,6 +26,7 @@ from evenrank.dataloader.state.checks import (
     integer,
     vocabulary_entry,
 )
+from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
     HasEpoch,
     Position,
@@ -71,7 +72,7 @@ class EpochSamples:
     """Of a window of time: its begin and its end in milliseconds since 1970, which tell it in other datasets."""
 
 
-class EpochPositions(HasEpoch, ABC):
+class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     """Mixin of what hands out the steps of an order, one epoch per iteration."""
 
     _ids: Mapping[str, IdSummary]
@@ -84,10 +85,6 @@ class EpochPositions(HasEpoch, ABC):
         """Compare plans with the other ranks, and observe steps: the last part of creating it, if it balances."""
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
-
-    @abstractmethod
-    def rank_invariants(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks, and this process's `rank`."""
 
     @abstractmethod
     def _samples_of(self, epoch: int) -> EpochSamples:
