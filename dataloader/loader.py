@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch
@@ -31,6 +30,7 @@ from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import LAST_MS, EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import (
     Mixture,
+    StepSamples,
     StepShape,
     StoredSamples,
     find_samples,
@@ -213,25 +213,25 @@ class Loader(EpochPositions, RankLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         return self._hand_out(self._make_steps())
 
-    def _make_steps(self) -> Iterator[tuple[Batch, Position, int | None, StepMetrics | None]]:
+    def _make_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
         seed, iteration, is_measured = self._current.seed, self._begin_epoch(), self._observe is not None
         epoch, schedule = iteration.point.epoch, iteration.schedule
         opened = self._samples_of(epoch)
 
         @outside_inference_mode()
-        def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
+        def make_batches(steps: range) -> list[tuple[Batch, StepSamples]]:
             sampled = opened.sampler.sample(iteration, steps, is_measured=is_measured)
             made = []
             batches = opened.stored.batches(sampled, seed=seed, epoch=epoch)
             for step, samples, batch in zip(steps, sampled, batches, strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
-                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples.metrics))
+                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples))
             return made
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
-        for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
-            yield batch, Position(batch.epoch, batch.position), batch.plan_hash, metrics
+        for batch, samples in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
+            yield batch, Position(batch.epoch, batch.position), samples
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""

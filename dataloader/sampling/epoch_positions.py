@@ -14,7 +14,7 @@ from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
-from evenrank.dataloader.sampling.steps import Iteration, StepSampler
+from evenrank.dataloader.sampling.steps import Iteration, StepSampler, StepSamples
 from evenrank.dataloader.state.checks import (
     COUNT,
     EPOCH,
@@ -179,19 +179,19 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         samples = self._samples_of(point.epoch)
         return samples.sampler.begin(samples.order, point, seed=self._current.seed)
 
-    def _hand_out(self, steps: Iterable[tuple[Batch, Position, int | None, StepMetrics | None]]) -> Iterator[Batch]:
-        """Yield the batches of steps, given with the position after each, the hash of its plan, and its metrics."""
+    def _hand_out(self, steps: Iterable[tuple[Batch, Position, StepSamples]]) -> Iterator[Batch]:
+        """Yield the batches of steps, given with the position after each, and its samples."""
         batches = self._counted(steps)
         return batches if self._plan_check is None else self._plan_check.telling(batches)
 
-    def _counted(self, steps: Iterable[tuple[Batch, Position, int | None, StepMetrics | None]]) -> Iterator[Batch]:
+    def _counted(self, steps: Iterable[tuple[Batch, Position, StepSamples]]) -> Iterator[Batch]:
         check, observe = self._plan_check, self._observe
         plans = None if check is None else check.begin_epoch(self.epoch, self.remaining_batches())
-        for batch, after, plan_hash, metrics in steps:
-            if plans is not None and plan_hash is not None:
-                plans.add(plan_hash)
-            if observe is not None and metrics is not None:
-                observe(metrics)
+        for batch, after, samples in steps:
+            if plans is not None and "plan_hash" in samples.fields:
+                plans.add(samples.fields["plan_hash"])
+            if observe is not None and samples.metrics is not None:
+                observe(samples.metrics)
             self._current.after_last = after
             yield batch
         if check is not None and plans is not None:
