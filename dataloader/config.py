@@ -14,9 +14,9 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollat
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.checks import SEED, check_option
-from evenrank.datasets.inference_requests import Requests as Requests
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
-from evenrank.datasets.time_windows import TimeWindows as TimeWindows
+from evenrank.datasets.slices import Requests as Requests
+from evenrank.datasets.slices import TimeWindows as TimeWindows
 
 Order = Literal["shuffle", "rows"]
 _MAX_TASKS = 31  # bits of an action, an int32 that is not negative

@@ -18,37 +18,28 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader, Sampler
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
-from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
-from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
-from evenrank.dataloader.collate.gather import SampleLengths
-from evenrank.dataloader.collate.jagged import jagged
+from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
 from evenrank.dataloader.rank_loader import check_rank
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
-from evenrank.dataloader.sampling.steps import StepShape
+from evenrank.dataloader.sampling.steps import GivenLengths, StepSamples, StepShape
 from evenrank.dataloader.state.checks import SEED, check_option
-from evenrank.dataloader.state.resume_point import HasEpoch, Position
+from evenrank.dataloader.state.resume_point import CurrentPosition, Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
 
 Batch = TypeVar("Batch")
 
 _STEPS_AT_ONCE = 8  # planned together, because some of the work is the same for one step and for 8
-_NUM_CANDIDATES = "num_candidates"
 
 
 class ElasticSampler(EpochPositions, Sampler[list[int]]):
@@ -85,7 +76,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
     _balance: BalanceConfig | None
     _planning: Workers
     _handed_out: "deque[_Step] | None"  # of the next iteration, to an ElasticLoader
-    _given: "_GivenLengths | None"
+    _given: "GivenLengths | None"
     _samples: EpochSamples
 
     def __init__(
@@ -116,24 +107,21 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
                     "lengths and balance belong together: pass lengths={...} and balance=BalanceConfig(cost=...), or "
                     "neither, and a Balancer over the DataLoader"
                 )
-            EpochPositions.__init__(self)
             samples = Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
             order = (ShuffledOrder if shuffle else RowOrder)(samples=samples)
             fingerprint = hashlib.sha256(repr(order.fingerprint()).encode()).hexdigest()
             self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
-            self._seed = seed
+            self._current, self._begun = CurrentPosition(seed), {}
             self._loss_key = loss_key
             self._ids, self._key_maps = {}, {}
             self._balance = balance
             # DataLoaders ask for indices on the training thread.
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
             self._handed_out = None
-            self._given = None if lengths is None else _GivenLengths(lengths, num_samples, batch_size, loss_key)
-            self._samples = EpochSamples(order, make_step_sampler(self._given, self._shape, balance), fingerprint)
-            self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
-            self._observe = (
-                None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
-            )
+            self._given = None if lengths is None else GivenLengths(lengths, num_samples, batch_size, loss_key)
+            sampler = make_step_sampler(self._given, self._shape, balance)
+            self._samples = EpochSamples(order=order, sampler=sampler, fingerprint=fingerprint)
+            self._compare_plans(balance, members, rank)
             return self
 
         if lengths is None and balance is None:
@@ -156,7 +144,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             if handed_out is None:
                 self._current.after_last = after
             else:
-                handed_out.append(_Step(after, step, *samples))
+                handed_out.append(_Step(after, step, samples))
             yield samples.sample_ids.tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,7 +152,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         if epoch != self.epoch:
             self._current.start_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the position after the step whose indices were handed out last; see `ElasticLoader.state_dict`."""
         return self._state(None)
 
@@ -180,12 +168,12 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             "world_size": self._shape.world_size,
             "batch_size": self._shape.batch_size,
             "num_samples": self.num_samples,
-            "seed": self._seed,
+            "seed": self._current.seed,
             "drop_last": self._shape.drop_last,
             "fingerprint": self._samples.fingerprint,
             "loss_key": self._loss_key,
             **({} if balance is None else balance.rank_invariants(exchanges=False)),
-            **self._samples.sampler.rank_invariants(self._samples.order, seed=self._seed),
+            **self._samples.sampler.rank_invariants(self._samples.order, seed=self._current.seed),
         }
 
     def _samples_of(self, epoch: int) -> EpochSamples:
@@ -220,12 +208,10 @@ class _Step(NamedTuple):
 
     position: Position  # after it
     step: int
-    sample_ids: NDArray[np.int64]
-    fields: dict[str, Any]  # of the batch
-    metrics: StepMetrics | None
+    samples: StepSamples
 
 
-class ElasticLoader(HasEpoch, Generic[Batch]):
+class ElasticLoader(EpochPositions, Generic[Batch]):
     """The batches of a DataLoader over an ElasticSampler, with the position after each.
 
     JaggedBatches get the fields that a Loader's have: epoch, step and position and, where they are balanced,
@@ -254,21 +240,19 @@ class ElasticLoader(HasEpoch, Generic[Batch]):
         suppress_fx_tracing_warning()  # of batches that workers send
         self._loader = loader
         self._sampler = sampler
-        self._current = sampler._current
-
-    def __len__(self) -> int:
-        """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
-        return len(self._sampler)
-
-    def remaining_batches(self) -> int:
-        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._sampler.remaining_batches()
+        # The positions of the sampler, and none of its own.
+        self._current, self._begun, self._ids, self._key_maps = (
+            sampler._current,
+            sampler._begun,
+            sampler._ids,
+            sampler._key_maps,
+        )
+        self._plan_check, self._observe = sampler._plan_check, sampler._observe
 
     def __iter__(self) -> Iterator[Batch]:
-        check, batches = self._sampler._plan_check, self._sampler._hand_out(self._place_batches())
-        return batches if check is None else check.telling(batches)
+        return self._hand_out(self._place_batches())
 
-    def _place_batches(self) -> Iterator[tuple[Any, Position, int | None, StepMetrics | None]]:
+    def _place_batches(self) -> Iterator[tuple[Any, Position, StepSamples]]:
         handed_out: deque[_Step] = deque()
         self._latest = self._sampler._handed_out = handed_out
         for batch in self._loader:
@@ -279,106 +263,26 @@ class ElasticLoader(HasEpoch, Generic[Batch]):
                 )
             step = handed_out.popleft()
             placed = self._placed(batch, step) if isinstance(batch, JaggedBatch) else batch
-            yield placed, step.position, step.fields.get("plan_hash"), step.metrics
+            yield placed, step.position, step.samples
 
     def _placed(self, batch: Any, step: _Step) -> Any:
-        if batch.num_real != len(step.sample_ids):
+        sample_ids, fields, _ = step.samples
+        if batch.num_real != len(sample_ids):
             raise ConfigError(
-                f"collate_fn made {batch.num_real} rows of {len(step.sample_ids)} samples; make one row of each sample"
+                f"collate_fn made {batch.num_real} rows of {len(sample_ids)} samples; make one row of each sample"
             )
-        if step.fields and batch.loss_key() != self._sampler._loss_key:
+        if fields and batch.loss_key() != self._sampler._loss_key:
             raise ConfigError(
                 f"the batch has loss_key {batch.loss_key()}, its ElasticSampler {self._sampler._loss_key}; pass both "
                 "the same"
             )
         if (given := self._sampler._given) is not None:
-            given.check(batch, step.sample_ids)
-        return batch.replace(**step.position._asdict(), step=step.step, **step.fields)
-
-    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after the batch handed out last, or after another one.
-
-        The state is the same on all ranks, and can be loaded with any world size, batch size, workers and balance.
-
-        Args:
-            after: the batch trained on last, if something pulls batches ahead of training. None: the one handed out
-                last.
-
-        Raises:
-            RankError: with `balance`, ranks that have asked after as many steps have planned differently.
-        """
-        if self._sampler._plan_check is not None:
-            self._sampler._plan_check.compare()
-        return self._sampler._state(after)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, from the next iteration on, at the position that `state_dict` returned.
-
-        If no samples are left in that epoch, the next iteration is the next epoch.
-
-        Raises:
-            StateError: the state is damaged, of another version, or of a dataset of another length.
-            ConfigError: the rest of the epoch cannot be packed.
-        """
-        self._sampler.load_state_dict(state)
-
-    def begin_after(self, state: Mapping[str, Any]) -> None:
-        """Begin with the epoch after that of a state, which may be of another dataset; see `Loader.begin_after`."""
-        self._sampler.begin_after(state)
+            given.check(batch, sample_ids)
+        return batch.replace(**step.position._asdict(), step=step.step, **fields)
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return self._sampler.rank_invariants()
 
-
-class _GivenLengths:
-    """Samples whose lengths a user knows."""
-
-    def __init__(
-        self, lengths: Mapping[str, ArrayLike], num_samples: int, batch_size: int, loss_key: LossKey | None
-    ) -> None:
-        arrays = {name: np.asarray(values) for name, values in lengths.items()}
-        for name, values in arrays.items():
-            if values.shape != (num_samples,) or values.dtype.kind not in "iu":
-                found = f"{values.dtype} of shape {values.shape}"
-                raise ConfigError(f"lengths[{name!r}] must be integers of shape ({num_samples},), got {found}")
-            if values.min(initial=0) < 0:
-                raise ConfigError(f"lengths[{name!r}] must not be negative, got {values.min()}")
-        self._arrays = dict(arrays)
-        zeros = np.zeros(num_samples, dtype=np.int64)
-        self._num_candidates = arrays.pop(_NUM_CANDIDATES, zeros).astype(np.int64)
-        fields = {} if loss_key is None else {loss_key.key: loss_key.field}
-        self._of_keys = {
-            (fields.get(name, jagged().field), name): values.astype(np.int64) for name, values in arrays.items()
-        }
-        specs = tuple(
-            FieldSpec(name=field, keys=(name,), dtype=torch.int64, lengths_dtype=torch.int64)
-            for field, name in self._of_keys
-        )
-        self.schema = BatchSchema(batch_type=JaggedBatch, batch_size=batch_size, fields=specs, loss_key=loss_key)
-
-    def check(self, batch: JaggedBatch, sample_ids: NDArray[np.int64]) -> None:
-        """Raise a ConfigError if these samples have other lengths in their batch."""
-        found: dict[str, Tensor] = {}
-        for field, value in batch.tensors():
-            if isinstance(value, KeyedJaggedTensor):
-                of_keys = zip(value.keys(), value.lengths().view(len(value.keys()), -1), strict=True)
-                found |= {key: each for key, each in of_keys if key not in found or (field, key) in self._of_keys}
-            elif field == _NUM_CANDIDATES and value is not None:
-                found[field] = value
-        for name in self._arrays.keys() & found.keys():
-            given, made = self._arrays[name][sample_ids], found[name][: len(sample_ids)].cpu().numpy()
-            for index in np.flatnonzero(given != made)[:1]:
-                raise ConfigError(
-                    f"sample {sample_ids[index]} has {made[index]} for {name!r} in its batch, but lengths[{name!r}] "
-                    f"says {given[index]}; pass the lengths of what collate_fn makes"
-                )
-
-    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
-        """Return the lengths of samples."""
-        of_keys = {key: values[sample_ids] for key, values in self._of_keys.items()}
-        return SampleLengths(of_keys=of_keys, num_candidates=self._num_candidates[sample_ids])
-
-    def name(self, sample_id: int) -> str:
-        """Return the index of a sample."""
-        return f"sample {sample_id} of the dataset"
+    def _samples_of(self, epoch: int) -> EpochSamples:
+        return self._sampler._samples

@@ -15,36 +15,34 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.batch import Batch
+from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import LoaderConfig, ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
 from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
-from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
+from evenrank.dataloader.sampling.epoch_positions import LAST_MS, EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import (
     Mixture,
+    StepSamples,
     StepShape,
     StoredSamples,
     find_samples,
     make_order,
     remapped_stores,
 )
-from evenrank.dataloader.state.resume_point import LAST_MS, Position, SavedPosition
-from evenrank.dataloader.state.vocabulary import shared_ids
+from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.workers import Workers
-from evenrank.datasets.inference_requests import Requests
 from evenrank.datasets.order import SampleOrder, Samples
+from evenrank.datasets.schema import IdSummary, Manifest
+from evenrank.datasets.slices import Requests, TimeWindows
 from evenrank.datasets.store import SequenceStore, open_store
-from evenrank.datasets.time_windows import TimeWindows
 
 _log = logging.getLogger("evenrank")
 _KEPT_WINDOWS = 4  # the one that is trained, the one before, of which a state can be asked for, and the next
@@ -112,13 +110,12 @@ def build_loader(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OpenedSamples(Generic[Batch]):
+class OpenedSamples(EpochSamples, Generic[Batch]):
     """The samples of an epoch, and how a rank reads them."""
 
     left_out: dict[str, NDArray[np.int64]]
     """Per reason, the rows of all stores that are not samples, ascending."""
     stored: StoredSamples[Batch]
-    of_epoch: EpochSamples
 
 
 class Loader(EpochPositions, RankLoader[Batch]):
@@ -142,7 +139,6 @@ class Loader(EpochPositions, RankLoader[Batch]):
         balance: BalanceConfig | None = None,
         members: Members | None = None,
     ) -> None:
-        EpochPositions.__init__(self)
         RankLoader.__init__(self, config, rank=rank, world_size=world_size, transform=transform, sources=stores)
         if balance is not None and transform is not None:
             raise ConfigError(
@@ -153,15 +149,15 @@ class Loader(EpochPositions, RankLoader[Batch]):
         self._balance = None if balance is None else replace(balance, on_step=None)  # which cannot be pickled
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
         self._stores = stores
-        self._ids = shared_ids({str(store.folder): store.manifest for store in stores})
+        self._ids = _shared_ids({str(store.folder): store.manifest for store in stores})
         self._key_maps = config.key_maps
-        self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
+        self._begun = {}
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
             {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
         )
         self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
-        self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
+        self._compare_plans(balance, members, rank)
 
     def _open(self, stores: Sequence[SequenceStore], window: tuple[int, int] | None = None) -> OpenedSamples[Batch]:
         config = self._config
@@ -177,26 +173,28 @@ class Loader(EpochPositions, RankLoader[Batch]):
             self._rank, self._world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight
         )
         stored = StoredSamples(stores, self._collate, config.batch_size)
-        fingerprint = _fingerprint(stores, samples, self._collate, order)
-        of_epoch = EpochSamples(order, make_step_sampler(stored, shape, self._balance), fingerprint, window)
-        return OpenedSamples(left_out=left_out, stored=stored, of_epoch=of_epoch)
+        return OpenedSamples(
+            order=order,
+            sampler=make_step_sampler(stored, shape, self._balance),
+            fingerprint=_fingerprint(stores, samples, self._collate, order),
+            window=window,
+            left_out=left_out,
+            stored=stored,
+        )
 
-    def _open_epoch(self, epoch: int) -> OpenedSamples[Batch]:
+    def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
         assert self._whole is not None
         return self._whole
-
-    def _samples_of(self, epoch: int) -> EpochSamples:
-        return self._open_epoch(epoch).of_epoch
 
     @property
     def stores(self) -> Sequence[SequenceStore]:
         """The stores of the next iteration's samples, whose rows or slices `sample_ids` number one after the other."""
-        return self._open_epoch(self.epoch).stored.stores
+        return self._samples_of(self.epoch).stored.stores
 
     @property
     def left_out(self) -> dict[str, NDArray[np.int64]]:
         """Per reason, the rows that are not samples: int64, ascending."""
-        return self._open_epoch(self.epoch).left_out
+        return self._samples_of(self.epoch).left_out
 
     @property
     def num_dropped(self) -> int:
@@ -208,33 +206,32 @@ class Loader(EpochPositions, RankLoader[Batch]):
 
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
-        groups = group_by_store(self._open_epoch(epoch).stored.stores, sample_ids)
-        (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._seed, epoch=epoch)
+        groups = group_by_store(self._samples_of(epoch).stored.stores, sample_ids)
+        (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._current.seed, epoch=epoch)
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._hand_out(self._make_steps())
-        return batches if self._plan_check is None else self._plan_check.telling(batches)
+        return self._hand_out(self._make_steps())
 
-    def _make_steps(self) -> Iterator[tuple[Batch, Position, int | None, StepMetrics | None]]:
-        seed, iteration, is_measured = self._seed, self._begin_epoch(), self._observe is not None
+    def _make_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
+        seed, iteration, is_measured = self._current.seed, self._begin_epoch(), self._observe is not None
         epoch, schedule = iteration.point.epoch, iteration.schedule
-        opened = self._open_epoch(epoch)
+        opened = self._samples_of(epoch)
 
         @outside_inference_mode()
-        def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
-            sampled = opened.of_epoch.sampler.sample(iteration, steps, is_measured=is_measured)
+        def make_batches(steps: range) -> list[tuple[Batch, StepSamples]]:
+            sampled = opened.sampler.sample(iteration, steps, is_measured=is_measured)
             made = []
             batches = opened.stored.batches(sampled, seed=seed, epoch=epoch)
             for step, samples, batch in zip(steps, sampled, batches, strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
-                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples.metrics))
+                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples))
             return made
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
-        for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
-            yield batch, Position(batch.epoch, batch.position), batch.plan_hash, metrics
+        for batch, samples in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
+            yield batch, Position(batch.epoch, batch.position), samples
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
@@ -243,36 +240,20 @@ class Loader(EpochPositions, RankLoader[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_observe": None, "_plan_check": None}  # often an open file; a connection
 
-    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after the batch yielded last, or after another one.
-
-        The state is the same on all ranks, and can be loaded with any world size, batch size and number of workers.
-
-        Args:
-            after: the batch trained last, if something pulls batches ahead of training. It was yielded since a state of
-                its epoch was loaded, if one was. None: the batch yielded last.
-
-        Raises:
-            RankError: with `balance`, ranks that have asked after as many steps have planned differently.
-        """
-        if self._plan_check is not None:
-            self._plan_check.compare()
-        return self._state(after)
-
     def get_state(self) -> dict[str, Any]:
         """Return `state_dict()` without comparing plans: some nodes of torchdata ask for it after every batch."""
         return self._state(None)
 
     def _own_invariants(self) -> dict[str, Any]:
-        order, sampler, fingerprint, _ = self._samples_of(0)
+        samples = self._samples_of(0)
         return {
             **self._balance_invariants,
-            **sampler.rank_invariants(order, seed=self._config.seed),
+            **samples.sampler.rank_invariants(samples.order, seed=self._config.seed),
             "datasets": [
                 f"{store.manifest.dataset} {store.split} {store.manifest.content_hash[:12]}" for store in self._stores
             ],
-            "num_samples": order.num_samples,
-            "fingerprint": fingerprint,
+            "num_samples": samples.order.num_samples,
+            "fingerprint": samples.fingerprint,
         }
 
 
@@ -293,7 +274,7 @@ class TimeWindowLoader(Loader[Batch]):
         self._opened_windows: Memo[OpenedSamples[Batch]] = Memo(_KEPT_WINDOWS)
         super().__init__(stores, config, **arguments)
 
-    def _open_epoch(self, epoch: int) -> OpenedSamples[Batch]:
+    def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
         windows, max_targets = self._windows, self._collate.max_num_candidates
         times = min(windows.begin(epoch), LAST_MS), min(windows.begin(epoch + 1), LAST_MS)
         return self._opened_windows.get(epoch, lambda: self._open([windows.cut(epoch, max_targets)], times))
@@ -320,7 +301,7 @@ class TimeWindowLoader(Loader[Batch]):
             StateError: the state is damaged, of no windows, or of a dataset whose vocabulary this one does not extend;
                 or no window of this loader begins then.
         """
-        _, time_ms = SavedPosition.next_epoch(state, self._ids)
+        _, time_ms = self._next_epoch(state)
         self._current.start_epoch(self._windows.index_of(time_ms))
 
     def skip_empty(self) -> None:
@@ -330,6 +311,24 @@ class TimeWindowLoader(Loader[Batch]):
 
     def _own_invariants(self) -> dict[str, Any]:
         return {**super()._own_invariants(), "windows": (self._windows.start_ms, self._windows.count)}
+
+
+def _shared_ids(manifests: Mapping[str, Manifest]) -> Mapping[str, IdSummary]:
+    """Return the ids of datasets that share embedding tables: of each column, those that extend all others.
+
+    Raises:
+        DataError: there are none, so that equal ids mean different values.
+    """
+    shared: dict[str, IdSummary] = {}
+    for name in dict.fromkeys(name for manifest in manifests.values() for name in manifest.ids):
+        given = [manifest.ids[name] for manifest in manifests.values() if name in manifest.ids]
+        widest = [ids for ids in given if all(ids.extends(other.version) for other in given)]
+        if not widest:
+            raise DataError(
+                f"{', '.join(manifests)} number their {name} differently; preprocess one with --vocabulary of the other"
+            )
+        shared[name] = widest[0]
+    return shared
 
 
 def _fingerprint(

@@ -10,15 +10,23 @@ import numpy as np
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
-from evenrank.dataloader.sampling.steps import remapped_stores
-from evenrank.dataloader.state.checks import COUNT, SEED, TEXT, StateFormat, checksum, integer, show
+from evenrank.dataloader.state.checks import (
+    COUNT,
+    SEED,
+    TEXT,
+    VOCABULARY,
+    StateFormat,
+    check_vocabulary,
+    checksum,
+    integer,
+    show,
+    vocabulary_entry,
+)
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint
-from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.datasets.continuous_log import LogEnd, LogSource
 from evenrank.datasets.schema import NUM_TARGETS
 from evenrank.datasets.store import SequenceStore
@@ -66,13 +74,11 @@ class LogLoader(RankLoader[Batch]):
         if config.order != "rows":
             raise ConfigError(f"a log is read in its order; order must be 'rows', got {config.order!r}")
         super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=[source])
-        self._current = CurrentPosition(has_epochs=False)
+        self._current = CurrentPosition(config.seed, has_epochs=False)
         self._source = source
         self._stream = stream
         self._columns: dict[str, str] = {}  # types of the records read last, by name
-        without_rows = self._read(0, 0)
-        self._collate.check(without_rows)
-        remapped_stores([without_rows], self._collate, config.key_maps)
+        self._check_columns(self._read(0, 0))
         self.left_out: Counter[str] = Counter()
         self._end = LogEnd(0, False)
         self._is_iterated = False
@@ -90,19 +96,11 @@ class LogLoader(RankLoader[Batch]):
                 return
             first, end = (position + num_records * rank // ranks for rank in (self._rank, self._rank + 1))
             store = self._read(first, end).remapped(self._config.key_maps)
-            is_sample = np.ones(len(store), dtype=bool)
-            for reason, rows in self._collate.unusable(store).items():
-                self.left_out[reason] += len(rows)
-                is_sample[rows] = False
-            rows = np.flatnonzero(is_sample)
-            after = position + num_records
-            with outside_inference_mode():
-                groups = [StoreRows(store, rows, np.arange(len(rows)))]
-                (batch,) = self._collate(groups, first + rows, batch_size=batch_size, seed=self._seed)
-                batch.epoch, batch.step, batch.position = 0, step, after
-                # Each rank numbers the records alone, and all should have the same mark.
-                batch.plan_hash = int(checksum(self._source.mark(after)), 16) >> 1
-                batch = self._finish(batch, self._seed, after, self._rank)
+            rows = np.flatnonzero(self._find_samples(store, self.left_out))
+            after, groups = position + num_records, [StoreRows(store, rows, np.arange(len(rows)))]
+            # Each rank numbers the records alone, and all should have the same mark.
+            of_step = {"step": step, "position": after, "plan_hash": int(checksum(self._source.mark(after)), 16) >> 1}
+            batch = self._make_batch(groups, first + rows, self._current.seed, after, self._rank, epoch=0, **of_step)
             position, step = after, step + 1
             self._current.after_last = Position(0, after)
             yield batch
@@ -145,11 +143,11 @@ class LogLoader(RankLoader[Batch]):
 
         It can be loaded with any world size and batch size.
         """
-        position = self._current.after_last.position if after is None else after.position
+        position = self._current.after(after).position
         return FORMAT.make(
             epoch=0,
             position=position,
-            seed=self._seed,
+            seed=self._current.seed,
             mark=self._source.mark(position),
             vocabulary=vocabulary_entry(self._source.manifest.ids),
             dist_type=dist_type(self._config.key_maps),
@@ -167,7 +165,7 @@ class LogLoader(RankLoader[Batch]):
         check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the log's state")
         self._source.resume(state["position"], state["mark"])
         self._current.move_to(ResumePoint(position=state["position"]))
-        self._seed, self._end, self._is_iterated = state["seed"], LogEnd(state["position"], False), False
+        self._current.seed, self._end, self._is_iterated = state["seed"], LogEnd(state["position"], False), False
 
     def _own_invariants(self) -> dict[str, Any]:
         return {**shared_settings(self._stream), "log": self._source.manifest.content_hash}

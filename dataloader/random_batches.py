@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from evenrank.core.errors import StateError
 from evenrank.core.settings import check_at_least, check_record, check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, make_rng
-from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
 from evenrank.dataloader.state.resume_point import Position, ResumePoint
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
@@ -151,9 +149,7 @@ class RandomBatches(RankLoader[Batch]):
         self._data = RandomData() if data is None else data
         self._num_batches = num_batches
         self._num_distinct = num_distinct
-        store = self._draw(np.random.default_rng(0), 0)
-        self._collate.check(store)
-        remapped_stores([store], self._collate, config.key_maps)
+        self._check_columns(self._draw(np.random.default_rng(0), 0))
         self._cycle = [self._make(step) for step in range(min(num_distinct or 0, num_batches))]
 
     def __len__(self) -> int:
@@ -184,8 +180,7 @@ class RandomBatches(RankLoader[Batch]):
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch yielded last, or after another one; the same on all ranks."""
-        epoch, position = self._current.after_last if after is None else (after.epoch, after.position)
-        return _FORMAT.make(epoch=epoch, position=position, fingerprint=self._fingerprint)
+        return _FORMAT.make(**self._current.after(after)._asdict(), fingerprint=self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -221,7 +216,6 @@ class RandomBatches(RankLoader[Batch]):
         decisive = {"rank": None, **settings, "filters": self._collate.filters()}
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
-    @outside_inference_mode()
     def _make(self, step: int) -> Batch:
         batch_size = num_samples = self._config.batch_size
         rng = make_rng(self._config.seed, self._rank, step)
@@ -230,9 +224,7 @@ class RandomBatches(RankLoader[Batch]):
         rows = np.arange(num_samples)
         sample_ids = (step * self._world_size + self._rank) * batch_size + rows
         store = self._draw(rng, num_samples).remapped(self._config.key_maps)
-        groups = [StoreRows(store, rows, rows)]
-        (batch,) = self._collate(groups, sample_ids, batch_size=batch_size, seed=self._config.seed)
-        return batch.pin_memory() if self._config.pin_memory else batch
+        return self._make_batch([StoreRows(store, rows, rows)], sample_ids, self._config.seed, epoch=0)
 
     def _draw(self, rng: np.random.Generator, num_samples: int) -> SequenceStore:
         min_length = getattr(self._config, "max_num_candidates", 1)

@@ -2,19 +2,25 @@
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Generic
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
+from evenrank.dataloader.batches.tensors import outside_inference_mode
+from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.negatives import NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
 from evenrank.dataloader.state.resume_point import CurrentPosition, HasEpoch
+from evenrank.datasets.store import SequenceStore
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory", "poll_seconds"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
@@ -44,8 +50,7 @@ class RankLoader(HasEpoch, EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._rank = rank
         self._world_size = world_size
         self._transform = transform
-        self._seed = config.seed  # or that of a loaded state
-        self._current = CurrentPosition()
+        self._current = CurrentPosition(config.seed)
 
     @abstractmethod
     def _own_invariants(self) -> dict[str, Any]:
@@ -53,7 +58,7 @@ class RankLoader(HasEpoch, EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
-        return {**self._invariants, "seed": self._seed}
+        return {**self._invariants, "seed": self._current.seed}
 
     @cached_property  # because a Balancer compares invariants in every step
     def _invariants(self) -> dict[str, Any]:
@@ -64,6 +69,30 @@ class RankLoader(HasEpoch, EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             "transform": _name_of(self._transform),
             **self._own_invariants(),
         }
+
+    def _check_columns(self, store: SequenceStore) -> None:
+        """Raise a ConfigError unless the settings fit the columns of a store, whose rows are read later."""
+        self._collate.check(store)
+        remapped_stores([store], self._collate, self._config.key_maps)
+
+    def _find_samples(self, store: SequenceStore, left_out: Counter[str]) -> NDArray[np.bool_]:
+        """Return whether each row of a store is a sample, bool [rows], and count the others, per reason."""
+        is_sample = np.ones(len(store), dtype=bool)
+        for reason, rows in self._collate.unusable(store).items():
+            left_out[reason] += len(rows)
+            is_sample[rows] = False
+        return is_sample
+
+    @outside_inference_mode()
+    def _make_batch(
+        self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], seed: int, *counters: int, **fields: Any
+    ) -> Batch:
+        """Make a batch with these fields, and `_finish` it."""
+        shape = {"batch_size": self._config.batch_size, "seed": seed}
+        (batch,) = self._collate(groups, sample_ids, **shape, epoch=fields["epoch"])
+        for name, value in fields.items():
+            setattr(batch, name, value)
+        return self._finish(batch, seed, *counters)
 
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
         """Transform a batch with a generator for seed, epoch and `counters`, and pin it."""

@@ -19,16 +19,23 @@ import numpy as np
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.log_loader import LogLoader
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
-from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state import checks
-from evenrank.dataloader.state.checks import COUNT, check_intact, check_value, checksum, integer, show
+from evenrank.dataloader.state.checks import (
+    COUNT,
+    VOCABULARY,
+    check_intact,
+    check_value,
+    check_vocabulary,
+    checksum,
+    integer,
+    show,
+    vocabulary_entry,
+)
 from evenrank.dataloader.state.resume_point import Position, ResumePoint, Snapshots
-from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.dataloader.stream_shuffle import ShardPosition, ShardReader, Window, take_batches
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.continuous_log import LogSource, open_log
@@ -148,15 +155,13 @@ class StreamLoader(RankLoader[Batch]):
         super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=[source])
         self._source = source
         self._stream = stream
-        without_rows = source.read(0, 0)
-        self._collate.check(without_rows)
-        remapped_stores([without_rows], self._collate, config.key_maps)
+        self._check_columns(source.read(0, 0))
         self._shards = cut_shards(source.num_rows, stream)
         self.left_out: Counter[str] = Counter()
         self._snapshots: Snapshots[ShardPositions] = Snapshots(_KEPT_STEPS)  # by position in steps
 
     def __iter__(self) -> Iterator[Batch]:
-        point, seed = self._current.begin(), self._seed
+        point, seed = self._current.begin(), self._current.seed
         epoch, position = begin = Position(point.epoch, point.position)
         shards = self._shards_of(self._rank, epoch, seed)
         of_all = self._shard_positions(begin)
@@ -175,10 +180,8 @@ class StreamLoader(RankLoader[Batch]):
                 if self._config.drop_last and len(sample_ids) < batch_size:
                     return
                 after = Position(epoch, position + step + 1)
-                with outside_inference_mode():
-                    (batch,) = self._collate(groups, sample_ids, batch_size=batch_size, seed=seed, epoch=epoch)
-                    batch.epoch, batch.step, batch.position = epoch, step, after.position
-                    batch = self._finish(batch, seed, after.position, self._rank)
+                of_step: dict[str, Any] = {"step": step, **after._asdict()}
+                batch = self._make_batch(groups, sample_ids, seed, after.position, self._rank, **of_step)
                 self._snapshots.add(after, dict(shard_positions))
                 self._current.after_last = after
                 yield batch
@@ -198,11 +201,7 @@ class StreamLoader(RankLoader[Batch]):
         """Read a window and leave out the rows that are not samples."""
         first, order = shard.window(window_position, seed=seed, epoch=epoch)
         store = self._source.read(first, first + len(order)).remapped(self._config.key_maps)
-        is_sample = np.ones(len(store), dtype=bool)
-        for reason, rows in self._collate.unusable(store).items():
-            self.left_out[reason] += len(rows)
-            is_sample[rows] = False
-        return Window(store, first, order[is_sample[order]])
+        return Window(store, first, order[self._find_samples(store, self.left_out)[order]])
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the positions in this rank's shards after the batch yielded last, or after another one.
@@ -213,11 +212,11 @@ class StreamLoader(RankLoader[Batch]):
         Raises:
             StateError: the batch was yielded too long ago.
         """
-        position = self._current.after_last if after is None else Position(after.epoch, after.position)
+        position = self._current.after(after)
         places = self._shard_positions(position)
         return FORMAT.make(
             **position._asdict(),
-            seed=self._seed,
+            seed=self._current.seed,
             num_shards=len(self._shards),
             fingerprint=self._fingerprint,
             vocabulary=vocabulary_entry(self._source.manifest.ids),
@@ -253,7 +252,7 @@ class StreamLoader(RankLoader[Batch]):
         own = {shard.index for shard in self._shards_of(self._rank, epoch, seed)}
         if set(shard_positions) != own:  # else it is this rank's own state, of the same number of ranks
             _check_complete(shard_positions, len(self._shards))
-        self._seed = seed
+        self._current.seed = seed
         self._snapshots.entries.clear()
         self._snapshots.add(Position(epoch, state["position"]), shard_positions)
         point = ResumePoint(epoch=epoch, position=state["position"])
@@ -272,8 +271,8 @@ class StreamLoader(RankLoader[Batch]):
         min_samples = self._config.batch_size if self._config.drop_last else 1
 
         def rows_left(rank: int) -> int:
-            shards = self._shards_of(rank, epoch, self._seed)
-            return sum(s.rows_left(*shard_positions[s.index], seed=self._seed, epoch=epoch) for s in shards)
+            shards = self._shards_of(rank, epoch, self._current.seed)
+            return sum(s.rows_left(*shard_positions[s.index], seed=self._current.seed, epoch=epoch) for s in shards)
 
         return all(rows_left(rank) < min_samples for rank in range(self._world_size))
 

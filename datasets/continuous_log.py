@@ -30,11 +30,19 @@ from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets import schema
 from evenrank.datasets.foreign import ListReader
-from evenrank.datasets.remote import latest_version
-from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, MANIFEST_NAME, USER_ID, IdSummary, Manifest
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    MANIFEST_NAME,
+    USER_ID,
+    IdSummary,
+    Manifest,
+    latest_version,
+)
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import join_blocks, overlaps
-from evenrank.datasets.unpack import RowBlock, wrap_parquet_errors
+from evenrank.datasets.unpack import RowBlock, check_columns, wrap_parquet_errors
 
 END_NAME = "_END"
 """Name of the file after which no file is added to a folder."""
@@ -114,7 +122,7 @@ def describe_log(
 
 def rows_of_table(table: pa.Table, manifest: Manifest, place: str) -> SequenceStore:
     """Return the rows of an Arrow table with the columns of a manifest, checked; messages name their `place`."""
-    return join_blocks([_checked_rows(table, manifest, place, 0)], manifest, "log")
+    return join_blocks([_checked_rows(table, manifest, place, 0)], manifest, "log", place)
 
 
 def _columns(manifest: Manifest) -> list[str]:
@@ -124,10 +132,8 @@ def _columns(manifest: Manifest) -> list[str]:
 def _checked_rows(table: pa.Table, manifest: Manifest, place: str, first_row: int) -> RowBlock:
     sizes = {name: size for name, size in manifest.vocabulary_sizes.items() if size}
     required, names = {*sizes, *manifest.contextual, *manifest.extra_events}, _columns(manifest)
-    counts = {name: table.column_names.count(name) for name in names}
-    if wrong := [name for name, count in counts.items() if count > 1 or (not count and name in required)]:
-        raise DataError(f"{place} has {counts[wrong[0]]} columns {wrong[0]!r}; write one, as the log's manifest says")
-    columns = {name: name for name, count in counts.items() if count}
+    columns = {name: name for name in names if name in required or name in table.column_names}
+    check_columns(columns, table.column_names, place, "write one, as the log's manifest says")
     block = ListReader(columns=columns, row_numbers=repeat(0)).rows(table, manifest, place, first_row)
     if (num_targets := block.row_columns.get(schema.NUM_TARGETS)) is not None:
         for row in np.flatnonzero(num_targets > block.lengths)[:1]:
@@ -224,9 +230,7 @@ class FolderLog:
                 self._group_rows = index, self._unchanged(self._names[index], self._digests[index])
             for group, group_first, group_end in overlaps(self._group_rows[1], max(first - begin, 0), end - begin):
                 blocks.append(self._read_group(index, group).rows(group_first, group_end))
-        if len({schema.NUM_TARGETS in block.row_columns for block in blocks}) > 1:
-            raise DataError(f"some of the files of {self._root} have {schema.NUM_TARGETS}; write it to all or to none")
-        return join_blocks(blocks, self.manifest, "log")
+        return join_blocks(blocks, self.manifest, "log", f"{self._root}")
 
     def mark(self, position: int) -> str:
         """Return the file of the last record before a position, and the names of some files before it."""

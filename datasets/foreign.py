@@ -32,7 +32,15 @@ from evenrank.datasets.schema import (
     Manifest,
     Split,
 )
-from evenrank.datasets.unpack import YEAR_MS, RowBlock, check_times, find_or_build, read_blocks, wrap_parquet_errors
+from evenrank.datasets.unpack import (
+    YEAR_MS,
+    RowBlock,
+    check_columns,
+    check_times,
+    find_or_build,
+    read_blocks,
+    wrap_parquet_errors,
+)
 
 _LAYOUT = "v2"  # version of the manifests in the cache, part of the entry's name
 
@@ -147,9 +155,7 @@ def _describe(folder: Path, names: list[str], split: str, reader: ListReader) ->
         sha256 = schema.sha256_of(path)
         with wrap_parquet_errors(str(path)), pq.ParquetFile(path) as file:
             present = file.schema_arrow
-            if wrong := [column for column in columns.values() if present.names.count(column) != 1]:
-                number = present.names.count(wrong[0])
-                raise DataError(f"{path} has {number} columns {wrong[0]!r}; known: {', '.join(present.names)}")
+            check_columns(columns.values(), present.names, path, f"known: {', '.join(present.names)}")
             files.append(schema.DataFile(path=name, rows=file.metadata.num_rows, sha256=sha256))
             types = {name: present.field(column).type for name, column in columns.items()}
     extra = {name: type_ for name, type_ in types.items() if name not in (USER_ID, *EVENT_DTYPES)}

@@ -4,6 +4,9 @@
     OUT/train/part-00000.parquet ...      one row per user
     OUT/eval/part-00000.parquet ...
 
+At a URL, these are in a folder OUT/VERSION, and OUT/manifest.json, that of the latest version, is written last: an
+upload replaces no file that somebody reads. A folder that was copied to a URL as it is can be read too.
+
 Columns of a row: `user_id` int64; each contextual feature, int64 (0 = missing, then 1..n by sorted value), list<int64>
 (any number of 1..n) or float32 (0 = missing); `item_id` list<int64>, `action` list<int32> and `timestamp_ms`
 list<int64>, all of the same length and in time order; further lists that a dataset adds, of int32, int64 or float32;
@@ -11,6 +14,7 @@ list<int64>, all of the same length and in time order; further lists that a data
 their user: the raw id if it is an integer, else the hash of its text.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -291,6 +295,25 @@ def manifest_bytes(dataset: Path | Remote) -> bytes:
         return path.read()
     with open_regular(path) as file:
         return file.read()
+
+
+def version_name(manifest: bytes) -> str:
+    """Return the name of the folder of a version, by the content of its manifest."""
+    return hashlib.sha256(manifest).hexdigest()[:16]
+
+
+def latest_version(dataset: Path | Remote) -> tuple[bytes, Path | Remote]:
+    """Return the content of the manifest of a dataset, and the folder of the files that it lists."""
+    text = manifest_bytes(dataset)
+    while isinstance(dataset, Remote):
+        folder = dataset / version_name(text)
+        with contextlib.suppress(DataError):  # permission to read a bucket does not always include asking what is there
+            if (folder / MANIFEST_NAME).is_file():
+                return text, folder
+        if (latest := manifest_bytes(dataset)) == text:
+            break
+        text = latest  # the dataset was replaced, and the version removed, in between
+    return text, dataset
 
 
 def parse_manifest(content: bytes, path: str) -> Manifest:

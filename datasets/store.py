@@ -19,11 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.files import open_lock_file
+from evenrank.core.files import open_lock_file, write_text
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.foreign import ListReader, describe_folder
-from evenrank.datasets.remote import latest_version, local_folder
-from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, NUM_TARGETS, Manifest, parse_manifest, read_manifest
+from evenrank.datasets.schema import (
+    ITEM_ID,
+    MANIFEST_NAME,
+    NUM_TARGETS,
+    Manifest,
+    latest_version,
+    parse_manifest,
+    read_manifest,
+)
 from evenrank.datasets.unpack import (
     EVENTS,
     OFFSETS,
@@ -256,7 +263,9 @@ def open_store(
         raise ConfigError(f"columns are for a folder of Parquet files, not for {dataset}; copy its files to a folder")
     manifest, source = latest_version(dataset)
     parse_manifest(manifest, f"{dataset / MANIFEST_NAME}").split(split, dataset)
-    folder = local_folder(manifest)
+    # In the user's cache: the manifest, and soon the unpacked columns.
+    name = f"{hashlib.sha256(manifest).hexdigest()}-dataset"
+    folder = find_or_build(None, name, lambda entry: write_text(entry / MANIFEST_NAME, manifest.decode()))
     try:
         return _open(folder, split, None, source)
     except _DamagedEntryError:

@@ -30,8 +30,16 @@ from evenrank.core.files import check_regular
 from evenrank.core.settings import check_at_least, check_record
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.order import derive_seed, permute
-from evenrank.datasets.remote import latest_version
-from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFile, Manifest, parse_manifest
+from evenrank.datasets.schema import (
+    ITEM_ID,
+    MANIFEST_NAME,
+    NUM_TARGETS,
+    REMEDY,
+    DataFile,
+    Manifest,
+    latest_version,
+    parse_manifest,
+)
 from evenrank.datasets.store import MultiValued, SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
@@ -143,9 +151,7 @@ class StreamSource:
             blocks += self._read_blocks(files[index], file_first, file_end)
         if sum(len(block.lengths) for block in blocks) != end - first:
             raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
-        if len({NUM_TARGETS in block.row_columns for block in blocks}) > 1:
-            raise DataError(f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
-        return join_blocks(blocks, self.manifest, self.split)
+        return join_blocks(blocks, self.manifest, self.split, self.root)
 
     def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
         """Yield rows first..end-1 of a file, one row group at a time."""
@@ -180,8 +186,10 @@ class StreamSource:
                 self.versions[path] = version
 
 
-def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str) -> SequenceStore:
-    """Return the rows of blocks as a store in memory."""
+def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, place: str) -> SequenceStore:
+    """Return the rows of blocks as a store in memory; a DataError, about `place`, if only some have `num_targets`."""
+    if len({NUM_TARGETS in block.row_columns for block in blocks}) > 1:
+        raise DataError(f"{place}: some files have a column {NUM_TARGETS!r} and some not; write it to all or to none")
 
     def column(name: str, dtype: str) -> NDArray[Any]:
         return np.concatenate([np.empty(0, dtype), *(block.row_columns[name] for block in blocks)])

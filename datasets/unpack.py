@@ -22,7 +22,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -277,6 +277,13 @@ def wrap_parquet_errors(path: str) -> Iterator[None]:
         raise DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {REMEDY}") from error
 
 
+def check_columns(names: Iterable[str], present: Sequence[str], place: object, remedy: str) -> None:
+    """Raise a DataError about the first of these columns that a file or table does not have, or has more than once."""
+    for name in names:
+        if (number := present.count(name)) != 1:
+            raise DataError(f"{place} has {number} columns {name!r}; {remedy}")
+
+
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
     """Read a row group; check types, lengths and ranges of its columns, and that no value is null or not finite."""
     event_dtypes, row_dtypes = manifest.event_dtypes, manifest.row_columns
@@ -284,10 +291,8 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     if NUM_TARGETS in present:
         row_dtypes[NUM_TARGETS] = "int32"
     names = [*row_dtypes, *event_dtypes, LENGTH]
-    if wrong := [name for name in names if present.count(name) != 1]:
-        fault = "lacks the column" if wrong[0] not in present else "has more than one column"
-        raise DataError(f"{path} {fault} {wrong[0]!r}; {REMEDY}")
-    table = file.read_row_group(group, columns=names).combine_chunks()
+    check_columns(names, present, path, REMEDY)
+    table = file.read_row_group(group, columns=names)
     columns = {name: table.column(name).combine_chunks() for name in names}
     lengths = flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
     _check_range(lengths, 0, None, LENGTH, path)

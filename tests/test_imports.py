@@ -23,7 +23,6 @@ ALLOWED = {
     "preprocess": (
         "evenrank.core",
         "evenrank.datasets.schema",
-        "evenrank.datasets.remote",
         "evenrank.datasets.event_statistics",
         "evenrank.datasets.distributions",
     ),

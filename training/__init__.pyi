@@ -1,8 +1,6 @@
-from .error_metrics import ClassificationMetrics, RegressionMetrics
 from .finite import FiniteCheck
-from .loss import LossAverage, accumulate, label_bits, scale_loss
-from .metrics import BinaryAUC, RankingMetrics
-from .negatives import in_batch_mask
+from .loss import LossAverage, accumulate, in_batch_mask, label_bits, scale_loss
+from .metrics import BinaryAUC, ClassificationMetrics, RankingMetrics, RegressionMetrics
 from .performance import (
     AttentionTracker,
     DevicePeaks,

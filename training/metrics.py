@@ -7,21 +7,69 @@ ranks wait for one without samples.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.hashing import mix64
 from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
-from evenrank.training.mean_metrics import MeanMetrics, check_weights, weights_of
+
+_EXPONENTS = 2048  # the last is that of infinity, with a mantissa of 0, and NaN
+_HALF = 26  # bits of a mantissa
+
+
+class MeanMetrics:
+    """Weighted means of terms of each sample; rounded are only a term times its weight, and the mean.
+
+    A float64 of at least 0 is (2^52 + mantissa) 2^(exponent - 1075). For each exponent, numbers are counted, and the
+    upper and the lower halves of their mantissas added up, in int64: 48 KiB per metric, which are exact for 2^37
+    numbers of any size. `settings` are compared between ranks.
+    """
+
+    def __init__(self, names: list[str], settings: dict[str, Any], group: Group | None, device: torch.device | str):
+        self._names, self._device, self._group = names, torch.device(device), process_group_of(group)
+        self._settings = {"metric": type(self).__name__, **settings, "device": self._device.type}
+        self._first_bins = _EXPONENTS * torch.arange(len(names) + 1, device=self._device)  # the last are of weights
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._bins = torch.zeros(3, _EXPONENTS * len(self._first_bins), dtype=torch.int64, device=self._device)
+
+    @torch.no_grad()
+    def add_terms(self, terms: Tensor, weights: Tensor | None = None) -> None:
+        """Add samples by their terms, float64 [n, metrics], at least 0, as `update` does."""
+        terms = torch.cat([terms, torch.ones_like(terms[:, :1])], dim=1)
+        bits = (terms * _weights_of(len(terms), weights, self._device)[:, None]).view(torch.int64)
+        bins = (bits >> 2 * _HALF) % _EXPONENTS + self._first_bins  # without the sign, which NaN may have
+        parts = torch.stack([torch.ones_like(bits), (bits >> _HALF) % (1 << _HALF), bits % (1 << _HALF)])
+        self._bins.index_add_(1, bins.flatten(), parts.flatten(1))
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics over all ranks, by name; NaN without samples, or with a score that is NaN.
+
+        Collective: every rank must call this, also without samples.
+
+        Raises:
+            RankError: ranks have different metrics, arguments or kinds of devices, or one has a weight below 0.
+        """
+        own = [_join(*of_column) for of_column in self._bins.view(3, -1, _EXPONENTS).transpose(0, 1).tolist()]
+        of_ranks = gather_checked(self._settings, own, self._group)
+        _check_weights(weight for *_, weight in of_ranks)
+        *sums, weight = map(sum, zip(*of_ranks, strict=True))
+        means = [float(total / weight) if weight else math.nan for total in sums]
+        return dict(zip(self._names, means, strict=True))
 
 
 class BinaryAUC:
@@ -62,14 +110,14 @@ class BinaryAUC:
         Both are [n, num_tasks], of any dtype. `weights` are [n], at least 0; None: 1. A pair counts as the product.
         `groups` are [n], integers: the user of each sample, for `compute_grouped`; None: all are in group 0.
         """
-        check_scores(scores, targets, self._num_tasks)
+        _check_scores(scores, targets, self._num_tasks)
         if groups is not None and (groups.shape != scores.shape[:1] or groups.is_floating_point()):
             raise ConfigError(f"groups must be integers [{len(scores)}], got {groups.dtype} {list(groups.shape)}")
         # Copies, because callers may write the next batch's scores to the same buffer.
         values = scores.detach().to(self._device, torch.float32)
         self._scores.append(values.masked_fill(targets.isnan().to(self._device), math.nan))
         self._is_positive.append((targets > 0).to(self._device))
-        self._weights.append(weights_of(len(scores), weights, self._device))
+        self._weights.append(_weights_of(len(scores), weights, self._device))
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device).expand(len(scores))  # which take no memory
         self._groups.append(zeros if groups is None else groups.to(self._device, torch.int64, copy=True))
 
@@ -86,7 +134,7 @@ class BinaryAUC:
         self._scores, self._is_positive = [scores], [is_positive]
         own = (weights.is_floating_point(), is_positive.sum(dim=0).tolist(), weights.sum().item())
         of_ranks = gather_checked(self._settings, own, self._group)
-        check_weights(total for *_, total in of_ranks)
+        _check_weights(total for *_, total in of_ranks)
         is_weighted = any(rank_is_weighted for rank_is_weighted, *_ in of_ranks)
         weights = weights.double() if is_weighted else weights
         masks = is_positive.unbind(1)
@@ -125,7 +173,7 @@ class BinaryAUC:
         owners = (mix64(parts[-1].cpu().numpy().view(np.uint64)) % np.uint64(num_ranks)).astype(np.int64)
         sent = np.bincount(owners, minlength=num_ranks).tolist()
         of_ranks = gather_checked(self._settings, (sent, parts[0].sum().item()), self._group)
-        check_weights(total for _, total in of_ranks)
+        _check_weights(total for _, total in of_ranks)
         received = [sizes[rank] for sizes, _ in of_ranks]
         order = torch.from_numpy(owners.argsort()).to(self._device)
         for index, part in enumerate(parts if self._group is not None else ()):
@@ -183,7 +231,84 @@ class RankingMetrics(MeanMetrics):
         self.add_terms(self._terms_of_place[places], weights)
 
 
-def check_scores(scores: Tensor, targets: Tensor, num_tasks: int) -> None:
+class _ErrorMetrics(MeanMetrics):
+    _terms: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]]  # from scores and targets, float64 [n, num_tasks]
+
+    def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
+        check_at_least(1, num_tasks=num_tasks)
+        self._suffixes = [""] if num_tasks == 1 else [f"_{task}" for task in range(num_tasks)]
+        names = [name + suffix for name in self._terms for suffix in self._suffixes]
+        super().__init__(names, {"num_tasks": num_tasks}, group, device)
+
+    def update(self, scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
+        """Add samples of this rank: scores and targets [n, num_tasks], of any dtype, and weights as of `BinaryAUC`."""
+        _check_scores(scores, targets, len(self._suffixes))
+        scores, targets = (values.detach().to(self._device, torch.float64) for values in (scores, targets))
+        scores = scores.masked_fill(targets.isnan(), math.nan)
+        self.add_terms(torch.cat([term(scores, targets) for term in self._terms.values()], dim=1), weights)
+
+
+class ClassificationMetrics(_ErrorMetrics):
+    """`accuracy`, `log_loss`, `base_rate` and `normalized_entropy`; of several tasks `accuracy_0`, `accuracy_1`, ...
+
+    Logits above 0 predict a positive; targets above 0 are positive. The normalized entropy (He et al., "Practical
+    Lessons from Predicting Clicks on Ads at Facebook", 2014) is the log loss over that of predicting the base rate, the
+    share of positives; NaN with one class only. Bits are equal however samples are distributed, also with weights;
+    those of log losses on processors of one kind. Arguments are those of `BinaryAUC`.
+    """
+
+    _terms: ClassVar = {
+        "accuracy": lambda logits, targets: ((logits > 0) == (targets > 0)).double().where(~logits.isnan(), math.nan),
+        # Not softplus, which rounds the last samples of a call differently on CPUs.
+        "log_loss": lambda logits, targets: -logsigmoid(logits.where(targets > 0, -logits)),
+        "base_rate": lambda _, targets: (targets > 0).double(),
+    }
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics, by name; see `RegressionMetrics.compute`."""
+        metrics = super().compute()
+        for suffix in self._suffixes:
+            p = metrics[f"base_rate{suffix}"]
+            entropy = -p * math.log(p) - (1 - p) * math.log1p(-p) if 0 < p < 1 else math.nan
+            metrics[f"normalized_entropy{suffix}"] = metrics[f"log_loss{suffix}"] / entropy
+        return metrics
+
+
+class RegressionMetrics(_ErrorMetrics):
+    """`mse` and `mae`: means of squared and absolute errors. For all else see `ClassificationMetrics`."""
+
+    _terms: ClassVar = {
+        "mse": lambda scores, targets: (scores - targets).square(),
+        "mae": lambda scores, targets: (scores - targets).abs(),
+    }
+
+
+def _join(counts: list[int], upper: list[int], lower: list[int]) -> Fraction | float:
+    """Return the sum of a column."""
+    if counts[-1]:
+        return math.nan if upper[-1] or lower[-1] else math.inf
+    mantissas = [(n << 2 * _HALF) + (high << _HALF) + low for n, high, low in zip(counts, upper, lower, strict=True)]
+    mantissas[0] -= counts[0] << 2 * _HALF  # subnormal numbers are mantissa 2^-1074
+    return Fraction(sum(of_one << max(exponent - 1, 0) for exponent, of_one in enumerate(mantissas)), 1 << 1074)
+
+
+def _weights_of(num_samples: int, weights: Tensor | None, device: torch.device) -> Tensor:
+    """Return a copy of weights [n] in float64, NaN for those below 0; without any, ones in int64, without memory."""
+    if weights is None:
+        return torch.ones(1, dtype=torch.int64, device=device).expand(num_samples)
+    if weights.shape != (num_samples,):
+        raise ConfigError(f"weights must be [{num_samples}], one per sample, got {list(weights.shape)}")
+    weights = weights.detach().to(device, torch.float64)
+    return weights.where(weights >= 0, math.nan)  # without a synchronization; see `_check_weights`
+
+
+def _check_weights(totals: Iterable[float | Fraction]) -> None:
+    """Raise a RankError, on every rank, unless the sum of each rank's weights is a number."""
+    if wrong := [rank for rank, total in enumerate(totals) if isinstance(total, float) and not math.isfinite(total)]:
+        raise RankError(f"rank {wrong[0]} has weights below 0, infinite or NaN; pass finite ones of at least 0")
+
+
+def _check_scores(scores: Tensor, targets: Tensor, num_tasks: int) -> None:
     """Raise a ConfigError unless both are [n, num_tasks]."""
     if scores.shape != targets.shape or scores.shape[1:] != (num_tasks,):
         raise ConfigError(

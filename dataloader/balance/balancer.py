@@ -37,7 +37,7 @@ from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain, start_together
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
 from evenrank.dataloader.state.node import EpochNode
 from evenrank.dataloader.state.resume_point import Position, warn_of_rest
 

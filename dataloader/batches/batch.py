@@ -13,7 +13,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -24,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+from evenrank.dataloader.batches.tensors import clone, drop_last, select_rows
 
 Batch = TypeVar("Batch", bound="JaggedBatch")
 
@@ -224,7 +223,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 
     def clone(self) -> Self:
         """Return a batch whose tensors share no memory with those of this one."""
-        return self._map(_clone)
+        return self._map(clone)
 
     def pin_memory(self) -> Self:
         """Return the batch in pinned memory, including the tensors inside KeyedJaggedTensors."""
@@ -238,31 +237,6 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         return self.replace(**{name: function(value) for name, value in self.tensors() if value is not None})
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _clone_tensor(value)
-    if not isinstance(value, KeyedJaggedTensor) or value.variable_stride_per_key():
-        return value  # the schema refuses it
-    weights = value.weights_or_none()
-    return KeyedJaggedTensor(
-        keys=list(value.keys()),
-        values=_clone_tensor(value.values()),
-        weights=None if weights is None else _clone_tensor(weights),
-        lengths=_clone_tensor(value.lengths()),
-        stride=value.stride(),
-        length_per_key=value.length_per_key_or_none(),
-        offset_per_key=value.offset_per_key_or_none(),
-    )
-
-
-def _clone_tensor(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.numel() or not tensor.is_contiguous():
-        return tensor.clone()
-    # One memcpy. `clone` distributes it over threads, which takes several times as long while all cores are busy.
-    flat = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy().copy())
-    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -360,66 +334,6 @@ class SemanticIdBatch(JaggedBatch):
             max_lengths=shorten(self.max_lengths),
             length_limits=shorten(self.length_limits),
         )
-
-
-def keyed_jagged_tensor(
-    keys: Sequence[str],
-    values: Tensor,
-    lengths: NDArray[np.integer] | Tensor,
-    length_per_key: list[int] | None = None,
-    *,
-    weights: Tensor | None = None,
-) -> KeyedJaggedTensor:
-    """Build a KeyedJaggedTensor with its host-side caches filled, so that no later call has to synchronize.
-
-    The values [sum(lengths)] are key-major: all rows of the first key, then all of the second. Lengths are int64 or
-    int32 [K, B], contiguous if they are a tensor; `length_per_key` has their sums over rows, if known.
-    """
-    suppress_fx_tracing_warning()
-    if length_per_key is None:
-        length_per_key = lengths.sum(1).tolist()
-    flat_lengths = (
-        torch.from_numpy(np.ascontiguousarray(lengths)) if isinstance(lengths, np.ndarray) else lengths
-    ).view(-1)
-    return KeyedJaggedTensor(
-        keys=list(keys),
-        values=values,
-        weights=weights,
-        lengths=flat_lengths if values.is_cpu else flat_lengths.to(values.device),
-        stride=lengths.shape[1],
-        length_per_key=length_per_key,
-        offset_per_key=[0, *accumulate(length_per_key)],
-    )
-
-
-def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[KeyedJaggedTensor, NDArray[np.integer]]:
-    """Return these rows [n] of all K keys, and their lengths [K, n] on the host; on a GPU, this synchronizes."""
-    device, weights = value.values().device, value.weights_or_none()
-    lengths = value.lengths().view(len(value.keys()), -1).cpu().numpy()
-    begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
-    selected = lengths[:, rows]
-    flat = selected.reshape(-1)
-    shifts = np.repeat(begins[:, rows].reshape(-1) - (np.cumsum(flat) - flat), flat)
-    indices = torch.from_numpy(shifts + np.arange(len(shifts))).to(device)
-    selected_weights = None if weights is None else weights[indices]
-    return keyed_jagged_tensor(value.keys(), value.values()[indices], selected, weights=selected_weights), selected
-
-
-def drop_last(value: KeyedJaggedTensor, key: str, num_values: int, num_real: int) -> KeyedJaggedTensor:
-    """Return all keys without the last values of the first `num_real` rows of one, none of which is shorter.
-
-    The values have no weights. Nothing synchronizes with the device if `length_per_key` is known on the host.
-    """
-    index = value.keys().index(key)
-    lengths = value.lengths().view(len(value.keys()), -1)
-    dropped = torch.zeros_like(lengths)
-    dropped[index, :num_real] = num_values
-    kept, length_per_key = lengths - dropped, list(value.length_per_key())
-    length_per_key[index] -= num_values * num_real
-    num_kept = sum(length_per_key)
-    before = (dropped.view(-1).cumsum(0) - dropped.view(-1)).repeat_interleave(kept.view(-1), output_size=num_kept)
-    values = value.values()[torch.arange(num_kept, device=before.device) + before]
-    return keyed_jagged_tensor(value.keys(), values, kept, length_per_key)
 
 
 def longest_rows(lengths: Mapping[tuple[str, str], NDArray[np.integer]]) -> dict[str, int]:

@@ -12,9 +12,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_at_least, check_types
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
 
 Sample = TypeVar("Sample")
 

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.hashing import mix64, mix_word
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.datasets.store import SequenceStore
 
 Ints = NDArray[np.int64]

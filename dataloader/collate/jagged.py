@@ -14,17 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, one_line
 from evenrank.core.settings import check_at_least, check_types
-from evenrank.dataloader.batches.batch import (
-    JaggedBatch,
-    LossKey,
-    check_loss_key,
-    host,
-    keyed_jagged_tensor,
-    longest_rows,
-    loss_tokens,
-)
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, host, longest_rows, loss_tokens
 from evenrank.dataloader.batches.padding import pad_batch
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
 
 _NARROWED: dict[str, Any] = {"d": np.float32, "D": np.complex64}  # dtypes of Python's numbers, as in torch by default
 

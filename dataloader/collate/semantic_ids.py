@@ -209,32 +209,28 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
         events = np.concatenate(without_code)
         return np.flatnonzero(np.searchsorted(events, first_shown) < np.searchsorted(events, store.ends))
 
-    def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
+    def _tokens(self, offsets: NDArray[np.int64], spans: HistorySpans, key: DrawKey | None) -> ItemTokens:
+        """Draw a code for each event: the same for its features and labels, on any number of ranks."""
+        tokens = ItemTokens(self.table.codes, offsets)
+        if key is None or not self.draw_alternatives or self.table.alternatives is None:
+            return tokens
+        return tokens._replace(alternatives=self.table.alternatives, words=key.words(), ends=spans.ends)
+
+    def _event_values(self, spans: HistorySpans, key: DrawKey | None) -> dict[str, KeyValues]:
         begins, history_ends, ends = spans
-        tokens = ItemTokens(self.table.codes, self.table.level_offsets)
+        tokens = self._tokens(self.table.level_offsets, spans, key)
         values = {SEMANTIC_ID: KeyValues(ITEM_ID, begins, history_ends - begins, self.max_history_length, tokens)}
         if self.candidate_feature:
             values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, 1, tokens)
         return values
 
-    def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
-        """Draw a code for each event: the same for its features and labels, on any number of ranks."""
-        if key is None or not self.draw_alternatives or self.table.alternatives is None:
-            return fields
-        drawn: dict[str, Any] = {"alternatives": self.table.alternatives, "words": key.words(), "ends": spans.ends}
-
-        def draw(values: KeyValues) -> KeyValues:
-            return values if values.tokens is None else values._replace(tokens=values.tokens._replace(**drawn))
-
-        return {field: {key: draw(values) for key, values in keys.items()} for field, keys in fields.items()}
-
     def _shared(self) -> dict[str, Any]:
         return {"candidate_levels": len(self.table.codebook_sizes)}
 
-    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
+    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
         begins, history_ends, ends = spans
         firsts = np.minimum(begins + 1, history_ends) if self.history_labels else history_ends
         offsets = self.table.level_offsets
-        tokens = ItemTokens(self.table.codes, offsets if self.label_offsets else np.zeros_like(offsets))
+        tokens = self._tokens(offsets if self.label_offsets else np.zeros_like(offsets), spans, key)
         max_size = max(self.max_history_length, 1) if self.history_labels else 1
         return {"labels": {LABEL: KeyValues(ITEM_ID, firsts, ends - firsts, max_size, tokens)}}

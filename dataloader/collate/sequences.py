@@ -116,12 +116,12 @@ class Collate(ABC, Generic[Batch]):
         ]
 
     @abstractmethod
-    def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
-        """Return the features that are made from events, by key."""
+    def _event_values(self, spans: HistorySpans, key: DrawKey | None) -> dict[str, KeyValues]:
+        """Return the features that are made from events, by key. Without a key to draw with, only lengths are right."""
 
     @abstractmethod
-    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
-        """Return the fields of labels, targets and weights, as far as batches have them."""
+    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
+        """Return the fields of labels, targets, weights and negatives, as far as batches have them, as above."""
 
     def _dense_columns(self, groups: Sequence[StoreRows], spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
@@ -131,10 +131,6 @@ class Collate(ABC, Generic[Batch]):
         for store, _, samples in groups:
             times[samples] = store.events[TIMESTAMP_MS][spans.history_ends[samples]]
         return {"request_ts_ms": times}
-
-    def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
-        """Return these fields with what is drawn for the samples; without a key, only the lengths are right."""
-        return fields
 
     def _shared(self) -> dict[str, Any]:
         """Return the fields that are the same in all batches, by name."""
@@ -151,10 +147,10 @@ class Collate(ABC, Generic[Batch]):
         store = groups[0].store
         context = store.manifest.contextual if self.context is None else self.context
         names = (*((USER_ID,) if self.user_id else ()), *context)
-        features = {name: find_context(groups, name, num_samples) for name in names} | self._event_values(spans)
+        features = {name: find_context(groups, name, num_samples) for name in names} | self._event_values(spans, key)
         floats = {name: features.pop(name) for name in [*features] if features[name].elements(store).dtype.kind == "f"}
         fields = {"features": features, "float_features": floats} if floats else {"features": features}
-        return spans, self._draw(fields | self._loss_values(groups, spans), groups, spans, key)
+        return spans, fields | self._loss_values(groups, spans, key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +200,7 @@ class SequenceCollate(Collate[SequenceBatch]):
         """Return the settings that decide which rows are samples."""
         return ("candidates", self.max_num_candidates)
 
-    def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
+    def _event_values(self, spans: HistorySpans, key: DrawKey | None) -> dict[str, KeyValues]:
         begins, history_ends, ends = spans
         values: dict[str, KeyValues] = {}
         for name in (ITEM_ID, ACTION, *self.extra_events):
@@ -216,7 +212,7 @@ class SequenceCollate(Collate[SequenceBatch]):
                 values[name] = KeyValues(name, begins, history_ends - begins, self.max_history_length)
         return values
 
-    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans) -> Fields:
+    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
         begins, max_size = self._predicted(spans)
         values = KeyValues(self.label or ACTION, begins, spans.ends - begins, max_size)
         fields = {"labels": {LABEL: values}} if self.max_num_candidates or self.num_tasks or self.label else {}
@@ -228,13 +224,9 @@ class SequenceCollate(Collate[SequenceBatch]):
                 rows = find_context(groups, self.weight, len(begins)).begins
                 values = values._replace(begins=rows, is_of_user=True, is_repeated=True)
             fields["weights"] = {WEIGHT: values}
+        if self.sampler is not None:
+            fields |= self.sampler.values(groups, begins, spans.ends, max_size, key)
         return fields
-
-    def _draw(self, fields: Fields, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
-        if self.sampler is None:
-            return fields
-        begins, limit = self._predicted(spans)
-        return fields | self.sampler.values(groups, begins, spans.ends, limit, key)
 
     def _predicted(self, spans: HistorySpans) -> tuple[NDArray[np.int64], int]:
         """Return where the events with a loss begin, which end with the sample, and how many they are at most."""

@@ -21,10 +21,10 @@ the distance of their r. Rows past the table's end, fewer than A of A B, are per
 (cycle walking). It depends on N alone, so a table can be sharded over another number of ranks without moving rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,13 +85,11 @@ class KeyMap:
             ConfigError: the dtype cannot hold all rows.
             DataError: a key is not in 0..num_embeddings-1.
         """
-        self._check(keys, "key")
-        return keys if self.is_identity else _apply(self._bijection().rows, keys)
+        return self._mapped(keys, "key")
 
     def inverse(self, rows: Integers) -> Integers:
         """Return the key of each row; the inverse of a call, with the same types and errors."""
-        self._check(rows, "row")
-        return rows if self.is_identity else _apply(self._bijection().keys, rows)
+        return self._mapped(rows, "row")
 
     @property
     def is_identity(self) -> bool:
@@ -107,11 +105,17 @@ class KeyMap:
             known["constants"] = list(CONSTANTS)
         return known
 
-    def _bijection(self) -> "RoundRobin | Permutation":
-        if self.mode == "roundrobin":
-            range_rows = rows_per_rank(self.num_embeddings, self.world_size)
-            return RoundRobin(range_rows, *divmod(self.num_embeddings, range_rows))
-        return Permutation.of(self.num_embeddings)
+    def _mapped(self, values: Integers, kind: Literal["key", "row"]) -> Integers:
+        """Return the row of each key, or the key of each row."""
+        self._check(values, kind)
+        if self.is_identity:
+            return values
+        function = _map_in_turn if self.mode == "roundrobin" else _map_at_random
+        if isinstance(values, np.ndarray):
+            mapped = function(values.reshape(-1).astype(np.int64, copy=False), self, kind)
+            return mapped.astype(values.dtype, copy=False).reshape(values.shape)
+        mapped = function(values.long().cpu().numpy().reshape(-1), self, kind)
+        return values.new_tensor(mapped).reshape(values.shape)
 
     def _check(self, values: Any, kind: str) -> None:
         limit = _largest_value(values)
@@ -172,14 +176,6 @@ def map_features(features: "KeyedJaggedTensor", key_maps: Mapping[str, KeyMap]) 
     )
 
 
-def _apply(function: Callable[[NDArray[np.int64]], NDArray[np.int64]], values: Integers) -> Integers:
-    """Apply a function of int64 arrays [n] to an array, or on the CPU to a tensor."""
-    if isinstance(values, np.ndarray):
-        results = function(values.reshape(-1).astype(np.int64, copy=False))
-        return results.astype(values.dtype, copy=False).reshape(values.shape)
-    return values.new_tensor(function(values.long().cpu().numpy().reshape(-1))).reshape(values.shape)
-
-
 def _largest_value(values: Any) -> int | None:
     """Return the largest value of the dtype; None for anything but arrays of integers and tensors of signed ones."""
     if isinstance(values, np.ndarray):
@@ -192,59 +188,32 @@ def _largest_value(values: Any) -> int | None:
     return torch.iinfo(values.dtype).max if is_signed_integer else None
 
 
-class RoundRobin(NamedTuple):
-    """Assigns the keys of a table to ranks in turn, as long as each has rows left.
+def _map_in_turn(values: NDArray[np.int64], key_map: KeyMap, kind: str) -> NDArray[np.int64]:
+    """Assign the keys of a table to ranks in turn, as long as each has rows left: return rows or keys, int64 [n].
 
     With b rows per range, N = f b + l: f ranks have b rows, the next one l < b, and others none. In the first l rounds
     f + 1 ranks take a key each, in the others f.
     """
-
-    range_rows: int  # b
-    full_ranks: int  # f
-    last_rows: int  # l
-
-    def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of each key: int64 [n]."""
-        late = keys - self._num_early
-        early_rows = keys % (self.full_ranks + 1) * self.range_rows + keys // (self.full_ranks + 1)
-        late_rows = late % self.full_ranks * self.range_rows + late // self.full_ranks + self.last_rows
-        return np.where(late < 0, early_rows, late_rows)
-
-    def keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the key of each row: int64 [n]."""
-        rank, turn = rows // self.range_rows, rows % self.range_rows
-        late_keys = self._num_early + (turn - self.last_rows) * self.full_ranks + rank
-        return np.where(turn < self.last_rows, turn * (self.full_ranks + 1) + rank, late_keys)
-
-    @property
-    def _num_early(self) -> int:  # keys of the rounds in which f + 1 ranks take part
-        return self.last_rows * (self.full_ranks + 1)
+    range_rows = rows_per_rank(key_map.num_embeddings, key_map.world_size)  # b
+    full_ranks, last_rows = divmod(key_map.num_embeddings, range_rows)  # f, l
+    num_early = last_rows * (full_ranks + 1)  # keys of the rounds in which f + 1 ranks take part
+    if kind == "row":
+        rank, turn = values // range_rows, values % range_rows
+        late_keys = num_early + (turn - last_rows) * full_ranks + rank
+        return np.where(turn < last_rows, turn * (full_ranks + 1) + rank, late_keys)
+    late = values - num_early
+    early_rows = values % (full_ranks + 1) * range_rows + values // (full_ranks + 1)
+    late_rows = late % full_ranks * range_rows + late // full_ranks + last_rows
+    return np.where(late < 0, early_rows, late_rows)
 
 
-class Permutation(NamedTuple):
-    """The permutation of mode `hash_roundrobin`; see the top of this file."""
-
-    num_rows: int  # N
-    bits: int  # a
-    size: int  # B
-
-    @classmethod
-    def of(cls, num_rows: int) -> "Permutation":
-        """Return the permutation of a table with `num_rows` rows."""
-        bits = max(2, (num_rows - 1).bit_length()) // 2
-        return cls(num_rows, bits, -(-num_rows >> bits))
-
-    def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of each key: int64 [n]."""
-        rows = np.array(keys, order="C")
-        _permute(rows, *self, False)
-        return rows
-
-    def keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the key of each row: int64 [n]."""
-        keys = np.array(rows, order="C")
-        _permute(keys, *self, True)
-        return keys
+def _map_at_random(values: NDArray[np.int64], key_map: KeyMap, kind: str) -> NDArray[np.int64]:
+    """Permute keys as in mode `hash_roundrobin`, see the top of this file: return rows or keys, int64 [n]."""
+    num_rows = key_map.num_embeddings  # N
+    bits = max(2, (num_rows - 1).bit_length()) // 2  # a
+    mapped = np.array(values, order="C")
+    _permute(mapped, num_rows, bits, -(-num_rows >> bits), kind == "row")
+    return mapped
 
 
 @compiled

@@ -16,7 +16,7 @@ from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pac
 from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
-from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SavedPosition, SkippedSamples
+from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SkippedSamples
 from evenrank.datasets.order import SampleOrder, derive_seed
 
 Value = TypeVar("Value")
@@ -184,16 +184,16 @@ class WindowedStepSampler(BalancedStepSampler):
         after_window = np.arange(end, max(end, point.frontier))
         return SkippedSamples(np.sort(point.positions(np.concatenate([in_window, after_window]))), window)
 
-    def resume(self, order: SampleOrder, saved: SavedPosition) -> ResumePoint:
-        """Return the point after a saved position: within its window, if this sampler assigns it in the same way."""
-        after, (pending, window) = super().resume(order, saved), saved.skipped
+    def resume(self, order: SampleOrder, after: ResumePoint, skipped: SkippedSamples, *, seed: int) -> ResumePoint:
+        """Return where to go on: within the window of a saved position, if this sampler assigns it in the same way."""
+        pending, window = skipped
         shape = self._shape.world_size, self._shape.batch_size, self._balance.window
         if window is None or shape != (window.world_size, window.batch_size, window.steps):
             return after
-        if (saved.position - window.start) % self._shape.samples_per_step:
+        if (after.position - window.start) % self._shape.samples_per_step:
             return after
         within = replace(after, start=window.start, pending=window.pending)
-        again = self.skipped(order, within, saved.position, seed=saved.seed).pending
+        again = self.skipped(order, within, after.position, seed=seed).pending
         return within if pending is not None and again is not None and np.array_equal(again, pending) else after
 
     def _assign(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:

@@ -1,31 +1,67 @@
 """`EpochPositions`: the position of a loader or sampler in its epochs, and the state that saves it."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from evenrank.core.errors import StateError
+from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
+from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.routing.remap import check_dist_type, dist_type
-from evenrank.dataloader.sampling.steps import Iteration, StepSampler
+from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
+from evenrank.dataloader.sampling.steps import Iteration, StepSampler, StepSamples
+from evenrank.dataloader.state.checks import (
+    COUNT,
+    EPOCH,
+    SEED,
+    TEXT,
+    VOCABULARY,
+    StateFormat,
+    check_vocabulary,
+    integer,
+    vocabulary_entry,
+)
+from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
-    CurrentPosition,
     HasEpoch,
     Position,
     ResumePoint,
-    SavedPosition,
-    checked_state,
+    SkippedSamples,
     warn_of_rest,
 )
 from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
 
+_log = logging.getLogger("evenrank")
+_FORMAT = StateFormat(
+    owner="the loader",
+    version=4,
+    fields={
+        "epoch": EPOCH,
+        "position": COUNT,
+        "seed": SEED,
+        "num_samples": COUNT,
+        "fingerprint": TEXT,
+        VOCABULARY: TEXT,
+        "pending": TEXT,
+        DIST_TYPE: TEXT,
+    },
+    not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
+)
+LAST_MS = 253_402_300_799_999  # the last millisecond that is a datetime
+_TIME = integer(-62_135_596_800_000, LAST_MS)
+_WINDOW_FORMAT = replace(_FORMAT, version=5, fields={**_FORMAT.fields, "begin_ms": _TIME, "end_ms": _TIME})
+
 Batch = TypeVar("Batch")
 
 
-class EpochSamples(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EpochSamples:
     """The samples of an epoch."""
 
     order: SampleOrder
@@ -33,21 +69,22 @@ class EpochSamples(NamedTuple):
     fingerprint: str
     """A hash of everything that decides on the samples and their order."""
     window: tuple[int, int] | None = None
-    """As in `SavedPosition`."""
+    """Of a window of time: its begin and its end in milliseconds since 1970, which tell it in other datasets."""
 
 
-class EpochPositions(HasEpoch, ABC):
+class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     """Mixin of what hands out the steps of an order, one epoch per iteration."""
 
     _ids: Mapping[str, IdSummary]
     _key_maps: Mapping[str, KeyMap]
-    _seed: int
+    _begun: dict[int, ResumePoint]  # by epoch, where its latest iteration began within it
     _plan_check: PlanCheck | None  # None: not balanced
     _observe: Callable[[StepMetrics], None] | None
 
-    def __init__(self) -> None:
-        self._current = CurrentPosition()
-        self._begun: dict[int, ResumePoint] = {}  # by epoch, where its latest iteration began within it
+    def _compare_plans(self, balance: BalanceConfig | None, members: Members | None, rank: int) -> None:
+        """Compare plans with the other ranks, and observe steps: the last part of creating it, if it balances."""
+        self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
+        self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
 
     @abstractmethod
     def _samples_of(self, epoch: int) -> EpochSamples:
@@ -76,13 +113,28 @@ class EpochPositions(HasEpoch, ABC):
                 to train on other data after it, call `begin_after`.
             ConfigError: the rest of the epoch cannot be packed.
         """
-        entries = checked_state(state, self._ids)
-        order, sampler, fingerprint, _ = self._samples_of(entries["epoch"])
-        saved = SavedPosition.from_entries(entries, order.num_samples, fingerprint)
-        check_dist_type(saved.dist_type, self._key_maps, source="the loader's state")
-        point = sampler.resume(order, saved)
-        is_over = point.position > 0 and not sampler.begin(order, point, seed=saved.seed).schedule.num_steps
-        self._seed = saved.seed
+        entries = self._checked(state)
+        epoch, position, seed, saved_samples = (entries[name] for name in ("epoch", "position", "seed", "num_samples"))
+        samples = self._samples_of(epoch)
+        order, num_samples = samples.order, samples.order.num_samples
+        if saved_samples != num_samples or entries["fingerprint"] != samples.fingerprint:
+            raise StateError(
+                f"the loader's state is of other data, codes or filters: it has {saved_samples:,} samples and "
+                f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and "
+                f"{samples.fingerprint[:12]}; load it with the dataset, the codes and the filters that it was saved "
+                "with, or train on other data after it with begin_after"
+            )
+        if position > num_samples:
+            raise StateError(
+                f"the loader's state has position {position} of {num_samples} samples; load a state that state_dict "
+                "returned"
+            )
+        skipped = SkippedSamples.from_text(entries["pending"], position=position, num_samples=num_samples)
+        check_dist_type(entries[DIST_TYPE], self._key_maps, source="the loader's state")
+        after = ResumePoint(epoch=epoch, start=position, position=position, pending=skipped.pending)
+        point = samples.sampler.resume(order, after, skipped, seed=seed)
+        is_over = point.position > 0 and not samples.sampler.begin(order, point, seed=seed).schedule.num_steps
+        self._current.seed = seed
         self._begun[point.epoch] = point
         self._current.move_to(point, is_over=is_over)
 
@@ -92,7 +144,25 @@ class EpochPositions(HasEpoch, ABC):
         Raises:
             StateError: the state is damaged, or of a dataset whose vocabulary this one does not extend.
         """
-        self._current.start_epoch(SavedPosition.next_epoch(state, self._ids)[0])
+        self._current.start_epoch(self._next_epoch(state)[0])
+
+    def _next_epoch(self, state: object) -> tuple[int, int | None]:
+        """Return the epoch after that of a state, if it is of a dataset whose ids all mean the same here.
+
+        Of windows, also the time in milliseconds since 1970 before which all events are trained, else None.
+        """
+        entries = self._checked(state)
+        epoch, left_out = entries["epoch"], entries["num_samples"] - entries["position"]
+        if entries["position"] and left_out:
+            _log.warning("epoch %d is not finished: %d samples of its dataset are never trained", epoch, left_out)
+        return int(epoch) + 1, entries.get("end_ms" if entries["position"] else "begin_ms")
+
+    def _checked(self, state: object) -> dict[str, Any]:
+        """Return a state of either version, intact, whose ids all mean the same here; else a StateError."""
+        has_window = isinstance(state, Mapping) and state.get("version") == _WINDOW_FORMAT.version
+        entries = (_WINDOW_FORMAT if has_window else _FORMAT).check(state)
+        check_vocabulary(entries[VOCABULARY], self._ids, source="the loader's state")
+        return entries
 
     def _begin_epoch(self) -> Iteration:
         """Return the next iteration, after which the next epoch follows."""
@@ -106,30 +176,60 @@ class EpochPositions(HasEpoch, ABC):
         return iteration
 
     def _begin(self, point: ResumePoint) -> Iteration:
-        order, sampler, *_ = self._samples_of(point.epoch)
-        return sampler.begin(order, point, seed=self._seed)
+        samples = self._samples_of(point.epoch)
+        return samples.sampler.begin(samples.order, point, seed=self._current.seed)
 
-    def _hand_out(self, steps: Iterable[tuple[Batch, Position, int | None, StepMetrics | None]]) -> Iterator[Batch]:
-        """Yield the batches of steps, given with the position after each, the hash of its plan, and its metrics."""
+    def _hand_out(self, steps: Iterable[tuple[Batch, Position, StepSamples]]) -> Iterator[Batch]:
+        """Yield the batches of steps, given with the position after each, and its samples."""
+        batches = self._counted(steps)
+        return batches if self._plan_check is None else self._plan_check.telling(batches)
+
+    def _counted(self, steps: Iterable[tuple[Batch, Position, StepSamples]]) -> Iterator[Batch]:
         check, observe = self._plan_check, self._observe
         plans = None if check is None else check.begin_epoch(self.epoch, self.remaining_batches())
-        for batch, after, plan_hash, metrics in steps:
-            if plans is not None and plan_hash is not None:
-                plans.add(plan_hash)
-            if observe is not None and metrics is not None:
-                observe(metrics)
+        for batch, after, samples in steps:
+            if plans is not None and "plan_hash" in samples.fields:
+                plans.add(samples.fields["plan_hash"])
+            if observe is not None and samples.metrics is not None:
+                observe(samples.metrics)
             self._current.after_last = after
             yield batch
         if check is not None and plans is not None:
             check.end_epoch(plans)
 
+    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
+        """Return the position after the batch handed out last, or after another one.
+
+        The state is the same on all ranks, and can be loaded with any world size, batch size, workers and balance.
+
+        Args:
+            after: the batch trained last, if something pulls batches ahead of training. It was handed out since a state
+                of its epoch was loaded, if one was. None: the batch handed out last.
+
+        Raises:
+            RankError: with `balance`, ranks that have asked after as many steps have planned differently.
+        """
+        if self._plan_check is not None:
+            self._plan_check.compare()
+        return self._state(after)
+
     def _state(self, after: JaggedBatch | Position | None) -> dict[str, Any]:
         """Return the state after a batch, or a position, that was handed out; None: the last one."""
-        epoch, position = self._current.after_last if after is None else (after.epoch, after.position)
+        epoch, position = self._current.after(after)
         point = self._begun.get(epoch)
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)
-        order, sampler, fingerprint, window = self._samples_of(epoch)
-        skipped = sampler.skipped(order, point, position, seed=self._seed)
-        saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._key_maps), window)
-        return saved.to_state(order.num_samples, fingerprint, self._ids)
+        samples, seed = self._samples_of(epoch), self._current.seed
+        entries = {
+            "epoch": epoch,
+            "position": position,
+            "seed": seed,
+            "num_samples": samples.order.num_samples,
+            "fingerprint": samples.fingerprint,
+            VOCABULARY: vocabulary_entry(self._ids),
+            "pending": samples.sampler.skipped(samples.order, point, position, seed=seed).to_text(),
+            DIST_TYPE: dist_type(self._key_maps),
+        }
+        if samples.window is None:
+            return _FORMAT.make(**entries)
+        return _WINDOW_FORMAT.make(**entries, begin_ms=samples.window[0], end_ms=samples.window[1])

@@ -3,22 +3,25 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.settings import check_at_least, check_record
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.batches.batch import Batch
-from evenrank.dataloader.batches.schema import BatchSchema, schema_of
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch, LossKey
+from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
+from evenrank.dataloader.collate.jagged import jagged
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import Order
 from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition, SkippedSamples
-from evenrank.datasets.inference_requests import RequestOrder, Requests
+from evenrank.dataloader.state.resume_point import ResumePoint, SkippedSamples
 from evenrank.datasets.order import (
     EpochSchedule,
     MixtureOrder,
@@ -28,9 +31,10 @@ from evenrank.datasets.order import (
     ShuffledOrder,
     StepSchedule,
 )
+from evenrank.datasets.slices import RequestOrder, Requests, TimeWindows
 from evenrank.datasets.store import SequenceStore
-from evenrank.datasets.time_windows import TimeWindows
 
+NUM_CANDIDATES = "num_candidates"
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -147,20 +151,6 @@ class Iteration:
         return self.order.rows(positions, seed=self.seed, epoch=self.point.epoch)
 
 
-class KnownLengths(Protocol):
-    """Samples whose lengths are known without reading them."""
-
-    @property
-    def schema(self) -> BatchSchema:
-        """The schema of their batches."""
-
-    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
-        """Return the lengths of the samples with these `sample_ids`, int64 [n]."""
-
-    def name(self, sample_id: int) -> str:
-        """Return the name of a sample for an error message."""
-
-
 class StoredSamples(Generic[Batch]):
     """The samples of opened datasets. Any thread may read them."""
 
@@ -194,6 +184,63 @@ class StoredSamples(Generic[Batch]):
         return batches
 
 
+class GivenLengths:
+    """Samples whose lengths a user knows."""
+
+    def __init__(
+        self, lengths: Mapping[str, ArrayLike], num_samples: int, batch_size: int, loss_key: LossKey | None
+    ) -> None:
+        arrays = {name: np.asarray(values) for name, values in lengths.items()}
+        for name, values in arrays.items():
+            if values.shape != (num_samples,) or values.dtype.kind not in "iu":
+                found = f"{values.dtype} of shape {values.shape}"
+                raise ConfigError(f"lengths[{name!r}] must be integers of shape ({num_samples},), got {found}")
+            if values.min(initial=0) < 0:
+                raise ConfigError(f"lengths[{name!r}] must not be negative, got {values.min()}")
+        self._arrays = dict(arrays)
+        zeros = np.zeros(num_samples, dtype=np.int64)
+        self._num_candidates = arrays.pop(NUM_CANDIDATES, zeros).astype(np.int64)
+        fields = {} if loss_key is None else {loss_key.key: loss_key.field}
+        self._of_keys = {
+            (fields.get(name, jagged().field), name): values.astype(np.int64) for name, values in arrays.items()
+        }
+        specs = tuple(
+            FieldSpec(name=field, keys=(name,), dtype=torch.int64, lengths_dtype=torch.int64)
+            for field, name in self._of_keys
+        )
+        self.schema = BatchSchema(batch_type=JaggedBatch, batch_size=batch_size, fields=specs, loss_key=loss_key)
+
+    def check(self, batch: JaggedBatch, sample_ids: NDArray[np.int64]) -> None:
+        """Raise a ConfigError if these samples have other lengths in their batch."""
+        found: dict[str, Tensor] = {}
+        for field, value in batch.tensors():
+            if isinstance(value, KeyedJaggedTensor):
+                of_keys = zip(value.keys(), value.lengths().view(len(value.keys()), -1), strict=True)
+                found |= {key: each for key, each in of_keys if key not in found or (field, key) in self._of_keys}
+            elif field == NUM_CANDIDATES and value is not None:
+                found[field] = value
+        for name in self._arrays.keys() & found.keys():
+            given, made = self._arrays[name][sample_ids], found[name][: len(sample_ids)].cpu().numpy()
+            for index in np.flatnonzero(given != made)[:1]:
+                raise ConfigError(
+                    f"sample {sample_ids[index]} has {made[index]} for {name!r} in its batch, but lengths[{name!r}] "
+                    f"says {given[index]}; pass the lengths of what collate_fn makes"
+                )
+
+    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
+        """Return the lengths of samples."""
+        of_keys = {key: values[sample_ids] for key, values in self._of_keys.items()}
+        return SampleLengths(of_keys=of_keys, num_candidates=self._num_candidates[sample_ids])
+
+    def name(self, sample_id: int) -> str:
+        """Return the index of a sample."""
+        return f"sample {sample_id} of the dataset"
+
+
+KnownLengths = StoredSamples[Any] | GivenLengths
+"""Samples whose lengths are known without reading them."""
+
+
 class StepSampler:
     """Samples of one rank in each step: its share of the order. Any thread may call it."""
 
@@ -218,10 +265,9 @@ class StepSampler:
         # Also if these are all positions from this one on: the windows that drain pending samples end with them.
         return SkippedSamples(point.positions(np.arange(position, point.frontier)))
 
-    def resume(self, order: SampleOrder, saved: SavedPosition) -> ResumePoint:
-        """Return the point after a position that was saved, maybe by another kind of loader."""
-        position = saved.position
-        return ResumePoint(epoch=saved.epoch, start=position, position=position, pending=saved.skipped.pending)
+    def resume(self, order: SampleOrder, after: ResumePoint, skipped: SkippedSamples, *, seed: int) -> ResumePoint:
+        """Return where to go on, given the point after a saved position, maybe of another kind of loader."""
+        return after
 
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
         """Return further values that must be the same on all ranks, by name."""

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from evenrank.core.errors import ConfigError, StateError
+from evenrank.datasets.schema import IdSummary
 
 Check = Callable[[object], str | None]
 """Returns a description of valid values if a value is invalid, else None."""
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 MAX_EPOCH = (1 << 31) - 1  # so that the samples that a mixture has drawn since the first epoch can be counted in int64
+VOCABULARY = "vocabulary"  # entry of a state: the meaning of its ids, which other datasets must extend
 _CHECKSUM = "checksum"
 _MAX_SHOWN = 60  # characters of a value in a message
 _RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]
@@ -120,6 +122,32 @@ def check_option(name: str, value: object, check: Check) -> None:
     """Raise a ConfigError if states could not have the value of an option or argument."""
     if (expected := check(value)) is not None:
         raise ConfigError(f"{name} must be {expected}, got {show(value)}")
+
+
+def vocabulary_entry(ids: Mapping[str, IdSummary]) -> str:
+    """Return the entry of a state."""
+    return json.dumps({name: summary.version for name, summary in ids.items()}, sort_keys=True)
+
+
+def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -> None:
+    """Raise a StateError unless all ids mean the same as in the state with this `entry`; `source` names the state."""
+    try:
+        versions = {str(name): str(version) for name, version in json.loads(entry).items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise StateError(f"corrupt {source}: field 'vocabulary' cannot be decoded; use another checkpoint") from None
+    for name, version in versions.items():
+        # Older datasets do not say what the ids of features mean.
+        if name in ids and not ids[name].extends(version):
+            raise StateError(
+                f"{source} has {name} with {_rule_of(version)}, which this dataset, with "
+                f"{_rule_of(ids[name].version)}, does not extend; preprocess it with --vocabulary of the dataset that "
+                "the state is of"
+            )
+
+
+def _rule_of(version: str) -> str:
+    rule, *rest = version.split(" ")
+    return f"{rule} ids" if len(rest) < 2 else f"the vocabulary {rest[-1][:12]}"
 
 
 def show(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Positions in an epoch: `ResumePoint`, where an iteration begins; `SavedPosition`, the state of a loader; `Snapshots`.
+"""Positions in an epoch: `ResumePoint`, where an iteration begins; `SkippedSamples`, as a state has them; `Snapshots`.
 
 A loader has one `CurrentPosition`, which a Balancer or an ElasticLoader that pulls its batches ahead moves for it.
 
@@ -18,39 +18,18 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
-from evenrank.dataloader.routing.remap import DIST_TYPE
-from evenrank.dataloader.state.checks import COUNT, EPOCH, INT64_MAX, SEED, TEXT, StateFormat, check_option, integer
-from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.state.checks import EPOCH, INT64_MAX, check_option, integer
 from evenrank.datasets.order import SampleOrder
-from evenrank.datasets.schema import IdSummary
 
 _log = logging.getLogger("evenrank")
-_FORMAT = StateFormat(
-    owner="the loader",
-    version=4,
-    fields={
-        "epoch": EPOCH,
-        "position": COUNT,
-        "seed": SEED,
-        "num_samples": COUNT,
-        "fingerprint": TEXT,
-        VOCABULARY: TEXT,
-        "pending": TEXT,
-        DIST_TYPE: TEXT,
-    },
-    not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
-)
-LAST_MS = 253_402_300_799_999  # the last millisecond that is a datetime
-_TIME = integer(-62_135_596_800_000, LAST_MS)
-_WINDOW_FORMAT = replace(_FORMAT, version=5, fields={**_FORMAT.fields, "begin_ms": _TIME, "end_ms": _TIME})
 
 Positions = NDArray[np.int64]
 Value = TypeVar("Value")
@@ -97,10 +76,15 @@ class Position(NamedTuple):
 class CurrentPosition:
     """Where a loader is. Whoever pulls its batches ahead, such as a Balancer, has this one, and none of its own."""
 
-    def __init__(self, *, has_epochs: bool = True) -> None:
+    def __init__(self, seed: int = 0, *, has_epochs: bool = True) -> None:
+        self.seed = seed  # of the order of samples, or that of a loaded state
         self.next = ResumePoint()  # where the next iteration begins
         self.after_last = Position(0, 0)  # after the batch that was handed out last
         self._has_epochs = has_epochs
+
+    def after(self, batch: "JaggedBatch | Position | None") -> Position:
+        """Return the position after a batch that was handed out; None: the last one."""
+        return self.after_last if batch is None else Position(batch.epoch, batch.position)
 
     def begin(self) -> ResumePoint:
         """Return where an iteration begins, after which the next epoch follows."""
@@ -199,67 +183,6 @@ class SkippedSamples(NamedTuple):
             message = "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
             raise StateError(message) from None
         return cls(pending, OpenWindow(start, *sizes)._replace(pending=before))
-
-
-class SavedPosition(NamedTuple):
-    """The state of a loader."""
-
-    epoch: int
-    position: int
-    """Samples of the epoch that are trained."""
-    seed: int
-    skipped: SkippedSamples
-    dist_type: str
-    """Mapping of the keys of batches; see `routing.remap`."""
-    window: tuple[int, int] | None = None
-    """Of a window of time: its begin and its end in milliseconds since 1970, which tell it in other datasets."""
-
-    def to_state(self, num_samples: int, fingerprint: str, ids: Mapping[str, IdSummary]) -> dict[str, Any]:
-        """Return the state, given the samples of an epoch, a hash of all that decides on their order, and their ids."""
-        entries = self._asdict() | {"pending": self.skipped.to_text()}
-        del entries["skipped"], entries["window"]
-        entries |= {"num_samples": num_samples, "fingerprint": fingerprint, VOCABULARY: vocabulary_entry(ids)}
-        if self.window is None:
-            return _FORMAT.make(**entries)
-        return _WINDOW_FORMAT.make(**entries, begin_ms=self.window[0], end_ms=self.window[1])
-
-    @classmethod
-    def from_entries(cls, entries: Mapping[str, Any], num_samples: int, fingerprint: str) -> "SavedPosition":
-        """Return the position of a state that `to_state` made, after `checked_state`, given its first arguments."""
-        if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
-            raise StateError(
-                f"the loader's state is of other data, codes or filters: it has {entries['num_samples']:,} samples and "
-                f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and {fingerprint[:12]}; load "
-                "it with the dataset, the codes and the filters that it was saved with, or train on other data after "
-                "it with begin_after"
-            )
-        if (position := entries["position"]) > num_samples:
-            raise StateError(
-                f"the loader's state has position {position} of {num_samples} samples; load a state that state_dict "
-                "returned"
-            )
-        skipped = SkippedSamples.from_text(entries["pending"], position=position, num_samples=num_samples)
-        return cls(entries["epoch"], position, entries["seed"], skipped, entries[DIST_TYPE])
-
-    @staticmethod
-    def next_epoch(state: object, ids: Mapping[str, IdSummary]) -> tuple[int, int | None]:
-        """Return the epoch after that of a state, if it is of a dataset whose ids all mean the same here.
-
-        Of windows, also the time in milliseconds since 1970 before which all events are trained, else None.
-        """
-        entries = checked_state(state, ids)
-        epoch, left_out = entries["epoch"], entries["num_samples"] - entries["position"]
-        if entries["position"] and left_out:
-            _log.warning("epoch %d is not finished: %d samples of its dataset are never trained", epoch, left_out)
-        return int(epoch) + 1, entries.get("end_ms" if entries["position"] else "begin_ms")
-
-
-def checked_state(state: object, ids: Mapping[str, IdSummary]) -> dict[str, Any]:
-    """Return the entries of a state of either version, intact, whose ids all mean the same here; else a StateError."""
-    has_window = isinstance(state, Mapping) and state.get("version") == _WINDOW_FORMAT.version
-    entries = (_WINDOW_FORMAT if has_window else _FORMAT).check(state)
-    check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
-    return entries
 
 
 def _encode(positions: Positions) -> list[Any]:

@@ -14,8 +14,7 @@ from evenrank.core.errors import DataError, EvenrankError, escape_controls
 from evenrank.core.files import check_space, replacing
 from evenrank.core.listing import num_literal
 from evenrank.core.storage import CONNECTIONS, Remote, locate
-from evenrank.datasets.remote import latest_version
-from evenrank.datasets.schema import MANIFEST_NAME
+from evenrank.datasets.schema import MANIFEST_NAME, latest_version
 
 if TYPE_CHECKING:
     from pyarrow import fs

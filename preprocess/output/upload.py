@@ -1,6 +1,6 @@
 """Atomic output to a URL: a dataset is replaced completely or not at all, also if the upload is interrupted.
 
-The files of a version are in a folder of their own (see `datasets.remote`), and the manifest, which leads there, is
+The files of a version are in a folder of their own (see `datasets.schema`), and the manifest, which leads there, is
 written last. Object stores have no locks: two jobs that write to the same URL must not run at the same time.
 """
 
@@ -19,8 +19,7 @@ from evenrank.core.errors import DataError
 from evenrank.core.files import is_trusted
 from evenrank.core.listing import list_files
 from evenrank.core.storage import CONNECTIONS, Remote
-from evenrank.datasets.remote import version_name
-from evenrank.datasets.schema import MANIFEST_NAME, Manifest
+from evenrank.datasets.schema import MANIFEST_NAME, Manifest, version_name
 from evenrank.preprocess.output.replace import (
     DATASET_NAME,
     foreign_file_error,

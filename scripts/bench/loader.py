@@ -44,7 +44,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.dataloader import LoaderConfig, Negatives, SequenceBatch, build_loader
 from evenrank.dataloader.balance.source import LoaderAdapter
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.distributions import Lognormal, Zipf

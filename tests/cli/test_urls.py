@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evenrank.datasets import read_manifest
-from evenrank.datasets.remote import version_name
+from evenrank.datasets.schema import version_name
 from tests.cli.programs import Evenrank
 from tests.s3_server import BUCKET, S3, SECRET, run_s3
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, dense, keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, dense
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -27,7 +27,7 @@ from evenrank.dataloader.balance.ranks.consistency import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.rank_loader import PER_RANK
 from evenrank.dataloader.routing import KeyMap
-from evenrank.dataloader.state.resume_point import _FORMAT
+from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import with_changes

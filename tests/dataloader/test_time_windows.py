@@ -21,10 +21,10 @@ from evenrank.dataloader import (
     build_loader,
     random_codes,
 )
-from evenrank.dataloader.state.resume_point import _FORMAT
+from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.datasets import open_store, read_manifest
+from evenrank.datasets.slices import WindowsOfStore
 from evenrank.datasets.store import Slices
-from evenrank.datasets.time_windows import WindowsOfStore
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
 

@@ -19,8 +19,8 @@ from evenrank.datasets import FolderLog, SequenceStore, describe_log, open_store
 from evenrank.datasets.continuous_log import rows_of_table
 from evenrank.datasets.event_statistics import DAY_MS
 from evenrank.datasets.schema import read_manifest
+from evenrank.datasets.slices import TimeWindows
 from evenrank.datasets.stream import open_stream
-from evenrank.datasets.time_windows import TimeWindows
 from tests.datasets.crafted import change_table, copy_dataset, set_columns
 
 COLUMNS = {"item_id": "item_id", "timestamp_ms": "timestamp_ms"}

@@ -122,7 +122,7 @@ def test_files_that_are_missing_or_malformed_are_refused_in_a_line(tmp_path: Pat
         _items(data)
     columns = {name: np.zeros(1, dtype=np.int64) for name in ("user_id", "request_ts_ms")}
     pq.write_table(pa.table(columns), path)
-    with pytest.raises(DataError, match=f"^{path} must have one column 'history_end'; preprocess the dataset again"):
+    with pytest.raises(DataError, match=f"^{path} has 0 columns 'history_end'; preprocess the dataset again"):
         _items(data)
     pq.write_table(pa.table({**columns, "history_end": [0.5]}), path)
     with pytest.raises(

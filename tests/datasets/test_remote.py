@@ -10,7 +10,7 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.distributions import Histogram
-from evenrank.datasets.remote import version_name
+from evenrank.datasets.schema import version_name
 from evenrank.datasets.stream import open_stream
 from tests.datasets.crafted import copy_dataset
 from tests.s3_server import BUCKET, S3, SECRET

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.event_statistics import DAY_MS
+from evenrank.datasets.slices import TimeWindows
 from evenrank.datasets.store import Slices
-from evenrank.datasets.time_windows import TimeWindows
 from tests.dataloader.collate.stores import STORE
 
 

@@ -118,7 +118,7 @@ def _replace_first(name: str, row: list[int | None] | None, kind: pa.DataType) -
         (_replace_first("item_id", None, pa.int64()), ": column 'item_id' must be list<int64> .*, it has 1 null lists"),
         (_replace_first("item_id", [1, None], pa.int64()), ": column 'item_id' must be int64 .*, it has 1 nulls"),
         (_replace_first("action", [1], pa.int32()), ": a list of column 'action' has another length than its row's"),
-        (lambda table: table.append_column("segment", table["segment"]), " has more than one column 'segment'"),
+        (lambda table: table.append_column("segment", table["segment"]), " has 2 columns 'segment'"),
         (
             lambda table: add_targets(table, table["length"].to_numpy() * 0 - 1),
             ": column 'num_targets' has values from",

@@ -15,7 +15,7 @@ from torchrec import EmbeddingCollection
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.training import Flops, ModelFlops, Work, batch_work, causal_work, decoder_flops
 from evenrank.training.performance import hstu_flops, hstu_pairs, hstu_work
 from hstu.attention import Sequences

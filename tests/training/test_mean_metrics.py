@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.training.mean_metrics import MeanMetrics
+from evenrank.training.metrics import MeanMetrics
 
 TERMS = st.one_of(
     st.floats(0, allow_infinity=False, allow_nan=False), st.sampled_from([0.0, 5e-324, 2.0**-1022, 1.0, 2.0**52 - 1])

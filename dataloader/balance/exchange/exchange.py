@@ -31,7 +31,7 @@ from evenrank.dataloader.balance.exchange.layout import Layout, lay_out, write_h
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema
-from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.tensors import outside_inference_mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

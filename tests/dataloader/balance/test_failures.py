@@ -19,9 +19,10 @@ from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.exchange import Exchange
-from evenrank.dataloader.batches.batch import JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import pad_batch
-from evenrank.dataloader.state.resume_point import _FORMAT
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
+from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from tests.dataloader.balance.costs import COST, Ints, Lengths, rich_tokens
 from tests.dataloader.resuming import with_changes
 from tests.dataloader.rich_batch import RichBatch, rich_batch

@@ -10,7 +10,7 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.batches.schema import schema_of
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.dataloader.batches.test_torch_compat import MODES
+from tests.dataloader.batches.test_tensors import MODES
 from tests.dataloader.rich_batch import rich_batch, samples_of
 from tests.ranks import RankPool
 

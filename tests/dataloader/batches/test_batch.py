@@ -12,9 +12,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedCollate, dense, jagged
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, keyed_jagged_tensor, loss_tokens
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, loss_tokens
 from evenrank.dataloader.batches.padding import PaddedBatches, empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 

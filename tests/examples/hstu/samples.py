@@ -13,7 +13,7 @@ from torchrec import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.dataloader import SequenceBatch
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from hstu.attention import Sequences
 from hstu.config import HSTUConfig, tables
 from hstu.ranking import HSTURanking

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 import hstu.embeddings
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from hstu.embeddings import EQUAL_ROWS, Embeddings, EqualRows, fill_rows
 from tests.examples.sharded_model import (
     RATE,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader, random_codes
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.training import scale_loss
 from semantic_ids.config import DecoderConfig
 from semantic_ids.model import SemanticIdModel

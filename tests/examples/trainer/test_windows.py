@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evenrank.dataloader import build_loader
 from evenrank.datasets import SequenceStore, open_store, read_manifest
-from evenrank.datasets.time_windows import TimeWindows
+from evenrank.datasets.slices import TimeWindows
 from evenrank.training import BinaryAUC
 from tests.examples.trainer.jobs import log_lines, run, settings
 from tests.ranks import RankPool

@@ -14,7 +14,7 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.distributions import Lognormal
-from evenrank.datasets.remote import version_name
+from evenrank.datasets.schema import version_name
 from evenrank.datasets.stream import open_stream
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 from tests.s3_server import BUCKET, S3, SECRET

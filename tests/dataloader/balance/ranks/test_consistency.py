@@ -21,7 +21,7 @@ from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.partition.strategies import PartitionProblem
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Members
-from evenrank.dataloader.state.resume_point import _FORMAT
+from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.training import LossAverage
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of

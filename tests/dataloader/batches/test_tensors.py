@@ -28,10 +28,9 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance.source import LoaderAdapter
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import schema_of
-from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, suppress_fx_tracing_warning
 from evenrank.training import label_bits
 
 
