@@ -91,8 +91,7 @@ class Log(NamedTuple):
 
     runs: Sequence[Run]
     num_skipped: Counter[str]  # rows, by a description of the first ones of each part
-    first_ms: int
-    last_ms: dict[str, int]  # by name of the part, of those with events
+    spans: dict[str, tuple[int, int]]  # times of the first and the last event by name of the part, of those with events
 
 
 def join_pieces(
@@ -103,7 +102,7 @@ def join_pieces(
     on_stage: Callable[[str], None],
 ) -> Log:
     """Join all pieces in their order, and raise a DataError about rows that cannot be read, unless they are skipped."""
-    num_events, first_ms, last_ms, num_skipped = 0, 1 << 62, dict[str, int](), Counter[str]()
+    num_events, spans, num_skipped = 0, dict[str, tuple[int, int]](), Counter[str]()
     runs = list[Run]()
     for (name, source), pieces in itertools.groupby(read, lambda pair: (pair[0].part.name, pair[0].part.source)):
         num_bad, num_lines, first_bad = 0, 0, list[BadRow]()
@@ -112,9 +111,9 @@ def join_pieces(
             num_bad += piece.num_bad
             num_lines += piece.num_lines
             before_ms = 0 if has_times else 1000 * num_events
-            first_ms = min(first_ms, before_ms + piece.first_ms)
             if piece.runs:
-                last_ms[name] = max(last_ms.get(name, 0), before_ms + piece.last_ms)
+                first_ms, last_ms = spans.get(name, (1 << 62, 0))
+                spans[name] = min(first_ms, before_ms + piece.first_ms), max(last_ms, before_ms + piece.last_ms)
             runs += [run._replace(first_ms=before_ms) for run in piece.runs]
             num_events += sum(run.num_events for run in piece.runs)
             on_stage(f"reading {name}: {num_events:,} events")
@@ -126,4 +125,4 @@ def join_pieces(
                 remedy = "skip them with --on-error skip" if shown[0].reason != OPEN_QUOTE else "convert the file"
                 raise DataError(f"{name}: {description}; fix them, or {remedy}")
             num_skipped[f"{source}: {description}; all skipped"] += num_bad
-    return Log(runs, num_skipped, first_ms, last_ms)
+    return Log(runs, num_skipped, spans)

@@ -41,34 +41,34 @@ class EarlierIds:
     summary: IdSummary
     keys: NDArray[np.int64]  # of its vocabulary, in the order of the ids; without one, empty, or those that it has
     values: pl.Series
-    unknown: str  # what to do about values that the vocabulary lacks
-    counts: NDArray[np.int64] | None = None  # of events of each value, if the dataset is continued by this log
+    unknown: str  # what to do about values that the vocabulary lacks; empty if the dataset is a part of this log
 
 
-def read_earlier(folder: Path, unknown: Mapping[str, str], *, is_continued: bool = False) -> dict[str, EarlierIds]:
-    """Read the ids of the users and items of a dataset; raises a DataError if a vocabulary is not its manifest's."""
+def read_earlier(folder: Path, unknown: Mapping[str, str] | None = None) -> dict[str, EarlierIds]:
+    """Read the ids of the users and items of a dataset; raises a DataError if a vocabulary is not its manifest's.
+
+    `unknown` are the rules for values that it lacks; None: it is a part of the log, and lacks none.
+    """
     manifest, earlier = read_manifest(folder), {}
     for column in (USER_ID, ITEM_ID):
         summary = manifest.ids[column]
-        values, counts = pl.Series(VALUE, dtype=_DTYPES[summary.kind]), None
+        values = pl.Series(VALUE, dtype=_DTYPES[summary.kind])
         if summary.rule == DENSE:
-            path = folder / vocabulary_name(column)
-            values = read_values(path, values.dtype)
-            counts = read_values(path, pl.Int64(), column=COUNT).to_numpy() if is_continued else None
-        elif column in unknown:
+            values = read_values(folder / vocabulary_name(column), values.dtype)
+        elif unknown and column in unknown:
             raise ConfigError(f"unknown has a rule for {column}, but {folder} has no vocabulary of it; leave it out")
         keys = keys_of(values)
         if summary.versions and _digest(summary.kind, keys) != summary.versions[-1].sha256:
             raise DataError(f"{folder / vocabulary_name(column)} does not match its manifest; preprocess it again")
-        rule = unknown.get(column, "append")
-        earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=rule, counts=counts)
+        rule = "" if unknown is None else unknown.get(column, "append")
+        earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=rule)
     return earlier
 
 
-def read_values(path: Path, dtype: pl.DataType | None = None, *, column: str = VALUE) -> pl.Series:
+def read_values(path: Path, dtype: pl.DataType | None = None) -> pl.Series:
     """Return the values of a vocabulary in the order of their ids, as this type if it is given."""
     try:
-        values = pl.read_parquet(path, columns=[column], glob=False).get_column(column)
+        values = pl.read_parquet(path, columns=[VALUE], glob=False).get_column(VALUE)
         return values.cast(values.dtype if dtype is None else dtype)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
@@ -85,30 +85,25 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
     if rule.startswith(HASH):
         return hashed_ids(rule, column.kind, np.concatenate([keys_in(rows) for rows in found.read()]))
     if rule == AUTO:
-        distinct, (least, largest) = found.size, found.limits or (0, 0)
-        if earlier is not None:  # which this log continues
-            known = KeyTable(earlier.keys)
-            distinct = len(known) + sum(int(np.count_nonzero(known.find(keys_in(rows)) < 0)) for rows in found.read())
-            least, largest = min(least, int(known.keys.min())), max(largest, int(known.keys.max()))
-        chosen = choose(column.kind, distinct=distinct, least=least, largest=largest)
+        least, largest = found.limits or (0, 0)
+        chosen = choose(column.kind, distinct=found.size, least=least, largest=largest)
         if earlier is not None and chosen != earlier.summary.rule:
             raise DataError(
                 f"the rule auto would have {column.name} {chosen} by now, not {earlier.summary.rule}; preprocess all "
                 "of the log at once"
             )
         if chosen == KEEP:
-            return kept_ids(column.kind, distinct=distinct, largest=largest)
+            return kept_ids(column.kind, distinct=found.size, largest=largest)
     return _write(folder / vocabulary_name(column.name), found, earlier, engine)
 
 
 def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engine) -> Ids:
     """Write a vocabulary, after the values of an earlier one if there is one, and return the ids."""
     name, kind = found.column.name, found.column.kind
-    known = KeyTable(np.empty(0, dtype=np.int64) if earlier is None else earlier.keys)
-    keys, size, unknown = np.empty(len(known) + found.size, dtype=np.int64), 0, _Unknown()
-    parts = found.merged(engine)
-    if earlier is not None:
-        parts = _after(earlier, found, known, parts, unknown)
+    parts, num_known, size, unknown = found.merged(engine), 0, 0, _Unknown()
+    if earlier is not None and earlier.unknown:
+        parts, num_known = _after(earlier, found, parts, unknown), len(earlier.keys)
+    keys = np.empty(num_known + found.size, dtype=np.int64)
     schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[kind])).schema
     encodings = {field.name: "DELTA_BINARY_PACKED" for field in schema if pa.types.is_integer(field.type)}
     options = {"compression": "zstd", "use_dictionary": False, "column_encoding": encodings}  # 3 times as fast as usual
@@ -122,14 +117,12 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
             f"the vocabulary of {name} lacks {unknown.values:,} of the values, in {unknown.events:,} events, first "
             f"{', '.join(map(repr, unknown.first))}; set unknown to append, oov or drop, or correct the log"
         )
-    keys, num_distinct, limits = keys[:size], found.size, found.limits or ()
-    if earlier is not None and earlier.counts is not None:  # as if all of the log were new
-        num_distinct, unknown, limits = size, _Unknown(), (*limits, earlier.summary.largest or 0)
+    keys = keys[:size]
     summary = IdSummary(
         rule=DENSE,
         kind=kind,
-        distinct=num_distinct,
-        largest=None if kind == "text" else max(limits, default=0),
+        distinct=found.size,
+        largest=None if kind == "text" else max(found.limits or (0,)),
         versions=_versions(None if earlier is None else earlier.summary, size, _digest(kind, keys)),
         unknown_values=unknown.values,
         unknown_events=unknown.events,
@@ -147,10 +140,11 @@ class _Unknown:
 
 
 def _after(
-    earlier: EarlierIds, found: Distinct, known: KeyTable, parts: Iterable[pl.DataFrame], unknown: _Unknown
+    earlier: EarlierIds, found: Distinct, parts: Iterable[pl.DataFrame], unknown: _Unknown
 ) -> Iterator[pl.DataFrame]:
     """Yield the values of an earlier vocabulary, then those that it lacks, which are counted."""
-    counts = np.zeros(len(known), dtype=np.int64) if earlier.counts is None else earlier.counts.copy()
+    known = KeyTable(earlier.keys)
+    counts = np.zeros(len(known), dtype=np.int64)
     for rows in found.read():
         places = known.find(keys_in(rows))
         counts[places[places >= 0]] += rows.get_column(COUNT).to_numpy()[places >= 0]

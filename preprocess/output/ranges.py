@@ -21,7 +21,6 @@ from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import RequestRule, request_table
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
-from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
 from evenrank.preprocess.output.writer import split_file, split_schema, write_rows
 from evenrank.preprocess.sources.features import FeatureLookup, Seen
 
@@ -45,7 +44,6 @@ class RangeRules:
     context: FeatureLookup
     items: FeatureLookup  # features of items that become columns of events
     extra_events: Mapping[str, str]  # types of the further columns of events
-    earlier: EarlierRows | None  # to which events are appended
 
 
 class RangeSummary(NamedTuple):
@@ -77,12 +75,7 @@ def schema_of(rules: RangeRules, split: str) -> pa.Schema:
 
 def write_range(rules: RangeRules, index: int) -> WrittenRange:
     """Write the files of the range with this number."""
-    columns, earlier = rules.buckets.read_range(index, rules.num_bits), rules.earlier
-    if earlier is not None:
-        is_same = earlier.is_same and earlier.num_bits == rules.num_bits and not len(columns[USER_ID])
-        before = earlier.read(index, rules.num_bits)
-        columns = {name: np.concatenate((before[name], values)) for name, values in columns.items()}
-        earlier = earlier if is_same else None
+    columns = rules.buckets.read_range(index, rules.num_bits)
     sequences, num_duplicates = build_sequences(columns, rules.user_ids.encode)
     features, items = rules.items.lookup(columns[ITEM_ID])
     events = {name: column.to_numpy() for name, column in zip(features.columns, features.iter_columns(), strict=True)}
@@ -99,10 +92,7 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
         seen.append(users)
         lengths[split] = rows.lengths
         name = split_file(split, index)
-        if len(rows) and earlier is not None:
-            keep_file(earlier.folder, name, rules.folder)
-            files[split] = earlier.files[name]
-        elif len(rows):
+        if len(rows):
             files[split] = write_rows(rules.folder, name, schema_of(rules, split), rows, context)
     known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
     largest = {name: int(values.max(initial=-1)) for name, values in columns.items()}
