@@ -26,13 +26,12 @@ from evenrank.datasets.schema import (
     sha256_of,
 )
 from evenrank.preprocess.build.filters import Filters
-from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP
 from evenrank.preprocess.build.splits import EVAL, TRAIN, parse_split
-from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
+from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.files.table import EventPart, Events, Piece, wrap_read_errors
 from evenrank.preprocess.files.times import utc_text
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import Interactions
 
 OF_LOG = ("events", "delimiter", "timestamp_unit", "on_error")  # options that depend on files
 _AT_ONCE = "preprocess all of the log at once"

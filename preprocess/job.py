@@ -28,27 +28,41 @@ from evenrank.datasets.schema import (
     summarize_lengths,
 )
 from evenrank.preprocess.append import OF_LOG, Base, check_source
-from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
+from evenrank.preprocess.build.events import (
+    EVENTS_PER_BUCKET,
+    Buckets,
+    ReadPiece,
+    ReadRules,
+    bytes_on_disk,
+    join_pieces,
+    num_range_bits,
+    read_piece,
+)
 from evenrank.preprocess.build.filters import Filters, drop_unknown, k_core, keep_lengths
-from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.key_table import KeyTable, TextValues
-from evenrank.preprocess.build.read_events import ReadPiece, ReadRules, join_pieces, read_piece
 from evenrank.preprocess.build.splits import IN_EVAL, SplitFacts, SplitRule, parse_split, read_listed_users
-from evenrank.preprocess.build.vocabulary import EarlierIds, number_ids
+from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
 from evenrank.preprocess.files.times import check_era, utc_text
-from evenrank.preprocess.output.ranges import EVENTS_PER_FILE, RangeRules, RangeSummary, schema_of, write_range
 from evenrank.preprocess.output.replace import DATASET_NAME
-from evenrank.preprocess.output.resume import WORK_NAME
-from evenrank.preprocess.output.writer import split_file, write_item_features, write_no_rows
+from evenrank.preprocess.output.writer import (
+    EVENTS_PER_FILE,
+    RangeRules,
+    RangeSummary,
+    schema_of,
+    split_file,
+    write_item_features,
+    write_no_rows,
+    write_range,
+)
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import FeatureLookup, Interactions, look_up_items
 
+WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results by stage
 _LOGGER = logging.getLogger("evenrank.preprocess")
 
 

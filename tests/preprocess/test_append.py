@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
-from evenrank.preprocess.build.ids import DENSE, KEEP
+from evenrank.preprocess.build.vocabulary import DENSE, KEEP
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 from tests.preprocess.sources.test_custom import write_table
 from tests.s3_server import S3
