@@ -1,29 +1,37 @@
-"""New days of a log after those of a dataset, with the same result as all of them at once."""
+"""New days of a log after those of a dataset, whose rows are one more log: the result is that of all days at once."""
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.listing import list_files
 from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import USER_ID, Manifest, SourceFile, read_manifest, sha256_of
-from evenrank.preprocess.build.buckets import num_range_bits
+from evenrank.datasets.schema import (
+    EVENT_DTYPES,
+    REMEDY,
+    USER_ID,
+    WINDOW,
+    Manifest,
+    SourceFile,
+    read_manifest,
+    sha256_of,
+)
 from evenrank.preprocess.build.filters import Filters
-from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP
-from evenrank.preprocess.build.splits import parse_split
-from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
+from evenrank.preprocess.build.splits import EVAL, TRAIN, parse_split
+from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.files.table import wrap_read_errors
+from evenrank.preprocess.files.table import EventPart, Events, Piece, wrap_read_errors
 from evenrank.preprocess.files.times import utc_text
-from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import Interactions
 
 OF_LOG = ("events", "delimiter", "timestamp_unit", "on_error")  # options that depend on files
 _AT_ONCE = "preprocess all of the log at once"
@@ -37,6 +45,7 @@ class Base:
     manifest: Manifest
     statistics: Statistics
     ids: Mapping[str, EarlierIds]
+    overlap: int  # events that a window shares with the one before
     others: tuple[Path, ...]  # files that are read besides logs: features, a list of users
 
     @property
@@ -47,12 +56,18 @@ class Base:
     def copy_to(self, folder: Path) -> Manifest:
         """Put all its files into the folder of the new dataset, and return the manifest."""
         for name in list_files(self.folder):  # all but those of the cache, which is hidden
-            keep_file(self.folder, name, folder)
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)  # left by a killed run
+            try:
+                os.link(self.folder / name, path)
+            except OSError:  # some file systems have no such links
+                shutil.copyfile(self.folder / name, path)
         return self.manifest
 
     def with_logs(self, sources: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
         """Return its files of logs and all new files."""
-        return self.manifest.sources[: self._num_logs] + sources
+        return self.manifest.sources[: len(self.manifest.sources) - len(self.others)] + sources
 
     def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options with which it and the new events would be preprocessed at once."""
@@ -60,10 +75,6 @@ class Base:
         found = {"timestamp_unit": old["timestamp_unit"], "delimiter": old["delimiter"] or options["delimiter"]}
         found["on_error"] = max(old["on_error"], options["on_error"])  # skip, if rows of one of them may be bad
         return {**options, **found, "events": [*old["events"], *options["events"]]}
-
-    @property
-    def _num_logs(self) -> int:
-        return len(self.manifest.sources) - len(self.others)
 
     def check_options(self, options: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
         """Raise a ConfigError if options of preprocessing, `but` some, are not those of this dataset."""
@@ -91,29 +102,46 @@ class Base:
         reason = f"is not after {utc_text(last_ms)}, where the dataset ends; append later events, or {_AT_ONCE}"
         return {reason: last_ms + 1}
 
-    def rows(self, config: PreprocessConfig, dtypes: Mapping[str, str], events_per_file: int) -> EarlierRows:
-        """Return the rows, whose events have the columns `dtypes`."""
-        is_same = [sha256_of(path) for path in self.others] == [
-            source.sha256 for source in self.manifest.sources[self._num_logs :]
-        ]
-        return EarlierRows(
-            folder=self.folder,
-            files={file.path: file for split in self.manifest.splits.values() for file in split.files},
-            num_bits=num_range_bits(self.statistics.num_events, events_per_file),
-            dtypes=dtypes,
-            keys={name: ids.keys for name, ids in self.ids.items() if ids.summary.rule == DENSE},
-            overlap=config.filters.overlap,
-            is_same=is_same and not config.split.startswith("time:last:"),
+    def part(self, extra_events: Collection[str]) -> EventPart:
+        """Return its rows as a log, whose events have these columns besides those of every log."""
+        names = sorted({PurePath(file.path).name for split in self.manifest.splits.values() for file in split.files})
+        return EventPart(
+            name=str(self.folder),
+            num_events=self.statistics.num_events,
+            read=partial(self._read, names, [*EVENT_DTYPES, *extra_events]),
+            pieces=[Piece(number, number + 1) for number in range(len(names))],
         )
+
+    def _read(self, names: Sequence[str], lists: Sequence[str], piece: Piece) -> Iterator[Events]:
+        """Yield the events of files with one name, which have the same users in all splits; those of each in order."""
+        files = {file.path: file for split in self.manifest.splits.values() for file in split.files}
+        read = np.empty(0, dtype=np.int64)
+        for split in (EVAL, TRAIN):  # whose rows repeat events of eval
+            if (file := files.get(f"{split}/{names[piece.begin]}")) is None:
+                continue
+            path = self.folder / file.path
+            if sha256_of(path) != file.sha256:
+                raise DataError(f"{path} does not match its manifest; {REMEDY}")
+            with wrap_read_errors(path):
+                rows = pl.read_parquet(path, glob=False)
+            rows = rows.filter(~np.isin(rows.get_column(USER_ID), read))
+            read = rows.get_column(USER_ID).to_numpy()
+            if WINDOW in rows.columns:
+                begin = pl.when(pl.col(WINDOW) > 0).then(self.overlap).otherwise(0)
+                rows = rows.with_columns(pl.col(lists).list.slice(begin))
+            events = rows.select(USER_ID, *lists).explode(lists)
+            raw = [
+                ids.values.gather(events.get_column(name) - 1).alias(name)
+                for name, ids in self.ids.items()
+                if ids.summary.rule == DENSE
+            ]
+            yield Events(events.with_columns(raw))
 
 
 def read_base(folder: Path, config: PreprocessConfig) -> Base:
     """Open a dataset to append events to it; raises a ConfigError or DataError if that is not possible."""
     manifest, listed = read_manifest(folder), parse_split(config.split).file
-    ids = read_earlier(folder, {}, is_continued=True)
-    for name, of_column in ids.items():
-        if of_column.summary.rule == KEEP and of_column.summary.distinct is not None:  # by the rule auto
-            ids[name] = replace(of_column, keys=_values_in(folder, manifest, name))
+    ids = read_earlier(folder)
     others = [] if config.custom is None else [file.path for file in config.custom.feature_files.values()]
     lossy = [
         name
@@ -139,20 +167,9 @@ def read_base(folder: Path, config: PreprocessConfig) -> Base:
         manifest=manifest,
         statistics=read_statistics(manifest),
         ids=ids,
+        overlap=config.filters.overlap,
         others=(*others, *([] if listed is None else [listed])),
     )
-
-
-def _values_in(folder: Path, manifest: Manifest, column: str) -> NDArray[np.int64]:
-    """Return the distinct values of a column of rows or events: int64 [n]."""
-    parts = []
-    for split in manifest.splits.values():
-        paths = [folder / file.path for file in split.files]
-        with wrap_read_errors(folder):
-            values = pl.scan_parquet(paths, glob=False).select(column)
-            values = values.explode(column) if column != USER_ID else values
-            parts.append(values.unique().collect(engine="streaming").get_column(column).to_numpy())
-    return np.unique(np.concatenate(parts))
 
 
 def check_source(source: Interactions) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_record
 from evenrank.core.storage import is_url
+from evenrank.preprocess.build.events import OnError
 from evenrank.preprocess.build.filters import Filters
-from evenrank.preprocess.build.ids import parse_ids, parse_unknown
 from evenrank.preprocess.build.inference_requests import RequestRule
-from evenrank.preprocess.build.read_events import OnError
 from evenrank.preprocess.build.splits import parse_split
+from evenrank.preprocess.build.vocabulary import parse_ids, parse_unknown
 from evenrank.preprocess.engine import EngineName
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.catalog import CUSTOM, DATASETS
@@ -43,7 +43,8 @@ class PreprocessConfig:
     """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
     ids: str = ""
     """Rules for the ids of users and items, such as `dense` or `item=dense,user=keep`; see
-    `evenrank.preprocess.build.ids`. Default: `auto` for custom logs, `dense` for public datasets, else `keep`."""
+    `evenrank.preprocess.build.vocabulary`. Default: `auto` for custom logs, `dense` for public datasets, else `keep`.
+    """
     vocabulary: Path | None = None
     """An earlier dataset, whose ids are kept, also at a URL; None: ids begin anew."""
     unknown: str = ""

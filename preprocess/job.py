@@ -28,27 +28,41 @@ from evenrank.datasets.schema import (
     summarize_lengths,
 )
 from evenrank.preprocess.append import OF_LOG, Base, check_source
-from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
+from evenrank.preprocess.build.events import (
+    EVENTS_PER_BUCKET,
+    Buckets,
+    ReadPiece,
+    ReadRules,
+    bytes_on_disk,
+    join_pieces,
+    num_range_bits,
+    read_piece,
+)
 from evenrank.preprocess.build.filters import Filters, drop_unknown, k_core, keep_lengths
-from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.key_table import KeyTable, TextValues
-from evenrank.preprocess.build.read_events import ReadPiece, ReadRules, join_pieces, read_piece
 from evenrank.preprocess.build.splits import IN_EVAL, SplitFacts, SplitRule, parse_split, read_listed_users
-from evenrank.preprocess.build.vocabulary import EarlierIds, number_ids
+from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
 from evenrank.preprocess.files.times import check_era, utc_text
-from evenrank.preprocess.output.ranges import EVENTS_PER_FILE, RangeRules, RangeSummary, schema_of, write_range
 from evenrank.preprocess.output.replace import DATASET_NAME
-from evenrank.preprocess.output.resume import WORK_NAME
-from evenrank.preprocess.output.writer import split_file, write_item_features, write_no_rows
+from evenrank.preprocess.output.writer import (
+    EVENTS_PER_FILE,
+    RangeRules,
+    RangeSummary,
+    schema_of,
+    split_file,
+    write_item_features,
+    write_no_rows,
+    write_range,
+)
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import FeatureLookup, look_up_items
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import FeatureLookup, Interactions, look_up_items
 
+WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results by stage
 _LOGGER = logging.getLogger("evenrank.preprocess")
 
 
@@ -96,8 +110,10 @@ class Job:
             check_source(source)
             self.base.check_options(self.options, but=OF_LOG)
         rule, eval_users, num_listed = self.rule, np.empty(0, dtype=np.int64), 0
-        num_before, last_ms = 0, 0
-        num_expected = sum(part.num_events for part in source.parts)
+        parts = [] if self.base is None else [self.base.part(source.extra_events)]
+        base_name = "".join(part.name for part in parts)
+        parts += source.parts
+        num_expected = sum(part.num_events for part in parts)
         num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
         dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
         if source.has_eval_log:
@@ -123,24 +139,24 @@ class Job:
                 return self.base.copy_to(self.folder)
             has_times = source.time_unit != "row"
             reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
-            pieces = [(part, piece) for part in source.parts for piece in part.pieces]
+            pieces = [(part, piece) for part in parts for piece in part.pieces]
             tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
             read = engine.map(partial(read_piece, reading), tasks, stage="reading")
             log = join_pieces(read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
             late = {} if self.base is None else self.base.first_ms
-            if not log.runs and (self.base is None or any(of in text for of in late for text in log.num_skipped)):
+            new = {name: span for name, span in log.spans.items() if name != base_name}
+            if not new and (self.base is None or any(of in text for of in late for text in log.num_skipped)):
                 reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in source.parts)
                 raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
-            self.counts, first_ms, ends = log.num_skipped, log.first_ms, log.last_ms
+            self.counts = log.num_skipped
             if self.base is not None:
-                if log.runs:
+                if new:
                     self.base.check_options({"timestamp_unit": source.time_unit})
-                self.counts, before = Counter(self.base.skipped) + log.num_skipped, self.base.statistics
-                num_before, first_ms, last_ms = before.num_events, before.first_ms, before.last_ms
+                self.counts = Counter(self.base.skipped) + log.num_skipped
+            firsts, lasts = zip(*log.spans.values(), strict=True)
             buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
-            last_ms = max(ends.values(), default=last_ms)
-            if ends and not config.allow_empty:
-                check_era(log.first_ms, ends, source.time_unit)
+            if new and not config.allow_empty:
+                check_era(new, source.time_unit)
             known = {
                 name: KeyTable(ids.keys)
                 for name, ids in self.earlier.items()
@@ -151,7 +167,7 @@ class Job:
             )
             self.counts["events left out by the k-core"] = num_left_out = k_core(buckets, config.filters, engine)
             self.counts["users left out by filters"] = keep_lengths(buckets, config.filters, engine)
-            num_left = num_before + sum(run.num_events for run in log.runs) - num_dropped - num_left_out
+            num_left = sum(run.num_events for run in log.runs) - num_dropped - num_left_out
 
             def number(name: str) -> Ids:
                 column = Column(name, source.id_kinds[name], texts.get(name), buckets, work / "values")
@@ -160,7 +176,7 @@ class Job:
             with ThreadPoolExecutor(2) as both:
                 ids = dict(zip(source.id_kinds, both.map(number, source.id_kinds), strict=True))
             items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
-            facts = SplitFacts(seed=config.seed, last_ms=last_ms, eval_users=eval_users)
+            facts = SplitFacts(seed=config.seed, last_ms=max(lasts), eval_users=eval_users)
             rules = RangeRules(
                 folder=self.folder,
                 buckets=buckets,
@@ -174,7 +190,6 @@ class Job:
                 context=FeatureLookup(source.context, of="users"),
                 items=items,
                 extra_events=source.extra_events,
-                earlier=None if self.base is None else self.base.rows(config, dtypes, EVENTS_PER_FILE),
             )
             splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
@@ -182,7 +197,7 @@ class Job:
             sources = pending_sources.result()
         options = self.options if self.base is None else self.base.with_options(self.options)
         unit = options.get("timestamp_unit", source.time_unit)
-        time = {"unit": unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
+        time = {"unit": unit, "first": utc_text(min(firsts)), "last": utc_text(max(lasts))}
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(

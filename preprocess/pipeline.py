@@ -1,28 +1,138 @@
 """The whole job: raw files -> interactions -> buckets -> sequences -> splits -> a folder of Parquet files."""
 
+import contextlib
+import json
+import logging
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+
+import evenrank
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.files import write_text
 from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, USER_ID, IdKind, Manifest
 from evenrank.preprocess.append import read_base
-from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, parse_ids, parse_unknown
-from evenrank.preprocess.build.splits import parse_split
-from evenrank.preprocess.build.vocabulary import read_earlier
+from evenrank.preprocess.build.events import Columns
+from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
+from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, parse_ids, parse_unknown, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Threads, Workers, check_not_forked, num_workers
-from evenrank.preprocess.files.fetch import Copies, copies_in
+from evenrank.preprocess.files.places import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
-from evenrank.preprocess.job import Job
-from evenrank.preprocess.open_source import open_source
-from evenrank.preprocess.output.replace import replace_folder, wrap_write_errors
-from evenrank.preprocess.output.resume import begin, plan_of
+from evenrank.preprocess.job import WORK_NAME, Job
+from evenrank.preprocess.output.replace import DATASET_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.upload import replace_remote
-from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM
-from evenrank.preprocess.sources.interactions import number_features
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, SYNTHETIC
+from evenrank.preprocess.sources.custom import read_tabular
+from evenrank.preprocess.sources.download import ensure_raw_files
+from evenrank.preprocess.sources.features import Interactions, number_features
+from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
+from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
+
+_PLAN_NAME = "plan.json"
+# Changes when the machine starts, and perhaps loses what was not on the disk yet; only Linux has it.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LOGGER = logging.getLogger("evenrank.preprocess")
+
+
+def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:
+    """Return everything that a dataset depends on; files count by their sizes and times of change."""
+    # Whichever engine it is, which needs absolute paths or not.
+    same = replace(
+        config,
+        out="",
+        overwrite=False,
+        raw_dir=config.raw_dir.absolute(),
+        engine="local",
+        ray_address=None,
+        memory_limit=None,
+    )
+    if config.custom is not None:
+        events = tuple(path.absolute() for path in config.custom.events)
+        same = replace(same, custom=replace(config.custom, events=events))
+    stats = {str(file.absolute()): file.stat() for file in files if file.is_file()}
+    return {
+        "evenrank": evenrank.__version__,
+        "options": repr(same),
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "start of the machine": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
+    }
+
+
+def begin(folder: Path, plan: Mapping[str, Any], kinds: Mapping[str, IdKind]) -> dict[str, IdKind]:
+    """Prepare the folder of a run: keep what is there if it is of the same plan, else start over.
+
+    `kinds` are the types of ids that are known. Return those that are known now: the killed run may have found more.
+    """
+    path, found, known = folder / _PLAN_NAME, dict[str, Any](), dict[str, IdKind]()
+    if path.is_file():
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):  # it is damaged
+            content = dict(json.loads(path.read_text(encoding="utf-8")))
+            known, found = dict(content.pop("kinds")), content
+        changed = [name for name in plan if plan[name] != found.get(name)]
+        if not changed and kinds.items() <= known.items() and (folder / DATASET_NAME).is_dir():
+            _LOGGER.warning("going on with what an earlier run has finished")
+            return known
+        if changed:
+            _LOGGER.warning("starting over: not as in the run that did not finish: %s", ", ".join(changed))
+    path.unlink(missing_ok=True)
+    for name in (DATASET_NAME, WORK_NAME):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir()
+    write_text(path, json.dumps({**plan, "kinds": dict(kinds)}))
+    return dict(kinds)
+
+
+def open_source(
+    config: PreprocessConfig,
+    *,
+    rules: Mapping[str, str],
+    known: Mapping[str, IdKind] = MappingProxyType({}),
+    first_ms: Mapping[str, int] = MappingProxyType({}),
+    show_progress: bool = False,
+) -> Interactions:
+    """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
+
+    `rules` are those of the ids; `known` are types of ids of a custom log that its first rows do not decide,
+    `first_ms` its least times, as in `read_tabular`.
+    """
+    if config.dataset == SYNTHETIC and config.expand is not None:
+        expansion = parse_expansion(config.expand)
+        base_config = replace(config, dataset=expansion.base, split="none")
+        base = open_source(base_config, rules=rules, show_progress=show_progress)
+        return expand_interactions(base, expansion, seed=config.seed)
+    if config.dataset == SYNTHETIC:
+        return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
+    log = config.custom
+    if config.dataset in CATALOG:
+        public = CATALOG[config.dataset]
+        log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
+        rules, known = dict.fromkeys(rules, KEEP), {}  # all ids are integers
+    if log is None:
+        raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
+    second = parse_split(config.split).file
+    if second is None or not (files := second_log(second, log)):
+        return read_tabular(log, rules, known, first_ms)
+    # The file of the split is a log too, whose events have a mark.
+    interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known, first_ms)
+    num_first = len(interactions.parts) - len(files)
+    parts = [
+        replace(part, expand=partial(_mark_log, in_eval=index >= num_first))
+        for index, part in enumerate(interactions.parts)
+    ]
+    return replace(interactions, parts=parts, has_eval_log=True)
+
+
+def _mark_log(events: Columns, in_eval: bool) -> list[Columns]:
+    return [events | {IN_EVAL: np.full(len(events[USER_ID]), in_eval, dtype=np.int32)}]
 
 
 def preprocess(

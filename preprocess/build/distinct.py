@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.files import replacing
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind
-from evenrank.preprocess.build.buckets import Buckets, Run, write_run
+from evenrank.preprocess.build.events import Buckets, Run, write_run
 from evenrank.preprocess.build.key_table import TextValues, encode_keys, random_seed
 from evenrank.preprocess.engine import Engine
 

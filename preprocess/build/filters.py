@@ -11,7 +11,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_record
 from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.schema import ITEM_ID, USER_ID
-from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.key_table import KeyTable, encode_keys, random_seed
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.engine import Engine

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
-from evenrank.preprocess.build.buckets import Columns
+from evenrank.preprocess.build.events import Columns
 from evenrank.preprocess.build.key_table import encode_keys, random_seed
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket

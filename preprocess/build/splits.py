@@ -28,7 +28,7 @@ from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences
-from evenrank.preprocess.files.locate import find_files
+from evenrank.preprocess.files.places import find_files
 from evenrank.preprocess.files.raw_values import id_checks, raw_id, with_ids
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of

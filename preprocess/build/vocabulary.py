@@ -1,4 +1,9 @@
-"""The vocabulary of a column: its distinct values by first appearance, and the ids that follow from it.
+"""The ids of users and items, the rows of embedding tables: rules, and the vocabulary that a rule may need.
+
+auto       `dense` or `keep`, whichever fits the values: `keep` where at least half of the ids up to the largest occur
+dense      1, 2, ... by first appearance, listed in a vocabulary; 0 is left for unknown values
+keep       the integers of the log
+hash:1000  a hash of the value, 0..999, for which no vocabulary is needed
 
 Values are ordered by the time of their first event, then by value, so appending later days to a log renumbers nothing.
 What stays in memory is a hash table of the keys, about 14 bytes per value.
@@ -6,10 +11,10 @@ What stays in memory is a hash table of the keys, about 14 bytes per value.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -18,11 +23,91 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
 from evenrank.preprocess.build.distinct import COUNT, KEY, VALUE, Column, Distinct, find_distinct, keys_in
-from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids
 from evenrank.preprocess.build.key_table import KeyTable, keys_of
 from evenrank.preprocess.engine import Engine
+
+AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"
+Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values that an earlier vocabulary lacks
+_COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
+_MAX_HASHES = 2**62
+
+
+def parse_ids(text: str) -> dict[str, str]:
+    """Parse `dense`, or `item=dense,user=keep`: the rule of each column that has one."""
+    return _parse_per_column("ids", text, "auto, dense, keep or hash:N (N from 1 to 2^62)", _is_rule)
+
+
+def parse_unknown(text: str) -> dict[str, str]:
+    """Parse `drop`, or `item=oov,user=append`: what to do about unknown values, for each column that has a rule."""
+    return _parse_per_column("unknown", text, ", ".join(get_args(Unknown)), lambda rule: rule in get_args(Unknown))
+
+
+def _parse_per_column(option: str, text: str, expected: str, is_valid: Callable[[str], bool]) -> dict[str, str]:
+    rules: dict[str, str] = {}
+    for part in text.split(",") if text else ():
+        column, has_column, rule = part.strip().partition("=")
+        names = [_COLUMNS.get(column, "")] if has_column else [*_COLUMNS.values()]
+        rule = rule if has_column else column
+        if "" in names or not is_valid(rule) or not rules.keys().isdisjoint(names):
+            raise ConfigError(
+                f"invalid {option} {text!r}; expected {expected}, for both columns or as item=RULE,user=RULE"
+            )
+        rules |= dict.fromkeys(names, rule)
+    return rules
+
+
+def _is_rule(rule: str) -> bool:
+    name, _, count = rule.partition(":")
+    if name == HASH:
+        return count.isdecimal() and count.isascii() and 1 <= int(count) <= _MAX_HASHES
+    return rule in (AUTO, DENSE, KEEP)
+
+
+def choose(kind: IdKind, *, distinct: int, least: int, largest: int) -> str:
+    """Return the rule for a column with rule `auto`: `keep` where at least half of the ids up to the largest occur."""
+    return KEEP if kind == "int64" and least >= 0 and largest <= 2 * distinct else DENSE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ids:
+    """The ids of a column: how keys become ids, and what the manifest says about them."""
+
+    size: int | None
+    """Largest id + 1; None: the largest that occurs decides."""
+    summary: IdSummary
+    table: KeyTable | None = None
+    """Of the keys, in the order of their ids, if the rule is `dense`."""
+
+    def encode(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ids of keys: int64 [n] both; of those that a vocabulary lacks, 0."""
+        if self.table is not None:
+            return self.table.find(keys) + 1
+        if self.size is not None:
+            return _hashed(keys, self.size)
+        return keys
+
+
+def _hashed(keys: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
+    return (mix64(keys.view(np.uint64)) % np.uint64(num_ids)).astype(np.int64)
+
+
+def kept_ids(kind: IdKind, *, distinct: int | None = None, largest: int | None = None) -> Ids:
+    """Return the rule by which integers are kept."""
+    summary = IdSummary(rule=KEEP, kind=kind, distinct=distinct, largest=largest)
+    return Ids(size=None, summary=summary)
+
+
+def hashed_ids(rule: str, kind: IdKind, keys: NDArray[np.int64]) -> Ids:
+    """Return the rule `hash:N`, and count those of the distinct `keys` [n] that share an id."""
+    num_ids = int(rule.partition(":")[2])
+    _, counts = np.unique(_hashed(keys, num_ids), return_counts=True)
+    collisions = int(counts[counts > 1].sum())
+    summary = IdSummary(rule=rule, kind=kind, distinct=len(keys), collisions=collisions)
+    return Ids(size=num_ids, summary=summary)
+
 
 _ROWS_PER_GROUP = 1 << 20
 _DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
@@ -41,34 +126,34 @@ class EarlierIds:
     summary: IdSummary
     keys: NDArray[np.int64]  # of its vocabulary, in the order of the ids; without one, empty, or those that it has
     values: pl.Series
-    unknown: str  # what to do about values that the vocabulary lacks
-    counts: NDArray[np.int64] | None = None  # of events of each value, if the dataset is continued by this log
+    unknown: str  # what to do about values that the vocabulary lacks; empty if the dataset is a part of this log
 
 
-def read_earlier(folder: Path, unknown: Mapping[str, str], *, is_continued: bool = False) -> dict[str, EarlierIds]:
-    """Read the ids of the users and items of a dataset; raises a DataError if a vocabulary is not its manifest's."""
+def read_earlier(folder: Path, unknown: Mapping[str, str] | None = None) -> dict[str, EarlierIds]:
+    """Read the ids of the users and items of a dataset; raises a DataError if a vocabulary is not its manifest's.
+
+    `unknown` are the rules for values that it lacks; None: it is a part of the log, and lacks none.
+    """
     manifest, earlier = read_manifest(folder), {}
     for column in (USER_ID, ITEM_ID):
         summary = manifest.ids[column]
-        values, counts = pl.Series(VALUE, dtype=_DTYPES[summary.kind]), None
+        values = pl.Series(VALUE, dtype=_DTYPES[summary.kind])
         if summary.rule == DENSE:
-            path = folder / vocabulary_name(column)
-            values = read_values(path, values.dtype)
-            counts = read_values(path, pl.Int64(), column=COUNT).to_numpy() if is_continued else None
-        elif column in unknown:
+            values = read_values(folder / vocabulary_name(column), values.dtype)
+        elif unknown and column in unknown:
             raise ConfigError(f"unknown has a rule for {column}, but {folder} has no vocabulary of it; leave it out")
         keys = keys_of(values)
         if summary.versions and _digest(summary.kind, keys) != summary.versions[-1].sha256:
             raise DataError(f"{folder / vocabulary_name(column)} does not match its manifest; preprocess it again")
-        rule = unknown.get(column, "append")
-        earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=rule, counts=counts)
+        rule = "" if unknown is None else unknown.get(column, "append")
+        earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=rule)
     return earlier
 
 
-def read_values(path: Path, dtype: pl.DataType | None = None, *, column: str = VALUE) -> pl.Series:
+def read_values(path: Path, dtype: pl.DataType | None = None) -> pl.Series:
     """Return the values of a vocabulary in the order of their ids, as this type if it is given."""
     try:
-        values = pl.read_parquet(path, columns=[column], glob=False).get_column(column)
+        values = pl.read_parquet(path, columns=[VALUE], glob=False).get_column(VALUE)
         return values.cast(values.dtype if dtype is None else dtype)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
@@ -85,30 +170,25 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
     if rule.startswith(HASH):
         return hashed_ids(rule, column.kind, np.concatenate([keys_in(rows) for rows in found.read()]))
     if rule == AUTO:
-        distinct, (least, largest) = found.size, found.limits or (0, 0)
-        if earlier is not None:  # which this log continues
-            known = KeyTable(earlier.keys)
-            distinct = len(known) + sum(int(np.count_nonzero(known.find(keys_in(rows)) < 0)) for rows in found.read())
-            least, largest = min(least, int(known.keys.min())), max(largest, int(known.keys.max()))
-        chosen = choose(column.kind, distinct=distinct, least=least, largest=largest)
+        least, largest = found.limits or (0, 0)
+        chosen = choose(column.kind, distinct=found.size, least=least, largest=largest)
         if earlier is not None and chosen != earlier.summary.rule:
             raise DataError(
                 f"the rule auto would have {column.name} {chosen} by now, not {earlier.summary.rule}; preprocess all "
                 "of the log at once"
             )
         if chosen == KEEP:
-            return kept_ids(column.kind, distinct=distinct, largest=largest)
+            return kept_ids(column.kind, distinct=found.size, largest=largest)
     return _write(folder / vocabulary_name(column.name), found, earlier, engine)
 
 
 def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engine) -> Ids:
     """Write a vocabulary, after the values of an earlier one if there is one, and return the ids."""
     name, kind = found.column.name, found.column.kind
-    known = KeyTable(np.empty(0, dtype=np.int64) if earlier is None else earlier.keys)
-    keys, size, unknown = np.empty(len(known) + found.size, dtype=np.int64), 0, _Unknown()
-    parts = found.merged(engine)
-    if earlier is not None:
-        parts = _after(earlier, found, known, parts, unknown)
+    parts, num_known, size, unknown = found.merged(engine), 0, 0, _Unknown()
+    if earlier is not None and earlier.unknown:
+        parts, num_known = _after(earlier, found, parts, unknown), len(earlier.keys)
+    keys = np.empty(num_known + found.size, dtype=np.int64)
     schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[kind])).schema
     encodings = {field.name: "DELTA_BINARY_PACKED" for field in schema if pa.types.is_integer(field.type)}
     options = {"compression": "zstd", "use_dictionary": False, "column_encoding": encodings}  # 3 times as fast as usual
@@ -122,14 +202,12 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
             f"the vocabulary of {name} lacks {unknown.values:,} of the values, in {unknown.events:,} events, first "
             f"{', '.join(map(repr, unknown.first))}; set unknown to append, oov or drop, or correct the log"
         )
-    keys, num_distinct, limits = keys[:size], found.size, found.limits or ()
-    if earlier is not None and earlier.counts is not None:  # as if all of the log were new
-        num_distinct, unknown, limits = size, _Unknown(), (*limits, earlier.summary.largest or 0)
+    keys = keys[:size]
     summary = IdSummary(
         rule=DENSE,
         kind=kind,
-        distinct=num_distinct,
-        largest=None if kind == "text" else max(limits, default=0),
+        distinct=found.size,
+        largest=None if kind == "text" else max(found.limits or (0,)),
         versions=_versions(None if earlier is None else earlier.summary, size, _digest(kind, keys)),
         unknown_values=unknown.values,
         unknown_events=unknown.events,
@@ -147,10 +225,11 @@ class _Unknown:
 
 
 def _after(
-    earlier: EarlierIds, found: Distinct, known: KeyTable, parts: Iterable[pl.DataFrame], unknown: _Unknown
+    earlier: EarlierIds, found: Distinct, parts: Iterable[pl.DataFrame], unknown: _Unknown
 ) -> Iterator[pl.DataFrame]:
     """Yield the values of an earlier vocabulary, then those that it lacks, which are counted."""
-    counts = np.zeros(len(known), dtype=np.int64) if earlier.counts is None else earlier.counts.copy()
+    known = KeyTable(earlier.keys)
+    counts = np.zeros(len(known), dtype=np.int64)
     for rows in found.read():
         places = known.find(keys_in(rows))
         counts[places[places >= 0]] += rows.get_column(COUNT).to_numpy()[places >= 0]

@@ -21,26 +21,24 @@ import pyarrow as pa
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
-from evenrank.preprocess.files import locate
-from evenrank.preprocess.files.parse_numbers import (
+from evenrank.preprocess.files.places import JSON, PARQUET, TEXT, format_of, partition_values
+from evenrank.preprocess.files.raw_values import CASTS
+from evenrank.preprocess.files.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
+from evenrank.preprocess.files.text import (
     DECIMAL,
     EMPTY,
     INTEGER,
     NUL,
     OPEN,
+    REPLACEMENT,
     SKIPPED,
     UNQUOTED,
-    parse_numbers,
-    split_fields,
-)
-from evenrank.preprocess.files.raw_values import CASTS
-from evenrank.preprocess.files.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
-from evenrank.preprocess.files.text_blocks import (
-    REPLACEMENT,
     Block,
     estimate_lines,
+    parse_numbers,
     read_blocks,
     read_first_line,
+    split_fields,
     text_pieces,
 )
 
@@ -91,16 +89,16 @@ def open_table(
     check_regular(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; create it again")
-    file_format = locate.file_format(path)
-    if file_format != locate.TEXT and (columns or separator):
+    file_format = format_of(path)
+    if file_format != TEXT and (columns or separator):
         raise DataError(
             f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
         )
     with wrap_read_errors(path):
-        if file_format == locate.PARQUET:
+        if file_format == PARQUET:
             return _open_parquet(path, needed, folders)
         line = read_first_line(path)  # which checks the encoding
-        if file_format == locate.JSON:
+        if file_format == JSON:
             keys = _keys(line)
             present = [name for name in needed if name in keys or name not in folders]
             own, constants = _locate_columns(path, present, needed, folders)
@@ -136,7 +134,7 @@ def _locate_columns(
     own = [name for name in needed if name in present or name not in folders]
     for name in own:
         if name not in present:
-            if name in locate.partition_values(str(path)):
+            if name in partition_values(str(path)):
                 remedy = f"a folder adds one only below the path that is given, or in a pattern such as {name}=*"
             raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}; {remedy}")
         if present.count(name) > 1:

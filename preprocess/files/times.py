@@ -126,15 +126,15 @@ def _date_ms(text: pl.Expr) -> pl.Expr:
     return _iso_ms(pl.when(text.str.contains(_DATE)).then(text.str.replace(_DATE, "${1}${4}-${2}${5}-${3}${6}")))
 
 
-def check_era(first_ms: int, ends: Mapping[str, int], unit: TimestampUnit) -> None:
+def check_era(spans: Mapping[str, tuple[int, int]], unit: TimestampUnit) -> None:
     """Raise a DataError if a file ends, or a log of numbers begins, in 1970, as times that are read in a smaller unit.
 
-    `ends` are the times of the last events by file.
+    `spans` are the times of the first and the last event by file.
     """
-    name, time_ms = min(ends.items(), key=lambda item: item[1])
+    name, (_, time_ms) = min(spans.items(), key=lambda span: span[1][1])
     event = f"last event of {name}"
     if time_ms >= _LEAST_MS and unit in PER_SECOND:
-        event, time_ms = "first event", first_ms
+        event, time_ms = "first event", min(first for first, _ in spans.values())
     if time_ms >= _YEAR_MS or unit == "row":
         return
     times = {other: time_ms * PER_SECOND.get(unit, 0) // count for other, count in PER_SECOND.items()}

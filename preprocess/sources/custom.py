@@ -10,8 +10,8 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
-from evenrank.preprocess.build.ids import KEEP
-from evenrank.preprocess.files.locate import find_files
+from evenrank.preprocess.build.vocabulary import KEEP
+from evenrank.preprocess.files.places import find_files
 from evenrank.preprocess.files.raw_values import (
     as_float32,
     as_integer,
@@ -30,8 +30,7 @@ from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, least_ms, timestamp_ms
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import read_features
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import Interactions, read_features
 
 _MAX_ACTION = 2**31 - 1
 _PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars
@@ -51,7 +50,7 @@ def read_tabular(
 
     Args:
         config: the files and their columns.
-        rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
+        rules: of the ids of `user_id` and `item_id`; see `preprocess.build.vocabulary`.
         known: types of ids that the first rows do not decide. A TextIdsError tells, while events are read, of ids that
             are not of the type, known or not, unless only integers are kept.
         first_ms: least times by the reason to report of events that are earlier.

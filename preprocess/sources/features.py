@@ -1,8 +1,8 @@
-"""The features of users and items: read from a file, encoded, and looked up by key."""
+"""What every source returns, whatever its raw files look like: events, and features of users and items, encoded."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import FLOAT, MULTI_VALUED, IdKind
-from evenrank.preprocess.build.ids import DENSE, Ids
+from evenrank.datasets.schema import FLOAT, ITEM_ID, MULTI_VALUED, USER_ID, IdKind, IdSummary, SourceFile, read_manifest
 from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, random_seed
+from evenrank.preprocess.build.vocabulary import DENSE, Ids, label_ids, read_values, vocabulary_name
 from evenrank.preprocess.files.raw_values import (
     CASTS,
     MISSING_NUMBERS,
@@ -28,8 +28,9 @@ from evenrank.preprocess.files.raw_values import (
     raw_id,
     with_ids,
 )
+from evenrank.preprocess.files.table import EventPart
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.log_config import TabularConfig
+from evenrank.preprocess.log_config import TabularConfig, TimestampUnit
 
 _DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VALUED, pl.Float32(): FLOAT}
 _ROW = "evenrank row"
@@ -207,3 +208,36 @@ def _sortable(path: Path, values: pl.Series) -> pl.Series:
     numbers = numbers.set(numbers.is_in(MISSING_NUMBERS), None)  # which among texts are values
     are_integers = pl.select(is_plain_integer(pl.lit(numbers.drop_nulls())).all()).item()
     return numbers.cast(pl.Int64) if are_integers and (numbers.count() or not texts.count()) else texts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interactions:
+    """A dataset before its events are grouped by user."""
+
+    parts: Sequence[EventPart]  # in file order
+    sources: Callable[[], tuple[SourceFile, ...]]  # reads the raw files for their checksums
+    files: Sequence[Path] = ()  # that are read
+    context: Features = NO_FEATURES  # of users
+    item_features: Features = NO_FEATURES
+    has_item_table: bool = False  # whether features of items are a table, not columns of events
+    num_actions: int | None  # None if the largest action is only known once all events are read
+    time_unit: TimestampUnit = "ms"  # of the raw times; with `row`, those of events are undefined
+    extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or float32
+    has_eval_log: bool = False  # whether events have a further column, IN_EVAL
+    options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
+    id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})
+    feature_ids: Mapping[str, IdSummary] = field(default_factory=dict)  # how their values became ids
+
+
+def number_features(interactions: Interactions, folder: Path | None) -> Interactions:
+    """Number the values of features as in an earlier dataset, if there is one; raises a DataError if it is damaged."""
+    context, items, ids = interactions.context, interactions.item_features, dict[str, IdSummary]()
+    if folder is not None:
+        manifest = read_manifest(folder)
+        earlier = {name: pl.Series(labels[1:], dtype=pl.String) for name, labels in manifest.context_labels.items()}
+        for name in items.values.keys() & manifest.vocabulary_sizes.keys() - earlier.keys():
+            earlier[name] = read_values(folder / vocabulary_name(name))
+        context, items, ids = continue_ids(context, earlier), continue_ids(items, earlier), dict(manifest.ids)
+    values = {**context.values, **items.values} if interactions.files else {}  # else they are drawn, as ids
+    feature_ids = {name: label_ids(of_feature, ids.get(name)) for name, of_feature in values.items()}
+    return replace(interactions, context=context, item_features=items, feature_ids=feature_ids)

@@ -24,8 +24,7 @@ from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.files.table import EventPart
 from evenrank.preprocess.sources.catalog import CATALOG
-from evenrank.preprocess.sources.features import Features
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import Features, Interactions
 
 _EVENTS_AT_ONCE = 1_000_000
 # Of the randomized SVD (Halko, Martinsson and Tropp, arXiv:0909.4061). Singular values of ratings hardly decrease:

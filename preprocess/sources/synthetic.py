@@ -13,8 +13,7 @@ from evenrank.core.settings import check_record
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names, user_hash
 from evenrank.preprocess.files.table import EventPart, Events, Piece
-from evenrank.preprocess.sources.features import NO_FEATURES, Features
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import NO_FEATURES, Features, Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
-from evenrank.preprocess.build.ids import DENSE, KEEP
+from evenrank.preprocess.build.vocabulary import DENSE, KEEP
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 from tests.preprocess.sources.test_custom import write_table
 from tests.s3_server import S3
@@ -108,25 +108,23 @@ def test_days_one_after_another_are_all_days_at_once(
     check()
 
 
-def test_files_of_users_without_later_events_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "EVENTS_PER_FILE", 12)
-    first, second = write_days(
-        tmp_path, [[(u, i, 10 * i, 1) for u in range(9) for i in range(10)], [(3, 5, 1, 1)]], user=""
-    )
+def test_a_day_that_is_there_already_changes_nothing_also_where_files_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]], user="")
     run(tmp_path / "out", first)
-    before = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").iterdir()}
     run(tmp_path / "out", second, append=True)
-    after = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").iterdir()}
-    assert before.keys() == after.keys()
-    assert sum(before[name] != after[name] for name in before) == 1
-    monkeypatch.setattr(
-        os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError())
-    )  # as file systems without links
-    third = write_days(tmp_path, [[], [], [(4, 5, 1, 1)]], user="")[2]
-    write_days(tmp_path, [[(u, i, 10 * i, 1) for u in range(9) for i in range(10)], [(3, 5, 1, 1)]], user="")
-    run(tmp_path / "out", third, append=True)
-    run(tmp_path / "once", first, second, third)
-    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+    before = bytes_in(tmp_path / "out")
+    calls: list[tuple[Path, ...]] = []
+
+    def refuse(*paths: Path) -> None:
+        calls.append(paths)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    run(tmp_path / "out", second, append=True)
+    assert len(calls) == len(before)
+    assert bytes_in(tmp_path / "out") == before
 
 
 def test_days_may_differ_in_what_files_decide_but_not_in_the_unit_of_times(tmp_path: Path) -> None:

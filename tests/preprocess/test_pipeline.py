@@ -24,8 +24,8 @@ from evenrank.preprocess import (
     pipeline,
     preprocess,
 )
-from evenrank.preprocess.build import read_events
-from evenrank.preprocess.files import text_blocks
+from evenrank.preprocess.build import events
+from evenrank.preprocess.files import text as text_files
 from evenrank.preprocess.output import writer as writer_module
 from tests.preprocess.decoded import decode, read_rows
 
@@ -156,7 +156,7 @@ def test_malformed_input_raises(tmp_path: Path, dataset: str, files: str | dict[
 def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(text_blocks, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(text_files, "_PIECE_BYTES", piece_bytes)
     text = ML_20M + "1,x,3,3\n1,2,3.0,5,9,9,9\n9,9,3.0,7\n1,2\n7,10,5.0,100\n7,10,4.5,100\n"
     manifest = _run(tmp_path, text, split="none", on_error="skip")
     assert manifest.splits["train"].interactions == 8
@@ -218,10 +218,10 @@ def test_the_bytes_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.
         (3, 60, 2000, 7000, 20_011),
     ):
         monkeypatch.setattr(pipeline, "num_workers", lambda limit, are_processes, count=workers: count)
-        monkeypatch.setattr(read_events, "EVENTS_PER_RUN", per_run)
+        monkeypatch.setattr(events, "EVENTS_PER_RUN", per_run)
         monkeypatch.setattr(job, "EVENTS_PER_BUCKET", per_bucket)
-        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", block_bytes)
-        monkeypatch.setattr(text_blocks, "_PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(text_files, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(text_files, "_PIECE_BYTES", piece_bytes)
         manifest = _run(tmp_path, text, filters=filters, requests=RequestRule(seconds=10))
         assert sum(split.interactions for split in manifest.splits.values()) > 2000
         outputs.append(_contents(tmp_path / "out"))
@@ -423,7 +423,7 @@ def test_string_ids_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_rows_count_as_seconds_over_all_files_of_a_log_without_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 20)
+    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 20)
     (tmp_path / "a.csv").write_text("user,item\n1,5\n2,6\n1,7\n,8\n1,6\n")
     (tmp_path / "b.csv").write_text("user,item\n2,5\n1,6\n")
     custom = TabularConfig(events=(tmp_path / "?.csv",), user_column="user", item_column="item", timestamp_unit="row")

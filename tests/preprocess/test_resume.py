@@ -19,9 +19,9 @@ import pytest
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
-from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, preprocess
-from evenrank.preprocess.files import text_blocks
-from evenrank.preprocess.output import replace, resume
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, pipeline, preprocess
+from evenrank.preprocess.files import text as text_files
+from evenrank.preprocess.output import replace
 from tests.preprocess.test_append import bytes_in
 
 
@@ -43,7 +43,7 @@ def _small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "EVENTS_PER_BUCKET", 120)
         patch.setattr(job, "EVENTS_PER_FILE", 120)
-        patch.setattr(text_blocks, "_PIECE_BYTES", 2000)
+        patch.setattr(text_files, "_PIECE_BYTES", 2000)
         yield
 
 
@@ -65,7 +65,7 @@ def _called_at_each_step(call: Callable[[], None]) -> Iterator[None]:
         call()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("build.buckets", "build.distinct", "engine", "output.writer"):
+        for module in ("build.events", "build.distinct", "engine", "output.writer"):
             patch.setattr(f"evenrank.preprocess.{module}.replacing", with_calls)
         patch.setattr(replace, "_put_in_place", put_with_calls)
         yield
@@ -262,12 +262,12 @@ def test_a_folder_that_others_can_write_to_is_not_continued(tmp_path: Path, capl
 
 def test_results_are_not_those_of_before_the_machine_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "boot_id").write_text("first\n")
-    monkeypatch.setattr(resume, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(pipeline, "_BOOT_ID", tmp_path / "boot_id")
     monkeypatch.chdir(tmp_path)
-    before = resume.plan_of(_config(tmp_path, "out"), [])
+    before = pipeline.plan_of(_config(tmp_path, "out"), [])
     (tmp_path / "boot_id").write_text("second\n")
     relative = _config(Path(), "out 2")
-    after = resume.plan_of(dataclasses.replace(relative, engine="ray", ray_address="auto"), [])
+    after = pipeline.plan_of(dataclasses.replace(relative, engine="ray", ray_address="auto"), [])
     assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
 
 

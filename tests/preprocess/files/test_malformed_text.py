@@ -17,7 +17,7 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.files import table as tables
-from evenrank.preprocess.files import text_blocks
+from evenrank.preprocess.files import text as text_files
 from evenrank.preprocess.files.table import FAULT, OPEN_QUOTE, Table
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.sources import custom
@@ -75,7 +75,7 @@ def _quoted_fields(line: str, separator: str) -> list[str] | None:
 
 
 def _in_small_blocks(rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", rng.choice([rng.randrange(size // 4 + 1, size + 1), 1 << 24]))
+    monkeypatch.setattr(text_files, "_BLOCK_BYTES", rng.choice([rng.randrange(size // 4 + 1, size + 1), 1 << 24]))
 
 
 def _compressed(content: bytes, suffix: str, half: int) -> bytes:
@@ -235,8 +235,8 @@ def test_lines_of_a_quoted_text_do_not_become_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: list[str], size: int | None
 ) -> None:
     if size is not None:
-        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", size)
-        monkeypatch.setattr(text_blocks, "_PIECE_BYTES", size)
+        monkeypatch.setattr(text_files, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(text_files, "_PIECE_BYTES", size)
     path, lines = tmp_path / "log.csv", ["user,item,time,note", *begin, *QUOTED]
     names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     options: dict[str, Any] = {"custom": TabularConfig(events=(path,), **names), "on_error": "skip", "split": "none"}
@@ -249,8 +249,8 @@ def test_lines_of_a_quoted_text_do_not_become_events(
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_blocks, "_MAX_LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "_MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 1 << 20)
     path = tmp_path / "log.csv"
     for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
         path.write_bytes(content)

@@ -131,11 +131,11 @@ def test_a_log_that_ends_in_1970_raises_and_a_plausible_unit_is_named(last_ms: i
     with pytest.raises(
         DataError, match=rf"^the last event of b.csv is at 1970-.*, read as .*; {remedy}, or pass --allow-empty$"
     ):
-        check_era(0, {"a.csv": 1 << 41, "b.csv": last_ms}, unit)
+        check_era({"a.csv": (0, 1 << 41), "b.csv": (0, last_ms)}, unit)
     new_year_1971 = int((datetime(1971, 1, 1) - datetime(1970, 1, 1)) / timedelta(milliseconds=1))
-    check_era(0, {"a.csv": new_year_1971}, unit)
+    check_era({"a.csv": (0, new_year_1971)}, unit)
     with pytest.raises(DataError, match="1970-12-31T23:59:59Z"):
-        check_era(0, {"a.csv": new_year_1971 - 1}, unit)
+        check_era({"a.csv": (0, new_year_1971 - 1)}, unit)
 
 
 TIMES = {"s": 1_600_000_000, "ms": 1_600_000_000_000, "us": 1_600_000_000_000_000, "ns": 1_600_000_000_000_000_000}

@@ -7,8 +7,7 @@ from evenrank.core.errors import DataError
 from evenrank.preprocess.files.table import BadRow
 from evenrank.preprocess.sources.catalog import CATALOG
 from evenrank.preprocess.sources.custom import read_tabular
-from evenrank.preprocess.sources.features import NO_FEATURES
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import NO_FEATURES, Interactions
 from tests.preprocess.sources.parts import read_part
 
 LOG_HEADER = (

@@ -22,8 +22,7 @@ from evenrank.preprocess.files.table import Events
 from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.sources.custom import read_tabular
-from evenrank.preprocess.sources.features import NO_FEATURES
-from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.features import NO_FEATURES, Interactions
 from tests.preprocess.sources.parts import read_part
 
 HEADER = "time,user,note,item\n"

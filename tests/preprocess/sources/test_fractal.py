@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.datasets import Manifest, open_store
 from evenrank.preprocess import PreprocessConfig, job, preprocess
-from evenrank.preprocess.files import text_blocks
-from evenrank.preprocess.open_source import open_source
+from evenrank.preprocess.files import text as text_files
+from evenrank.preprocess.pipeline import open_source
 from evenrank.preprocess.sources import fractal
 
 USERS, ITEMS = 3, 4
@@ -115,7 +115,7 @@ def test_the_expansion_depends_on_the_seed_and_not_on_the_pieces(
     other, _ = _expand(tmp_path / "raw", tmp_path / "b", "ml-20m:3x4", seed=2)
     assert not np.array_equal(first, other)
     monkeypatch.setattr(fractal, "_EVENTS_AT_ONCE", 50)
-    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 700)
+    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 700)
     monkeypatch.setattr(job, "EVENTS_PER_BUCKET", 300)
     _, in_pieces = _expand(tmp_path / "raw", tmp_path / "c", "ml-20m:3x4", seed=1)
     assert in_pieces.content_hash == manifest.content_hash

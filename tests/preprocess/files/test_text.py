@@ -1,14 +1,15 @@
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.files import text_blocks
+from evenrank.preprocess.files import text as text_files
 from evenrank.preprocess.files.table import WHOLE
-from evenrank.preprocess.files.text_blocks import read_blocks, text_pieces
+from evenrank.preprocess.files.text import DECIMAL, INTEGER, SKIPPED, parse_numbers, read_blocks, text_pieces
 
 TEXTS = st.lists(st.sampled_from(["", "a,b", "é,1", "a longer line than others"]), max_size=12)
 
@@ -25,8 +26,8 @@ def test_every_line_is_in_one_piece(
     path = tmp_path_factory.mktemp("text") / "log.csv"
     path.write_bytes(f"\ufeff{end.join(lines)}{end * is_ended}".encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_blocks, "_PIECE_BYTES", piece_bytes)
-        patch.setattr(text_blocks, "_BLOCK_BYTES", 16)
+        patch.setattr(text_files, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(text_files, "_BLOCK_BYTES", 16)
         pieces = text_pieces(path)
         read = [
             [line for block in read_blocks(path, piece, has_header=has_header) for line in block.lines()]
@@ -38,16 +39,56 @@ def test_every_line_is_in_one_piece(
 
 
 def test_a_compressed_file_is_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_blocks, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(text_files, "_PIECE_BYTES", 1)
     (tmp_path / "log.csv.gz").write_bytes(bytes(100))
     assert text_pieces(tmp_path / "log.csv.gz") == [WHOLE]
 
 
 def test_a_line_that_is_too_long_has_its_number_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_PIECE_BYTES", "_BLOCK_BYTES", "_MAX_LINE_BYTES"):
-        monkeypatch.setattr(text_blocks, name, 10)
+        monkeypatch.setattr(text_files, name, 10)
     path = tmp_path / "log.csv"
     path.write_text("a,b\n1,2\n3,4\n5,6\n" + "7" * 40)
     blocks = chain.from_iterable(read_blocks(path, piece, has_header=True) for piece in text_pieces(path))
     with pytest.raises(DataError, match=r"log\.csv, line 5 is longer than"):
         list(blocks)
+
+
+KINDS = np.array([INTEGER, SKIPPED, DECIMAL, INTEGER], dtype=np.int8)
+
+
+def _parse(text: bytes, separator: bytes = b",") -> tuple[bool, list[list[int]], list[float]]:
+    integers = np.zeros((3, text.count(b"\n")), dtype=np.int64)
+    decimals = np.zeros_like(integers, dtype=np.float64)
+    data = np.frombuffer(text, dtype=np.uint8)
+    is_parsed = parse_numbers(data, separator[0], len(separator), KINDS, integers, decimals)
+    return is_parsed, integers[[0, 2]].T.tolist(), decimals[1].tolist()
+
+
+@pytest.mark.parametrize("separator", [b",", b"::"])
+def test_plain_numbers_are_parsed_exactly(separator: bytes) -> None:
+    text = b"-12,x,0.5,7\n9223372036854775807,,3.1415926535897,-1\n0,1.2.3,.25,0\n5,-,4.,123\n"
+    integers = [[-12, 7], [9_223_372_036_854_775_807, -1], [0, 0], [5, 123]]
+    assert _parse(text.replace(b",", separator), separator) == (True, integers, [0.5, 3.1415926535897, 0.25, 4.0])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"1,x,2", b"1,x,2,3,4", b"1,x,2,", b"+1,x,2,3", b"1,x,-2,3", b"1,x,1.2.3,3", b"1,x,.,3", b"1,x,2e1,3"),
+        *(
+            b"9223372036854775808,x,2,3",
+            b"10000000000000000000,x,2,3",
+            b"1,x,1234567890.123456,3",
+            b"1,\0,2,3",
+            b"1,x,2,3 ",
+            b'"1",x,2,3',
+            b"--1,x,2,3",
+            b"1,x,2,-0",
+            b"00,x,2,3",
+            b"-01,x,2,3",
+        ),
+    ],
+)
+def test_all_other_lines_are_left_to_the_slower_parser(line: bytes) -> None:
+    assert not _parse(b"1,x,2,3\n" + line + b"\n")[0]

@@ -14,16 +14,127 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.storage import Remote
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.engine import UnfinishedError
-from evenrank.preprocess.files.fetch import copies_in
-from evenrank.preprocess.files.locate import find_files
+from evenrank.preprocess.files.places import JSON, PARQUET, TEXT, copies_in, find_files, format_of, partition_values
 from evenrank.preprocess.job import Job
 from tests.s3_server import BUCKET, S3, SECRET
+
+FILES = ("a.csv", "b.csv.gz", "day=1/p.csv", "day=2/sub/q.csv", "_tmp/x.csv", ".hidden.csv", "_SUCCESS", "notes.csv")
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "logs"
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("" if name in ("notes.csv", "_SUCCESS") else "x\n")
+    return Path("logs")
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["logs"], ["a.csv", "b.csv.gz", "day=1/p.csv", "day=2/sub/q.csv"]),  # none that are hidden or empty
+        (["logs/*.csv"], ["a.csv"]),
+        (["logs/**/*.csv"], ["a.csv", "day=1/p.csv", "day=2/sub/q.csv"]),
+        (["logs/day=[12]"], ["day=1/p.csv", "day=2/sub/q.csv"]),
+        (["logs/day=2", "logs/a.csv", "logs/_tmp/x.csv"], ["day=2/sub/q.csv", "a.csv", "_tmp/x.csv"]),
+        (["logs/.hidden.csv"], [".hidden.csv"]),
+    ],
+)
+def test_files_folders_and_patterns_are_found_in_order(logs: Path, paths: list[str], found: list[str]) -> None:
+    assert list(find_files([Path(path) for path in paths])) == [logs / name for name in found]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["logs"], ["a.csv", "b.csv.gz", "day=1/p.csv", "day=2/sub/q.csv"]),
+        (["logs/day=1", "logs/day=2", "logs/a.csv"], ["day=1/p.csv", "day=2/sub/q.csv", "a.csv"]),
+        (["logs/day=1/p.csv", "logs/day=2/sub"], ["day=1/p.csv", "q.csv"]),
+        (["logs/**/*.csv"], ["a.csv", "day=1/p.csv", "day=2/sub/q.csv"]),
+    ],
+)
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_the_names_of_files_depend_neither_on_the_machine_nor_on_other_paths(
+    logs: Path, paths: list[str], names: list[str], is_absolute: bool
+) -> None:
+    given = [Path(path).absolute() if is_absolute else Path(path) for path in paths]
+    assert [file.source for file in find_files(given).values()] == names
+    assert [file.source for path in given for file in find_files([path]).values()] == names
+
+
+@pytest.mark.parametrize(
+    ("paths", "error", "message"),
+    [
+        (["logs/none.csv"], DataError, "logs/none.csv cannot be read: No such file or directory; check the path"),
+        (["logs/*.tsv"], DataError, "logs/*.tsv leads to no data file; check it"),
+        (["logs", "logs/day=1/p.csv"], ConfigError, "/logs/day=1/p.csv is in logs, logs/day=1/p.csv twice, and its ev"),
+        (["mixed"], DataError, "mixed has files of several formats; use a pattern such as *.csv"),
+        (
+            ["other"],
+            DataError,
+            "other/a.log has an unknown suffix; expected one of .csv, .tsv, .txt, .dat, .json, .jso",
+        ),
+    ],
+)
+def test_paths_without_one_kind_of_files_are_refused(
+    logs: Path, paths: list[str], error: type[Exception], message: str
+) -> None:
+    for name in ("mixed/a.csv", "mixed/b.jsonl", "other/a.log"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("x\n")
+    with pytest.raises(error, match=re.escape(message)):
+        find_files([Path(path) for path in paths])
+
+
+def test_the_name_tells_the_format() -> None:
+    for suffixes, expected in ((".csv .TSV .txt .dat", TEXT), (".json .jsonl .ndjson", JSON)):
+        for suffix in suffixes.split():
+            for compression in ("", ".gz", ".zst", ".BZ2"):
+                assert format_of(Path(f"log{suffix}{compression}")) == expected
+    assert format_of(Path("log.parquet")) == PARQUET
+    for name in ("log.parquet.gz", "log.gz", "log", "log.csv.zip"):
+        with pytest.raises(DataError, match=f"{name} has an unknown suffix"):
+            format_of(Path(name))
+
+
+def test_folders_add_columns() -> None:
+    name = "a/day=1/city=S%C3%A3o%2FPaulo/x=__HIVE_DEFAULT_PARTITION__/y=1=2/z=/log.csv"
+    assert partition_values(name) == {"day": "1", "city": "São/Paulo", "x": None, "y": "1=2", "z": ""}
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+@pytest.mark.parametrize(
+    ("path", "added"),
+    [
+        ("a.csv", {}),
+        (".", {"shop": "2"}),
+        ("shop=2", {}),
+        ("shop=2/b.csv", {}),
+        ("shop=*", {"shop": "2"}),
+        ("shop=*/*.csv", {"shop": "2"}),
+        ("shop=2/*.csv", {}),
+        ("**/b.csv", {"shop": "2"}),
+    ],
+)
+def test_folders_add_columns_below_the_path_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, added: dict[str, str], is_absolute: bool
+) -> None:
+    folder = tmp_path / "day=7" / "logs"
+    (folder / "shop=2").mkdir(parents=True)
+    for name in ("a.csv", "shop=2/b.csv"):
+        (folder / name).write_text("x\n")
+    monkeypatch.chdir(folder)
+    (*_, file) = find_files([folder / path if is_absolute else Path(path)]).values()
+    assert file.folders == added
+
 
 _ROWS = [{"user_id": user, "item_id": f"i{user * n % 17}", "timestamp": 10**9 + n} for user in range(9) for n in (1, 5)]
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory, s3: S3) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory, s3: S3) -> Path:
     """Return a folder of logs and features, of which the bucket has a copy at `in`."""
     folder = tmp_path_factory.mktemp("logs") / "in"
     frame = pl.DataFrame(_ROWS)
@@ -70,13 +181,13 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_logs_at_urls_give_the_same_bytes_as_local_files(logs: Path, s3: S3, tmp_path: Path) -> None:
-    preprocess(_config(f"{logs}/NAME", tmp_path / "local"))
+def test_logs_at_urls_give_the_same_bytes_as_local_files(source: Path, s3: S3, tmp_path: Path) -> None:
+    preprocess(_config(f"{source}/NAME", tmp_path / "local"))
     stages: list[str] = []
     preprocess(_config(s3.url("in/NAME"), tmp_path / "fetched"), on_stage=stages.append)
     local = _contents(tmp_path / "local")
     assert _contents(tmp_path / "fetched") == local
-    assert [source["path"] for source in json.loads(local["manifest.json"])["sources"]] == [
+    assert [entry["path"] for entry in json.loads(local["manifest.json"])["sources"]] == [
         "day=1/log.csv.gz",
         "day=2/log.csv.gz",
         "deep/log.jsonl",
@@ -102,10 +213,10 @@ def _run(events: Path | str, out: Path | str, vocabulary: Path | str | None = No
     preprocess(_log_config(events, out, vocabulary=earlier, overwrite=overwrite))
 
 
-def test_ids_of_a_dataset_at_a_url_are_kept(logs: Path, s3: S3, tmp_path: Path) -> None:
+def test_ids_of_a_dataset_at_a_url_are_kept(source: Path, s3: S3, tmp_path: Path) -> None:
     pl.DataFrame(_ROWS).reverse().write_csv(tmp_path / "later.csv")
     for out in (s3.url("monday"), tmp_path / "monday"):
-        _run(logs / "log.parquet", out)
+        _run(source / "log.parquet", out)
     _run(tmp_path / "later.csv", tmp_path / "kept", s3.url("monday"))
     _run(tmp_path / "later.csv", tmp_path / "expected", tmp_path / "monday")
     _run(tmp_path / "later.csv", tmp_path / "other")
@@ -127,7 +238,7 @@ def test_ids_of_a_dataset_at_a_url_are_kept(logs: Path, s3: S3, tmp_path: Path) 
         "_temporary/*",
     ],
 )
-def test_a_url_stands_for_the_files_that_the_path_would(logs: Path, s3: S3, tmp_path: Path, pattern: str) -> None:
+def test_a_url_stands_for_the_files_that_the_path_would(source: Path, s3: S3, tmp_path: Path, pattern: str) -> None:
     def found(path: Path, root: Path | str) -> list[str] | str:
         try:
             return [str(file).removeprefix(str(root)) for file in find_files([path])]
@@ -136,12 +247,14 @@ def test_a_url_stands_for_the_files_that_the_path_would(logs: Path, s3: S3, tmp_
 
     with copies_in(tmp_path / "copies", on_stage=lambda stage: None) as copies:
         path = copies.path_of(Path(s3.url(f"in/{pattern.replace('?', '*')}")))
-        assert found(path, tmp_path / "copies" / "s3:" / BUCKET / "in") == found(logs / pattern.replace("?", "*"), logs)
+        assert found(path, tmp_path / "copies" / "s3:" / BUCKET / "in") == found(
+            source / pattern.replace("?", "*"), source
+        )
         fetched = {file.relative_to(tmp_path) for file in (tmp_path / "copies").rglob("*") if file.is_file()}
     assert all("_temporary" not in file.parts for file in fetched) == (pattern != "_temporary/*")
 
 
-def test_errors_name_the_url_of_the_file(logs: Path, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_url_of_the_file(source: Path, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "bad.csv").write_text("user_id,item_id,timestamp\n1,2,3\n1,2\n")
     (tmp_path / "good.csv").write_text("user_id,item_id,timestamp\n1,2,1600000000\n")
