@@ -50,15 +50,23 @@ def opener_of_own_files(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
-def open_lock_file(path: Path) -> BufferedReader:
-    """Open or create an empty file to lock; raises an OSError if it is a link or anything else."""
-    # NFS locks only files that are open for writing.
-    file = os.fdopen(opener_of_own_files(str(path), os.O_RDWR | os.O_CREAT), "rb")
-    status = os.fstat(file.fileno())
-    if stat.S_ISREG(status.st_mode) and not status.st_size:
-        return file
-    file.close()
-    raise FileExistsError(errno.EEXIST, f"{path} is not a lock file")
+@contextlib.contextmanager
+def locked(path: Path, *, seconds: float = -1) -> Iterator[None]:
+    """Hold the lock of a file that is there meanwhile; the kernel releases it if this process dies.
+
+    Raises a TimeoutError if another process or thread holds it for so many seconds (-1: any number), another OSError if
+    the path is a link or has content.
+    """
+    from filelock import UnixFileLock  # 20 ms, and most commands need no lock
+
+    if path.exists() and not path.is_symlink() and (path.stat().st_size or not path.is_file()):
+        raise FileExistsError(errno.EEXIST, f"{path} is not a lock file")
+    with UnixFileLock(path, timeout=seconds, poll_interval=0.01, fallback_to_soft=False):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # whoever has opened it finds that it is gone, and opens a new one
+                path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

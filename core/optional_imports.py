@@ -22,7 +22,7 @@ FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 # The extra of each package, by the name that is imported.
 EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
-    **dict.fromkeys(("polars", "requests"), "preprocess"),
+    **dict.fromkeys(("polars", "pooch", "requests"), "preprocess"),
     **{name: name for name in ("lightning", "ray", "tensorboard", "transformers")},
     **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
 }

@@ -5,7 +5,6 @@ item_id   [ 7 3 9 | (none) | 4 4 ]      events, row after row
 offsets   [ 0       3        3     5 ]  row r has the events offsets[r]..offsets[r+1]-1
 """
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.files import open_lock_file, write_text
+from evenrank.core.files import locked, write_text
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.foreign import ListReader, describe_folder
 from evenrank.datasets.schema import (
@@ -269,8 +268,7 @@ def open_store(
     try:
         return _open(folder, split, None, source)
     except _DamagedEntryError:
-        with open_lock_file(folder / ".repair.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # or a process could remove what another one has fetched again
+        with locked(folder / ".repair.lock"):  # or a process could remove what another one has fetched again
             try:
                 return _open(folder, split, None, source)
             except _DamagedEntryError as error:

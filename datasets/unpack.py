@@ -16,7 +16,6 @@ written. Entries that others could have changed are not used.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import os
@@ -33,7 +32,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
-from evenrank.core.files import WRITABLE_BY_OTHERS, is_trusted, open_lock_file, open_regular, user_folders
+from evenrank.core.files import WRITABLE_BY_OTHERS, is_trusted, locked, open_regular, user_folders
 from evenrank.core.storage import CONNECTIONS, Remote
 from evenrank.datasets.schema import (
     CACHE_NAME,
@@ -86,8 +85,7 @@ def find_or_build(folder: Path | None, name: str, build: Callable[[Path], None])
             cache.path.mkdir(mode=cache.mode & 0o755, parents=True, exist_ok=True)
             if not cache.trusts(cache.path):
                 continue
-            with open_lock_file(cache.path / f"{name}.lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel if this process dies
+            with locked(cache.path / f"{name}.lock"):
                 if not os.path.lexists(cache.path / name):  # else another process has built it in the meantime
                     _build_entry(cache.path / name, build)
             if cache.trusts(cache.path / name):

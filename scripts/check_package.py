@@ -117,7 +117,7 @@ def try_commands(wheel: Path, folder: Path, *, work: Path) -> None:
     venv.create(folder, with_pip=True)
     python, evenrank = folder / "bin" / "python", folder / "bin" / "evenrank"
     run(python, "-m", "pip", "install", "--quiet", wheel, cwd=work)
-    check_absent(python, (*NOT_FOR_TRAINING, "requests", "tqdm", "jinja2", "torch"), cwd=work)
+    check_absent(python, (*NOT_FOR_TRAINING, "pooch", "requests", "tqdm", "jinja2", "torch"), cwd=work)
     run(evenrank, "--version", cwd=work)
     run(python, "-m", "evenrank", "--version", cwd=work)
     run(evenrank, "simulate", "zipf", "--ranks", "8", "--steps", "2", "--batch-size", "4", cwd=work)

@@ -1,7 +1,6 @@
 """`FolderLock`: one job at a time writes to a folder."""
 
 import contextlib
-import fcntl
 import os
 import socket
 from pathlib import Path
@@ -9,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from evenrank.core.errors import DataError
-from evenrank.core.files import open_lock_file, open_regular, write_text
+from evenrank.core.files import locked, open_regular, write_text
 
 
 class FolderLock:
@@ -30,9 +29,8 @@ class FolderLock:
         holder = folder / ".lock-holder"
         with contextlib.ExitStack() as stack:
             try:
-                file = stack.enter_context(open_lock_file(folder / ".lock"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                stack.enter_context(locked(folder / ".lock", seconds=0.1))
+            except TimeoutError:
                 raise DataError(
                     f"{folder} is in use by {_read(holder) or 'another process'}; wait for it, or choose another folder"
                 ) from None

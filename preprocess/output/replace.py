@@ -3,17 +3,15 @@
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
 from evenrank.core.errors import DataError
-from evenrank.core.files import is_trusted, open_lock_file, open_regular
+from evenrank.core.files import is_trusted, locked, open_regular
 from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME, REQUESTS_NAME
 from evenrank.preprocess.build.vocabulary import vocabulary_name
 from evenrank.preprocess.engine import UnfinishedError
@@ -64,30 +62,32 @@ def run_folder(out: Path, shown: object) -> Iterator[Path]:
     missing_parents = [folder for folder in out.parents if not folder.exists()]  # innermost first
     left = False
     try:
-        with wrap_write_errors(out):
-            for folder in reversed(missing_parents):  # `parents=True` is recursive
-                folder.mkdir(exist_ok=True)
-            lock_file = _lock(lock, shown)
-        try:
+        with contextlib.ExitStack() as held:
             with wrap_write_errors(out):
-                _put_back(out, old)
-                if not is_trusted(partial, (os.geteuid(),)):
-                    _remove(partial)
-                partial.mkdir(mode=0o700, exist_ok=True)
-            yield partial
-        except UnfinishedError:
-            left = True
-            raise
-        finally:
-            with wrap_write_errors(out):
+                for folder in reversed(missing_parents):  # `parents=True` is recursive
+                    folder.mkdir(exist_ok=True)
                 try:
-                    _clean_up(out, partial, old, keep=left)
-                except BaseException:  # a further signal to stop
-                    _clean_up(out, partial, old, keep=left)
-                    raise
-                finally:
-                    lock.unlink(missing_ok=True)
-                    lock_file.close()
+                    held.enter_context(locked(lock, seconds=0.1))  # a run that ends now may have deleted the file
+                except TimeoutError:
+                    message = f"{shown} is being written by another process; wait for it, or choose another folder"
+                    raise DataError(message) from None
+            try:
+                with wrap_write_errors(out):
+                    _put_back(out, old)
+                    if not is_trusted(partial, (os.geteuid(),)):
+                        _remove(partial)
+                    partial.mkdir(mode=0o700, exist_ok=True)
+                yield partial
+            except UnfinishedError:
+                left = True
+                raise
+            finally:
+                with wrap_write_errors(out):
+                    try:
+                        _clean_up(out, partial, old, keep=left)
+                    except BaseException:  # a further signal to stop
+                        _clean_up(out, partial, old, keep=left)
+                        raise
     finally:
         for folder in missing_parents:
             with contextlib.suppress(OSError):  # not empty: the dataset was written
@@ -109,23 +109,6 @@ def wrap_write_errors(out: object, partial: Path | None = None) -> Iterator[None
             remedy = f"free some space and run it again: it goes on with what is in {partial}"
             raise UnfinishedError(f"{reason}, {remedy}") from error
         raise DataError(f"{reason}, check permissions and space") from error
-
-
-def _lock(path: Path, out: object) -> BufferedReader:
-    """Return the lock file, locked until it is closed."""
-    while True:
-        file = open_lock_file(path)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous holder deletes the file before it unlocks it, so this one may no longer be in the folder.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    return file
-        except BlockingIOError:
-            file.close()
-            message = f"{out} is being written by another process; wait for it, or choose another folder"
-            raise DataError(message) from None
-        file.close()
 
 
 def _check_replaceable(out: Path, *, overwrite: bool) -> None:

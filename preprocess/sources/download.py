@@ -1,9 +1,7 @@
 """Download the archive of a public dataset, verify it, and unpack the files that are needed."""
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import shutil
 import stat
 import tarfile
@@ -14,14 +12,10 @@ from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, cast
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
 from evenrank.core.errors import DataError
-from evenrank.core.files import opener_of_own_files
+from evenrank.core.files import locked, opener_of_own_files
 from evenrank.datasets.schema import SourceFile, sha256_of
 from evenrank.preprocess.sources.catalog import PublicArchive
-
-_CHUNK_BYTES = 1 << 16
 
 
 def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bool = False) -> Path:
@@ -42,12 +36,23 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
 
     if is_complete():
         return folder
-    with _locked_folder(raw_dir):
+    with contextlib.ExitStack() as stack:
+        if not raw_dir.exists():
+            stack.callback(_remove_empty, raw_dir)
+        try:
+            raw_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{raw_dir} cannot be used for raw files: {error.strerror}; choose another folder"
+            ) from error
+        # Some network file systems have no locks; there, concurrent downloads are not protected.
+        with contextlib.suppress(OSError):
+            stack.enter_context(locked(raw_dir / f".{dataset.archive}.lock"))
         if not is_complete():  # another process may have fetched the files while this one waited for the lock
             archive = raw_dir / dataset.archive
             if not archive.is_file():
                 _download(dataset, archive, show_progress=show_progress)
-            elif (md5 := md5_of(archive)) != (dataset.md5 or md5):
+            elif (md5 := _md5_of(archive)) != (dataset.md5 or md5):
                 raise DataError(f"{archive} has MD5 {md5}, expected {dataset.md5}; delete it to download it again")
             _unpack(dataset, archive, folder)
     return folder
@@ -58,87 +63,66 @@ def source_files(names: Iterable[tuple[Path, str]]) -> tuple[SourceFile, ...]:
     return tuple(SourceFile(path=name, bytes=path.stat().st_size, sha256=sha256_of(path)) for path, name in names)
 
 
-def md5_of(path: Path) -> str:
-    """Return the MD5 of a file, in hexadecimal."""
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _md5_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "md5").hexdigest()
 
 
-@contextlib.contextmanager
-def _locked_folder(raw_dir: Path) -> Iterator[None]:
-    """Create the folder and lock it against other downloads; remove it afterwards if it was created and is empty."""
-    is_new = not raw_dir.exists()
-    try:
-        raw_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(raw_dir, os.O_RDONLY)
-    except OSError as error:
-        raise DataError(f"{raw_dir} cannot be used for raw files: {error.strerror}; choose another folder") from error
-    try:
-        # Some network file systems cannot lock folders; there, concurrent downloads are not protected.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        if is_new:
-            with contextlib.suppress(OSError):
-                raw_dir.rmdir()
-        os.close(descriptor)
-
-
 def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> None:
+    """Append the bytes that the partial file lacks, or write all of them if the server does not support ranges."""
+    import pooch  # takes 0.2 s, which a job that finds its files need not wait
+    import requests
+
     partial_archive = archive.with_name(f"{archive.name}.partial")
     try:
-        _receive(dataset.url, partial_archive, show_progress=show_progress)
-        if dataset.md5 in (None, md5_of(partial_archive)):
+        with open(partial_archive, "ab", opener=opener_of_own_files) as file:
+            # Ranges count the bytes of the encoded body, so the server must send the file unencoded.
+            headers = {"Accept-Encoding": "identity", "Range": f"bytes={file.tell()}-"}
+
+            def start_over(response: requests.Response, **_: object) -> None:
+                if response.status_code == requests.codes.ok:  # all bytes follow, not those of the range
+                    file.truncate(0)
+
+            receive = pooch.HTTPDownloader(
+                progressbar=show_progress,
+                chunk_size=1 << 16,
+                timeout=60,
+                headers=headers,
+                hooks={"response": start_over},
+            )
+            try:
+                receive(dataset.url, file, None)
+            except requests.HTTPError as error:  # no bytes are left to send; the MD5 decides whether they are right
+                if not (file.tell() and error.response.status_code == requests.codes.requested_range_not_satisfiable):
+                    raise
+        if dataset.md5 in (None, _md5_of(partial_archive)):
             partial_archive.replace(archive)
             return
         partial_archive.unlink()  # resuming would never succeed
         reason = "the MD5 of the received file differs from the catalog's"
+    except requests.HTTPError as error:
+        reason = f"the server returned status {error.response.status_code}"
+    except requests.exceptions.ChunkedEncodingError:
+        reason = "the connection was interrupted, and the next attempt resumes from there"
+    except requests.ConnectionError:
+        reason = "the server cannot be reached"
+    except requests.Timeout:
+        reason = "the server timed out"
     except OSError as error:
-        reason = _reason(error)
+        reason = error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            if not partial_archive.stat().st_size:
+                partial_archive.unlink()
     raise DataError(
         f"{dataset.url} could not be downloaded: {reason}; check the network, or put {dataset.archive}, or a folder "
         f"{dataset.folder} with {' and '.join(dataset.files)}, into {archive.parent}"
     )
-
-
-def _receive(url: str, path: Path, *, show_progress: bool) -> None:
-    """Append the bytes that a file lacks, or write all of them if the server does not support ranges."""
-    import requests  # takes 40 ms, which a job that finds its files need not wait
-
-    num_received = path.stat().st_size if path.exists() else 0
-    # Ranges count the bytes of the encoded body, so the server must send the file unencoded.
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={num_received}-"} if num_received else {})
-    with requests.get(url, headers=headers, stream=True, timeout=60) as response:
-        # "Range not satisfiable" means that no bytes are left to send. The MD5 decides whether they are the right ones.
-        if num_received and response.status_code == requests.codes.requested_range_not_satisfiable:
-            return
-        response.raise_for_status()
-        if response.status_code != requests.codes.partial_content:
-            num_received = 0
-        content_length = response.headers.get("Content-Length")
-        total = None if content_length is None else num_received + int(content_length)
-        with (
-            open(path, "ab" if num_received else "wb", opener=opener_of_own_files) as file,
-            tqdm(total=total, initial=num_received, unit="B", unit_scale=True, disable=not show_progress) as bar,
-        ):
-            for chunk in response.iter_content(_CHUNK_BYTES):
-                file.write(chunk)
-                bar.update(len(chunk))
-
-
-def _reason(error: OSError) -> str:
-    import requests
-
-    if isinstance(error, requests.HTTPError):
-        return f"the server returned status {error.response.status_code}"
-    if isinstance(error, requests.exceptions.ChunkedEncodingError):
-        return "the connection was interrupted, and the next attempt resumes from there"
-    if isinstance(error, requests.ConnectionError):
-        return "the server cannot be reached"
-    if isinstance(error, requests.Timeout):
-        return "the server timed out"
-    return error.strerror or str(error)
 
 
 def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
@@ -171,29 +155,33 @@ def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]:
     """Check all members of an archive and return a function to open each of its files, by name, in archive order."""
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as opened:
-            for info in opened.infolist():
-                _check_member(archive, info.filename, is_plain=not stat.S_ISLNK(info.external_attr >> 16))
-            yield {_key(info.filename): partial(opened.open, info) for info in opened.infolist() if not info.is_dir()}
-    else:
-        with tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                _check_member(archive, member.name, is_plain=member.isreg() or member.isdir())
-            # `extractfile` returns None only for members that are no regular files.
-            extract = cast("Callable[[tarfile.TarInfo], IO[bytes]]", tar.extractfile)
-            yield {_key(member.name): partial(extract, member) for member in tar if member.isreg()}
-
-
-def _check_member(archive: Path, name: str, *, is_plain: bool) -> None:
-    path = PureWindowsPath(name)  # recognizes both separators, and drives
-    if path.anchor or ".." in path.parts:
-        raise DataError(
-            f"{archive} contains {name!r}, a path outside its folder; nothing was unpacked, do not trust it"
-        )
-    if not is_plain:
-        raise DataError(f"{archive} contains {name!r}, a link or a device; nothing was unpacked, do not trust it")
-
-
-def _key(name: str) -> str:
-    return PurePosixPath(name).as_posix()  # `./a/b` is `a/b`
+    members: list[tuple[str, bool, bool, Callable[[], IO[bytes] | None]]]  # name, is file, is file or folder, open
+    with contextlib.ExitStack() as stack:
+        if archive.suffix == ".zip":
+            zipped = stack.enter_context(zipfile.ZipFile(archive))
+            members = [
+                (
+                    info.filename,
+                    not info.is_dir(),
+                    not stat.S_ISLNK(info.external_attr >> 16),
+                    partial(zipped.open, info),
+                )
+                for info in zipped.infolist()
+            ]
+        else:
+            tar = stack.enter_context(tarfile.open(archive, "r:gz"))
+            members = [
+                (info.name, info.isreg(), info.isreg() or info.isdir(), partial(tar.extractfile, info)) for info in tar
+            ]
+        for name, _, is_plain, _ in members:
+            path = PureWindowsPath(name)  # recognizes both separators, and drives
+            is_outside = bool(path.anchor) or ".." in path.parts
+            if is_outside or not is_plain:
+                what = "a path outside its folder" if is_outside else "a link or a device"
+                raise DataError(f"{archive} contains {name!r}, {what}; nothing was unpacked, do not trust it")
+        # `./a/b` is `a/b`. None is opened for members that are no files.
+        yield {
+            PurePosixPath(name).as_posix(): cast("Callable[[], IO[bytes]]", opener)
+            for name, is_file, _, opener in members
+            if is_file
+        }

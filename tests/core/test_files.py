@@ -6,7 +6,7 @@ import pytest
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
-from evenrank.core.files import check_regular, open_lock_file, open_regular, opener_of_own_files
+from evenrank.core.files import check_regular, locked, open_regular, opener_of_own_files
 
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
@@ -29,10 +29,9 @@ def test_files_are_read_through_links_and_own_files_not_written_through_them(tmp
         assert file.read() == b"kept"
     with pytest.raises(OSError, match="symbolic links"), open(tmp_path / "link", "w", opener=opener_of_own_files):
         pass
-    with pytest.raises(OSError, match="symbolic links"):
-        open_lock_file(tmp_path / "link")
-    with pytest.raises(FileExistsError, match="precious is not a lock file"):
-        open_lock_file(tmp_path / "precious")
+    for name, message in (("link", "symbolic links"), ("precious", "precious is not a lock file"), (".", "not a lock")):
+        with pytest.raises(OSError, match=message), locked(tmp_path / name):
+            pass
     (tmp_path / f".out.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
     files.write_text(tmp_path / "out", "written")
     assert (tmp_path / "precious").read_text() == "kept"

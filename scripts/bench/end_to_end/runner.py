@@ -1,7 +1,6 @@
 """Run a table on one host: one run after the other, each by torchrun, with a time limit."""
 
 import contextlib
-import fcntl
 import math
 import os
 import shlex
@@ -44,10 +43,10 @@ def hold(out: Path) -> Iterator[None]:
         ConfigError: another process holds it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            stack.enter_context(files.locked(out / ".lock", seconds=0.1))
+        except TimeoutError as error:
             raise ConfigError(
                 f"another command runs the table in {out}; wait for it, or choose another --out"
             ) from error
