@@ -16,19 +16,17 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import operator
+import math
 import re
 import reprlib
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache, reduce
+from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
+from evenrank.core.annotations import Test, converted, declared_rules, rules_of_value, test_of, without_rules
 from evenrank.core.errors import ConfigError
 
 Made = TypeVar("Made")
@@ -36,7 +34,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number or a time; NaN is in none."""
+    """The range of a number or a time; NaN is in none. `below=math.inf`: it is finite."""
 
     at_least: Any = None
     above: Any = None
@@ -45,32 +43,47 @@ class Bounds:
 
     def __str__(self) -> str:
         given = ((name.replace("_", " "), getattr(self, name)) for name in self.__slots__)
-        return " and ".join(f"{text} {limit}" for text, limit in given if limit is not None)
+        return " and ".join(
+            "finite" if limit == math.inf else f"{text} {limit}" for text, limit in given if limit is not None
+        )
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise a ConfigError, with the name of the option, unless the value is in the range."""
-        # Not the opposite comparisons, which are all false for NaN.
-        if not (
+    def allows(self, value: Any) -> bool:
+        """Return whether a value is in the range."""
+        return bool(
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
-        ):
-            raise ConfigError(f"{name} must be {self}, got {reprlib.repr(value)}")
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
     """The names that a text may be, such as those of a registry, which may grow."""
 
     names: Collection[str]
 
-    def check(self, name: str, value: str) -> None:
-        """Raise a ConfigError, with the name of the option, unless the value is one of the names."""
-        if value not in self.names:
-            meant = difflib.get_close_matches(value, self.names, n=1)
-            hint = f"; did you mean {meant[0]}?" if meant else ""
-            raise ConfigError(f"{name} must be one of {', '.join(self.names)}, got {value!r}{hint}")
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+    def allows(self, value: str) -> bool:
+        """Return whether a value is one of the names."""
+        return value in self.names
+
+
+@dataclass(frozen=True, slots=True)
+class Valid:
+    """What a function is true for, as described for messages: `Valid(str.isprintable, "text of one line")`."""
+
+    is_valid: Callable[[Any], object]
+    expected: str
+
+    def __str__(self) -> str:
+        return self.expected
+
+    def allows(self, value: Any) -> bool:
+        """Return whether the function is true for a value."""
+        return bool(self.is_valid(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +92,10 @@ class Parsed:
 
     parse: Callable[[Any], object]
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise the ConfigError of the function."""
-        del name
+    def allows(self, value: Any) -> bool:
+        """Return True, or raise the ConfigError of the function."""
         self.parse(value)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,35 +169,57 @@ def check_settings(record: Any) -> None:
     fields = dataclasses.fields(record)
     for field in fields:
         if isinstance(value := getattr(record, field.name), list):
-            object.__setattr__(record, field.name, _converted(value, field.type))
+            object.__setattr__(record, field.name, converted(value, field.type))
     values = {field.name: getattr(record, field.name) for field in fields}
     check_types(type(record), values)
     check_use(type(record), values, [field.name for field in fields if not _is_default(field, values[field.name])])
 
 
-def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name: str | None = None) -> None:
+def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
     """Check arguments of a function or a class against its annotations; messages begin with `name`, or its own.
 
     Arguments that it does not have are ignored, so `locals()` will do. A ConfigError names the first that is of another
-    type, or breaks a rule of its annotation.
+    type, or breaks a rule of its annotation. Returns those that it has, by name.
     """
-    for key, parameter in _signature(make).parameters.items():
+    checked = {}
+    for key, kind, is_valid in _parameters(make):
         if key in arguments:
-            check_value(f"{name or make.__name__}: {key}", arguments[key], parameter.annotation)
+            checked[key] = value = arguments[key]
+            if not is_valid(value):
+                check_value(f"{name or make.__name__}: {key}", value, kind)
+    return checked
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
     """Raise a ConfigError, which begins with `name`, unless a value is of a type and keeps the rules of it."""
-    if not _is_a(value, kind):
-        plain = _without_rules(kind)
-        # Without the modules of types.
-        wanted = "of type " + re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(plain))
-        if get_origin(plain) is Literal:
-            wanted = f"one of {', '.join(map(str, get_args(plain)))}"
-        raise ConfigError(f"{name} must be {wanted}, got {reprlib.repr(value)}")
-    for rule, of in _rules(value, kind):
-        if hasattr(rule, "check"):
-            rule.check(name, of)
+    if test_of(kind)(value):
+        return
+    plain, expected, hint = without_rules(kind), "", ""
+    if test_of(plain)(value):
+        rule, value = next(entry for entry in rules_of_value(value, kind) if not _allows(*entry))
+        expected, hint = str(rule), _hint(value, rule.names) if isinstance(rule, OneOf) else ""
+    elif get_origin(plain) is Literal:
+        expected = str(OneOf([*map(str, get_args(plain))]))
+    else:  # without the modules of types
+        expected = "of type " + re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(plain))
+    raise ConfigError(f"{name} must be {expected}, got {show(value)}{hint}")
+
+
+def show(value: object) -> str:
+    """Return a value, whatever it is, as short text on one line."""
+    if isinstance(value, int) and abs(value) >> 128:
+        return f"an integer of {value.bit_length()} bits"
+    return " ".join(reprlib.repr(value).split("\n"))
+
+
+def _allows(rule: Any, value: object) -> bool:
+    return not hasattr(rule, "allows") or rule.allows(value)
+
+
+def _hint(given: object, known: Iterable[str]) -> str:
+    """Return which of the known names may be meant, as the end of a message; empty if none is close."""
+    meant = difflib.get_close_matches(str(given), known)
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def check_use(
@@ -261,10 +296,12 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
         signature.bind(**settings)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; its settings are {', '.join(signature.parameters)}") from error
-    kinds = {key: parameter.annotation for key, parameter in signature.parameters.items()}
-    converted = {key: _converted(value, kinds.get(key)) for key, value in settings.items()}
-    check_types(make, converted, name)
-    return make(**converted)
+    made = dict(settings)
+    for key, kind, _ in _parameters(make):
+        if key in made:
+            made[key] = converted(made[key], kind)
+    check_types(make, made, name)
+    return make(**made)
 
 
 check_record = check_settings
@@ -281,14 +318,13 @@ def check_keys(place: object, keys: Iterable[str], known: Collection[str]) -> No
     """Raise a ConfigError about the first key of a file that is not known, with the known ones that may be meant."""
     for key in keys:
         if key not in known:
-            meant = " or ".join(difflib.get_close_matches(key, known))
-            remedy = f"did you mean {meant}?" if meant else f"known keys are {', '.join(known)}"
-            raise ConfigError(f"{place} has the unknown key {key!r}; {remedy}")
+            remedy = _hint(key, known) or f"; known keys are {', '.join(known)}"
+            raise ConfigError(f"{place} has the unknown key {key!r}{remedy}")
 
 
 def rules_of(record: Any) -> dict[str, list[Any]]:
     """Return the rules of each option of a dataclass, by name."""
-    return {field.name: list(_declared_rules(field.type)) for field in dataclasses.fields(record)}
+    return {field.name: list(declared_rules(field.type)) for field in dataclasses.fields(record)}
 
 
 @cache
@@ -309,76 +345,15 @@ def help_texts(record: Any) -> dict[str, str]:
 _signature = cache(inspect.signature)
 
 
+@cache
+def _parameters(make: Callable[..., object]) -> list[tuple[str, Any, Test]]:
+    """Return name, type and test of each parameter."""
+    kinds = {key: parameter.annotation for key, parameter in _signature(make).parameters.items()}
+    return [(key, kind, test_of(kind)) for key, kind in kinds.items()]
+
+
 def _is_default(field: "dataclasses.Field[Any]", value: object) -> bool:
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     return default is not dataclasses.MISSING and (value is default or bool(value == default))
-
-
-def _without_rules(kind: Any) -> Any:
-    """Return a type without `Annotated`."""
-    if get_origin(kind) is Annotated:
-        return _without_rules(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
-        return reduce(operator.or_, map(_without_rules, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return tuple[tuple(one if one is ... else _without_rules(one) for one in get_args(kind))]  # type: ignore[misc]
-    return kind
-
-
-def _declared_rules(kind: Any) -> Iterator[Any]:
-    """Yield the rules of a type and of its parts."""
-    if get_origin(kind) is Annotated:
-        yield from get_args(kind)[1:]
-    if get_origin(kind) in (Annotated, Union, UnionType, tuple):
-        for part in get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind):
-            yield from _declared_rules(part)
-
-
-def _rules(value: Any, kind: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the rules that a value of a type must keep, each with the value, or the part of it, that it is about."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        yield from _rules(value, arguments[0])
-        if value is not None:
-            yield from ((rule, value) for rule in arguments[1:])
-    elif origin in (Union, UnionType):
-        yield from _rules(value, next(one for one in arguments if _is_a(value, one)))
-    elif origin is tuple and arguments:
-        for part in value:
-            yield from _rules(part, arguments[0])
-
-
-def _converted(value: object, kind: Any) -> object:
-    """Return a list as a tuple, and a number as a time, where that is of the type, and the value itself is not."""
-    if _is_a(value, kind):
-        return value
-    try:
-        made: Any = tuple(value) if isinstance(value, list) else timedelta(seconds=value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return value
-    return made if _is_a(made, kind) else value
-
-
-def _is_a(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type; true for types that cannot be checked, such as protocols without a call."""
-    origin, arguments = get_origin(kind) or kind, get_args(kind)
-    if origin is Annotated:
-        return _is_a(value, arguments[0])
-    if origin in (Union, UnionType):
-        return any(_is_a(value, one) for one in arguments)
-    if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in arguments)
-    if origin is tuple and arguments and isinstance(value, tuple):
-        is_long = arguments[-1] is ... or len(value) == len(arguments)
-        return is_long and all(_is_a(one, arguments[0]) for one in value)
-    if origin is Mapping and arguments and isinstance(value, Mapping):
-        return all(_is_a(one, of) for entry in value.items() for one, of in zip(entry, arguments, strict=True))
-    if origin in (int, float):  # `True` is no number, but a whole number is a float
-        return isinstance(value, int | origin) and not isinstance(value, bool)
-    if origin is Path:
-        return isinstance(value, str | Path)
-    if getattr(origin, "_is_protocol", False):
-        return callable(value) or "__call__" not in vars(origin)
-    return not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty) or isinstance(value, origin)
