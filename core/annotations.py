@@ -23,10 +23,10 @@ def test_of(kind: Any) -> Test:
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin is Annotated:
         tests = [test_of(arguments[0]), *(rule.allows for rule in arguments[1:] if hasattr(rule, "allows"))]
-        return lambda value: _all(tests if value is not None else tests[:1], value)
+        return lambda value: all(test(value) for test in (tests if value is not None else tests[:1]))
     if origin in _UNIONS:
         options = [test_of(one) for one in arguments]
-        return lambda value: _any(options, value)
+        return lambda value: any(is_option(value) for is_option in options)
     if origin is Literal:
         return lambda value: any(type(value) is type(one) and value == one for one in arguments)
     if origin in _SEQUENCES and arguments:
@@ -56,21 +56,6 @@ def test_of(kind: Any) -> Test:
 
 def _is_anything(value: object) -> bool:
     return True
-
-
-# Faster than `all` and `any` of a generator, for arguments that are checked in every step.
-def _all(tests: Sequence[Test], value: object) -> bool:
-    for test in tests:  # noqa: SIM110
-        if not test(value):
-            return False
-    return True
-
-
-def _any(tests: Sequence[Test], value: object) -> bool:
-    for test in tests:  # noqa: SIM110
-        if test(value):
-            return True
-    return False
 
 
 def without_rules(kind: Any) -> Any:

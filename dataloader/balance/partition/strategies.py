@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -160,8 +161,7 @@ def partition(
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
             could not be kept.
     """
-    options = {"tolerance": tolerance, "max_tokens_per_rank": max_tokens_per_rank, "on_overflow": on_overflow}
-    check_types(partition, options)
+    _check_options(tolerance, max_tokens_per_rank, on_overflow)
     if max_tokens_per_rank is not None and tokens is None:
         raise ConfigError("max_tokens_per_rank needs the tokens of the samples")
     if world_size < 1 or costs.size == 0 or costs.size % world_size:
@@ -192,6 +192,11 @@ def partition(
     if max_tokens_per_rank is not None:
         rank_of = _within_token_limit(problem, rank_of, max_tokens_per_rank, strategy != "none", on_overflow)
     return Assignment(rank_of=mark_padding(rank_of, counts))
+
+
+@lru_cache(typed=True)  # the options are the same in every step
+def _check_options(tolerance: float, max_tokens_per_rank: int | None, on_overflow: str) -> None:
+    check_types(partition, locals())
 
 
 def unbalanced(is_real: NDArray[np.bool_], *, padded: bool = False) -> Assignment:
