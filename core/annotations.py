@@ -4,58 +4,69 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache, reduce
+from itertools import chain
 from operator import or_
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-Test = Callable[[Any], bool]
-_UNIONS = (Union, UnionType)
-_SEQUENCES = (tuple, Sequence)
+Fault = tuple[Any, Any]
+"""The rule that a value breaks, or None if it is of another type, and the part of the value that does."""
+_UNIONS, _SEQUENCES = (Union, UnionType), (tuple, Sequence)
 
 
 @lru_cache(maxsize=1024)
-def test_of(kind: Any) -> Test:
-    """Return a function that tells whether a value is of a type, and is allowed by the rules of it.
+def fault_finder(kind: Any) -> Callable[[Any], Fault | None]:
+    """Return a function that returns the fault of a value that should be of a type; None: it is, and keeps its rules.
 
-    It is true for types that cannot be checked, such as protocols without a call. No rule is about None.
+    Types that cannot be checked, such as protocols without a call, have no faults. No rule is about None.
     """
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin is Annotated:
-        tests = [test_of(arguments[0]), *(rule.allows for rule in arguments[1:] if hasattr(rule, "allows"))]
-        return lambda value: all(test(value) for test in (tests if value is not None else tests[:1]))
+        of_type, rules = fault_finder(arguments[0]), [rule for rule in arguments[1:] if hasattr(rule, "allows")]
+
+        def of_rules(value: Any) -> Fault | None:
+            broken = (rule for rule in rules if value is not None and not rule.allows(value))
+            return of_type(value) or next(((rule, value) for rule in broken), None)
+
+        return of_rules
     if origin in _UNIONS:
-        options = [test_of(one) for one in arguments]
-        return lambda value: any(is_option(value) for is_option in options)
+        options = [fault_finder(one) for one in arguments]
+
+        def of_option(value: Any) -> Fault | None:
+            faults = [find(value) for find in options]
+            return None if None in faults else next((fault for fault in faults if fault and fault[0]), faults[0])
+
+        return of_option
+    is_a = _type_test(origin, arguments)
+    if not arguments or origin not in (*_SEQUENCES, Mapping):
+        return lambda value: None if is_a(value) else (None, value)
+    finders = [fault_finder(one) for one in arguments if one is not ...]
+
+    def of_parts(value: Any) -> Fault | None:
+        if not is_a(value):
+            return None, value
+        parts = chain(*value.items()) if origin is Mapping else value
+        faults = (finders[index % len(finders)](part) for index, part in enumerate(parts))
+        return next(filter(None, faults), None)
+
+    return of_parts
+
+
+def _type_test(origin: Any, arguments: tuple[Any, ...]) -> Callable[[Any], bool]:
+    """Return a function that tells whether a value is of a type, whatever its parts are."""
     if origin is Literal:
         return lambda value: any(type(value) is type(one) and value == one for one in arguments)
-    if origin in _SEQUENCES and arguments:
-        is_part, length = (
-            test_of(arguments[0]),
-            len(arguments) if origin is tuple and arguments[-1] is not ... else None,
-        )
-        return lambda value: (
-            isinstance(value, origin) and length in (None, len(value)) and all(is_part(part) for part in value)
-        )
-    if origin is Mapping and arguments:
-        is_key, is_value = map(test_of, arguments)
-        return lambda value: (
-            isinstance(value, Mapping) and all(is_key(key) and is_value(one) for key, one in value.items())
-        )
+    if origin is tuple and arguments and arguments[-1] is not ...:
+        return lambda value: isinstance(value, tuple) and len(value) == len(arguments)
     if origin in (int, float):  # `True` is no number, but a whole number is a float
-        numbers = (int, origin)
-        return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
+        return lambda value: isinstance(value, int | origin) and not isinstance(value, bool)
     if origin is Path:
         return lambda value: isinstance(value, str | Path)
-    if getattr(origin, "_is_protocol", False):
-        return callable if "__call__" in vars(origin) else _is_anything
-    if not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty):
-        return _is_anything
-    return lambda value: isinstance(value, origin)
-
-
-def _is_anything(value: object) -> bool:
-    return True
+    if getattr(origin, "_is_protocol", False) and "__call__" in vars(origin):
+        return callable
+    is_unknown = not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty)
+    return lambda value: is_unknown or getattr(origin, "_is_protocol", False) or isinstance(value, origin)
 
 
 def without_rules(kind: Any) -> Any:
@@ -81,31 +92,13 @@ def declared_rules(kind: Any) -> Iterator[Any]:
             yield from declared_rules(part)
 
 
-def rules_of_value(value: Any, kind: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the rules that a value of a type must keep, each with the value, or the part of it, that it is about."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        yield from rules_of_value(value, arguments[0])
-        if value is not None:
-            yield from ((rule, value) for rule in arguments[1:])
-    elif origin in _UNIONS:
-        yield from rules_of_value(value, next(one for one in arguments if test_of(without_rules(one))(value)))
-    elif origin in _SEQUENCES and arguments:
-        for part in value:
-            yield from rules_of_value(part, arguments[0])
-    elif origin is Mapping and arguments:
-        for entry in value.items():
-            for part, of in zip(entry, arguments, strict=True):
-                yield from rules_of_value(part, of)
-
-
 def converted(value: object, kind: Any) -> object:
     """Return a list as a tuple, and a number as a time, where that is of the type, and the value itself is not."""
-    is_a = test_of(without_rules(kind))
-    if is_a(value):
+    find_fault = fault_finder(without_rules(kind))
+    if find_fault(value) is None:
         return value
     try:
         made: Any = tuple(value) if isinstance(value, list) else timedelta(seconds=value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return value
-    return made if is_a(made) else value
+    return value if find_fault(made) else made

@@ -22,11 +22,12 @@ import reprlib
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
-from evenrank.core.annotations import Test, converted, declared_rules, rules_of_value, test_of, without_rules
+from evenrank.core.annotations import converted, declared_rules, fault_finder, without_rules
 from evenrank.core.errors import ConfigError
 
 Made = TypeVar("Made")
@@ -44,7 +45,9 @@ class Bounds:
     def __str__(self) -> str:
         given = ((name.replace("_", " "), getattr(self, name)) for name in self.__slots__)
         return " and ".join(
-            "finite" if limit == math.inf else f"{text} {limit}" for text, limit in given if limit is not None
+            "finite" if limit == math.inf else f"{text} {_power(limit)}"
+            for text, limit in given
+            if limit not in (None, -math.inf)
         )
 
     def allows(self, value: Any) -> bool:
@@ -55,6 +58,12 @@ class Bounds:
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
         )
+
+
+def _power(limit: Any) -> Any:
+    """Return a limit, as a power if it is a large one of 2."""
+    is_power = isinstance(limit, int) and abs(limit) >> 31 and abs(limit).bit_count() == 1
+    return f"{'-' * (limit < 0)}2^{abs(limit).bit_length() - 1}" if is_power else limit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +150,7 @@ PER_RANK = "per rank"
 """Marks an option in which ranks may differ; all others are compared between them."""
 Count = Annotated[int, Bounds(at_least=1)]
 NonNegative = Annotated[int, Bounds(at_least=0)]
+Positive = Annotated[float, Bounds(above=0, below=math.inf)]
 Seed = Annotated[int, Bounds(at_least=-(1 << 63), below=1 << 63)]
 
 
@@ -182,22 +192,21 @@ def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name:
     type, or breaks a rule of its annotation. Returns those that it has, by name.
     """
     checked = {}
-    for key, kind, is_valid in _parameters(make):
+    for key, kind in _parameters(make).items():
         if key in arguments:
-            checked[key] = value = arguments[key]
-            if not is_valid(value):
-                check_value(f"{name or make.__name__}: {key}", value, kind)
+            checked[key] = arguments[key]
+            check_value(f"{name or make.__name__}: {key}", arguments[key], kind)
     return checked
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
     """Raise a ConfigError, which begins with `name`, unless a value is of a type and keeps the rules of it."""
-    if test_of(kind)(value):
+    if (fault := fault_finder(kind)(value)) is None:
         return
-    plain, expected, hint = without_rules(kind), "", ""
-    if test_of(plain)(value):
-        rule, value = next(entry for entry in rules_of_value(value, kind) if not _allows(*entry))
-        expected, hint = str(rule), _hint(value, rule.names) if isinstance(rule, OneOf) else ""
+    rule, part = fault
+    plain, hint = without_rules(kind), _hint(part, rule.names) if isinstance(rule, OneOf) else ""
+    if rule is not None:
+        expected, value = str(rule), part
     elif get_origin(plain) is Literal:
         expected = str(OneOf([*map(str, get_args(plain))]))
     else:  # without the modules of types
@@ -209,11 +218,9 @@ def show(value: object) -> str:
     """Return a value, whatever it is, as short text on one line."""
     if isinstance(value, int) and abs(value) >> 128:
         return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, timedelta):
+        return str(value)
     return " ".join(reprlib.repr(value).split("\n"))
-
-
-def _allows(rule: Any, value: object) -> bool:
-    return not hasattr(rule, "allows") or rule.allows(value)
 
 
 def _hint(given: object, known: Iterable[str]) -> str:
@@ -231,16 +238,19 @@ def check_use(
         record: the dataclass, whose annotations have the rules `Needs` and `AppliesTo`.
         values: of all its options, by name.
         given: names of those that were given, maybe with their defaults.
-        shown: how a message shows an option with its value; None: as `name=value`.
+        shown: how a message shows an option with its value; None: as `name=value`, after the name of the dataclass.
     """
     rules = rules_of(record)
-    shown = shown or (lambda name: f"{name}={reprlib.repr(values[name])}")
+    place = "" if shown else f"{record.__name__}: "
+    shown = shown or (lambda name: f"{name}={show(values[name])}")
     for name in given:
         for rule in rules[name]:
             if isinstance(rule, Needs) and not values[rule.other]:
-                raise ConfigError(f"{shown(name)} has no effect without {rule.other}; give both, or leave it out")
+                raise ConfigError(
+                    f"{place}{shown(name)} has no effect without {rule.other}; give both, or leave it out"
+                )
             if isinstance(rule, AppliesTo) and (other := _excluded_by(rules, rule, values)) is not None:
-                raise ConfigError(f"{shown(name)} applies to {rule}, not to {shown(other)}; leave it out")
+                raise ConfigError(f"{place}{shown(name)} applies to {rule}, not to {shown(other)}; leave it out")
 
 
 def _excluded_by(rules: Mapping[str, list[Any]], rule: AppliesTo, values: Mapping[str, Any]) -> str | None:
@@ -268,7 +278,7 @@ def check_user(record: Any, user: str) -> None:
         for rule in rules[field.name]:
             value = getattr(record, field.name)
             if isinstance(rule, Only) and rule.user != user and not _is_default(field, value):
-                given = f"{field.name}={value!r}"
+                given = f"{type(record).__name__}: {field.name}={show(value)}"
                 raise ConfigError(
                     f"{given} is an option of {rule.user}, not of {user}; leave it out, or use {rule.user}"
                 )
@@ -297,7 +307,7 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; its settings are {', '.join(signature.parameters)}") from error
     made = dict(settings)
-    for key, kind, _ in _parameters(make):
+    for key, kind in _parameters(make).items():
         if key in made:
             made[key] = converted(made[key], kind)
     check_types(make, made, name)
@@ -305,13 +315,6 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
 
 
 check_record = check_settings
-
-
-def check_at_least(minimum: int, **values: object) -> dict[str, object]:
-    """Return values, by the names of their options; a ConfigError unless all are integers of at least `minimum`."""
-    for name, value in values.items():
-        check_value(name, value, Annotated[int, Bounds(at_least=minimum)])
-    return values
 
 
 def check_keys(place: object, keys: Iterable[str], known: Collection[str]) -> None:
@@ -346,10 +349,9 @@ _signature = cache(inspect.signature)
 
 
 @cache
-def _parameters(make: Callable[..., object]) -> list[tuple[str, Any, Test]]:
-    """Return name, type and test of each parameter."""
-    kinds = {key: parameter.annotation for key, parameter in _signature(make).parameters.items()}
-    return [(key, kind, test_of(kind)) for key, kind in kinds.items()]
+def _parameters(make: Callable[..., object]) -> dict[str, Any]:
+    """Return the types of parameters by name."""
+    return {key: parameter.annotation for key, parameter in _signature(make).parameters.items()}
 
 
 def _is_default(field: "dataclasses.Field[Any]", value: object) -> bool:

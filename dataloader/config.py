@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Bounds, Count, NonNegative, Seed, Settings
+from evenrank.core.settings import PER_RANK, Bounds, Count, NonNegative, Seed, Settings
 from evenrank.dataloader.batches.batch import Batch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.negatives import Negatives, NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
@@ -43,13 +43,13 @@ class ReadConfig(Settings, ABC, Generic[Batch]):
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
     """Leave out a last step that does not fill every rank."""
-    num_workers: NonNegative = 0
+    num_workers: Annotated[NonNegative, PER_RANK] = 0
     """Threads per rank that collate in the background; 0: the calling thread collates."""
-    prefetch: Count = 16
+    prefetch: Annotated[Count, PER_RANK] = 16
     """Batches collated together in one array. Workers run up to `num_workers` such groups ahead."""
-    persistent_workers: bool = False
+    persistent_workers: Annotated[bool, PER_RANK] = False
     """Keep the threads between epochs."""
-    pin_memory: bool = False
+    pin_memory: Annotated[bool, PER_RANK] = False
     """Return batches in pinned memory, for asynchronous copies to a GPU."""
     key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
     """Features whose keys are replaced by the rows of their tables. A machine's first loader caches a mapped column."""

@@ -4,11 +4,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import Seed
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
@@ -16,7 +17,7 @@ from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import remapped_stores
-from evenrank.dataloader.state.checks import COUNT, SEED, TEXT, StateFormat, checksum, integer, show
+from evenrank.dataloader.state.checks import Natural, StateFormat, Text, checksum
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint
 from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.datasets.continuous_log import LogEnd, LogSource
@@ -30,12 +31,12 @@ FORMAT = StateFormat(
     owner="the log's loader",
     version=1,
     fields={
-        "epoch": integer(0, 0),
-        "position": COUNT,
-        "seed": SEED,
-        "mark": TEXT,
-        VOCABULARY: TEXT,
-        DIST_TYPE: TEXT,
+        "epoch": Literal[0],
+        "position": Natural,
+        "seed": Seed,
+        "mark": Text,
+        VOCABULARY: Text,
+        DIST_TYPE: Text,
     },
     not_covered=frozenset({DIST_TYPE}),
 )
@@ -128,7 +129,7 @@ class LogLoader(RankLoader[Batch]):
         store: object = self._source.read(first, end)
         returned = f"{type(self._source).__name__}.read({first}, {end}) returned"
         if not isinstance(store, SequenceStore):
-            raise ConfigError(f"{returned} {show(store)}; return a SequenceStore, as rows_of_table does")
+            raise ConfigError(f"{returned} a {type(store).__name__}; return a SequenceStore, as rows_of_table does")
         if len(store) != end - first:
             raise ConfigError(f"{returned} {len(store)} records; return the {end - first} that are asked for")
         columns = {name: str(values.dtype) for name, values in {**store.rows, **store.events}.items()}

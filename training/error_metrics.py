@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from evenrank.core.settings import check_at_least
+from evenrank.core.settings import Count, check_types
 from evenrank.dataloader.balance.ranks.process_group import Group
 from evenrank.training.mean_metrics import MeanMetrics
 from evenrank.training.metrics import check_scores
@@ -17,8 +17,8 @@ from evenrank.training.metrics import check_scores
 class _ErrorMetrics(MeanMetrics):
     _terms: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]]  # from scores and targets, float64 [n, num_tasks]
 
-    def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
-        check_at_least(1, num_tasks=num_tasks)
+    def __init__(self, num_tasks: Count = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
+        check_types(type(self), locals())
         self._suffixes = [""] if num_tasks == 1 else [f"_{task}" for task in range(num_tasks)]
         names = [name + suffix for name in self._terms for suffix in self._suffixes]
         super().__init__(names, {"num_tasks": num_tasks}, group, device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, one_line
-from evenrank.core.settings import check_at_least, check_types
+from evenrank.core.settings import Count, check_types
 from evenrank.dataloader.batches.batch import (
     JaggedBatch,
     LossKey,
@@ -116,10 +116,9 @@ class JaggedCollate:
     """
 
     def __init__(
-        self, declarations: Mapping[str, Any], *, batch_size: int | None = None, loss_key: LossKey | None = None
+        self, declarations: Mapping[str, Any], *, batch_size: Count | None = None, loss_key: LossKey | None = None
     ) -> None:
-        if batch_size is not None:
-            check_at_least(1, batch_size=batch_size)
+        check_types(JaggedCollate, {"batch_size": batch_size})
         self._batch_size = batch_size
         self._loss_key = loss_key
         self._jagged: dict[str, dict[str, Jagged]] = {}  # by field and key
