@@ -1,23 +1,296 @@
-"""Options, declared once: their types are the annotations of a record or a function.
+"""Options, declared once: a type, which may carry bounds, choices and what the option needs, and a docstring, its help.
 
-`check_record` and `check_types` check what a program passes, `construct` makes objects from settings by name, such as
-those of a file.
+    class ExampleConfig(Settings):
+        batch_size: Count
+        \"""Rows of every batch.\"""
+        tolerance: Annotated[float, Bounds(at_least=0, below=1)] = 0.001
+        \"""Relative tolerance.\"""
+        stride: Annotated[Count | None, Needs("window")] = None
+        \"""Distance of two windows.\"""
+
+From it come the check of a record (`Settings`) and of the arguments of a function (`check_types`), the objects that
+files describe (`construct`), help (`help_texts`), and the options of commands (`evenrank.cli.options`).
 """
 
+import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import reprlib
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
+from evenrank.core.annotations import converted, declared_rules, fault_finder, without_rules
 from evenrank.core.errors import ConfigError
 
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The range of a number or a time; NaN is in none. `below=math.inf`: it is finite."""
+
+    at_least: Any = None
+    above: Any = None
+    at_most: Any = None
+    below: Any = None
+
+    def __str__(self) -> str:
+        given = ((name.replace("_", " "), getattr(self, name)) for name in self.__slots__)
+        return " and ".join(
+            "finite" if limit == math.inf else f"{text} {_power(limit)}"
+            for text, limit in given
+            if limit not in (None, -math.inf)
+        )
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a value is in the range."""
+        return bool(
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+
+def _power(limit: Any) -> Any:
+    """Return a limit, as a power if it is a large one of 2."""
+    is_power = isinstance(limit, int) and abs(limit) >> 31 and abs(limit).bit_count() == 1
+    return f"{'-' * (limit < 0)}2^{abs(limit).bit_length() - 1}" if is_power else limit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneOf:
+    """The names that a text may be, such as those of a registry, which may grow."""
+
+    names: Collection[str]
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+    def allows(self, value: str) -> bool:
+        """Return whether a value is one of the names."""
+        return value in self.names
+
+
+@dataclass(frozen=True, slots=True)
+class Valid:
+    """What a function is true for, as described for messages: `Valid(str.isprintable, "text of one line")`."""
+
+    is_valid: Callable[[Any], object]
+    expected: str
+
+    def __str__(self) -> str:
+        return self.expected
+
+    def allows(self, value: Any) -> bool:
+        """Return whether the function is true for a value."""
+        return bool(self.is_valid(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A text whose form a function checks, which raises a ConfigError with the text and the forms that it knows."""
+
+    parse: Callable[[Any], object]
+
+    def allows(self, value: Any) -> bool:
+        """Return True, or raise the ConfigError of the function."""
+        self.parse(value)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Another option, without which this one would be ignored."""
+
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """The function or class for which alone this option of a shared record has an effect."""
+
+    user: str
+
+
+class AppliesTo:
+    """Values of other options, with which alone this one has an effect: `AppliesTo(engine=("ray",))`.
+
+    Of several options, one is enough; several of these rules must all hold.
+    """
+
+    def __init__(self, **values: Collection[Any]) -> None:
+        self.values = values
+
+    def __str__(self) -> str:
+        """Return the options with their values, as in a call."""
+        texts = []
+        for name, allowed in self.values.items():
+            listed = " or ".join(f"{name}={one!r}" for one in allowed)
+            texts.append(f"options other than {listed}" if isinstance(allowed, AllBut) else listed)
+        return " or ".join(texts)
+
+
+class AllBut(tuple[Any, ...]):
+    """All values of an option but these, for `AppliesTo`."""
+
+    def __contains__(self, value: object) -> bool:
+        return not super().__contains__(value)
+
+
+PER_RANK = "per rank"
+"""Marks an option in which ranks may differ; all others are compared between them."""
+Count = Annotated[int, Bounds(at_least=1)]
+NonNegative = Annotated[int, Bounds(at_least=0)]
+Positive = Annotated[float, Bounds(above=0, below=math.inf)]
+Seed = Annotated[int, Bounds(at_least=-(1 << 63), below=1 << 63)]
+
+
+class Settings:
+    """Base of records of options: frozen dataclasses, which check themselves when they are made.
+
+    Each option is checked against its annotation, which may carry rules; lists become tuples where the type is one.
+    What depends on several options, and no rule says, is checked by `_check`.
+
+    Raises:
+        ConfigError: an option is of another type, out of range, needs another one, or would be ignored.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        self._check()
+
+    def _check(self) -> None:
+        """Check what no rule of a single option says."""
+
+
+def check_settings(record: Any) -> None:
+    """Check the options of a dataclass by their annotations, and make tuples of lists in the place of tuples."""
+    fields = dataclasses.fields(record)
+    for field in fields:
+        if isinstance(value := getattr(record, field.name), list):
+            object.__setattr__(record, field.name, converted(value, field.type))
+    values = {field.name: getattr(record, field.name) for field in fields}
+    check_types(type(record), values)
+    check_use(type(record), values, [field.name for field in fields if not _is_default(field, values[field.name])])
+
+
+def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
+    """Check arguments of a function or a class against its annotations; messages begin with `name`, or its own.
+
+    Arguments that it does not have are ignored, so `locals()` will do. A ConfigError names the first that is of another
+    type, or breaks a rule of its annotation. Returns those that it has, by name.
+    """
+    checked = {}
+    for key, kind in _parameters(make).items():
+        if key in arguments:
+            checked[key] = arguments[key]
+            check_value(f"{name or make.__name__}: {key}", arguments[key], kind)
+    return checked
+
+
+def check_value(name: str, value: Any, kind: Any) -> None:
+    """Raise a ConfigError, which begins with `name`, unless a value is of a type and keeps the rules of it."""
+    if (fault := fault_finder(kind)(value)) is None:
+        return
+    rule, part = fault
+    plain, hint = without_rules(kind), _hint(part, rule.names) if isinstance(rule, OneOf) else ""
+    if rule is not None:
+        expected, value = str(rule), part
+    elif get_origin(plain) is Literal:
+        expected = str(OneOf([*map(str, get_args(plain))]))
+    else:  # without the modules of types
+        expected = "of type " + re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(plain))
+    raise ConfigError(f"{name} must be {expected}, got {show(value)}{hint}")
+
+
+def show(value: object) -> str:
+    """Return a value, whatever it is, as short text on one line."""
+    if isinstance(value, int) and abs(value) >> 128:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, timedelta):
+        return str(value)
+    return " ".join(reprlib.repr(value).split("\n"))
+
+
+def _hint(given: object, known: Iterable[str]) -> str:
+    """Return which of the known names may be meant, as the end of a message; empty if none is close."""
+    meant = difflib.get_close_matches(str(given), known)
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def check_use(
+    record: Any, values: Mapping[str, Any], given: Iterable[str], shown: Callable[[str], str] | None = None
+) -> None:
+    """Check that options that were given have an effect together with the others.
+
+    Args:
+        record: the dataclass, whose annotations have the rules `Needs` and `AppliesTo`.
+        values: of all its options, by name.
+        given: names of those that were given, maybe with their defaults.
+        shown: how a message shows an option with its value; None: as `name=value`, after the name of the dataclass.
+    """
+    rules = rules_of(record)
+    place = "" if shown else f"{record.__name__}: "
+    shown = shown or (lambda name: f"{name}={show(values[name])}")
+    for name in given:
+        for rule in rules[name]:
+            if isinstance(rule, Needs) and not values[rule.other]:
+                raise ConfigError(
+                    f"{place}{shown(name)} has no effect without {rule.other}; give both, or leave it out"
+                )
+            if isinstance(rule, AppliesTo) and (other := _excluded_by(rules, rule, values)) is not None:
+                raise ConfigError(f"{place}{shown(name)} applies to {rule}, not to {shown(other)}; leave it out")
+
+
+def _excluded_by(rules: Mapping[str, list[Any]], rule: AppliesTo, values: Mapping[str, Any]) -> str | None:
+    """Return the option with whose value a rule does not hold; None if it holds."""
+    excluding = None
+    for other, allowed in rule.values.items():
+        found = next(
+            (
+                reason
+                for one in rules[other]
+                if isinstance(one, AppliesTo) and (reason := _excluded_by(rules, one, values)) is not None
+            ),
+            None if values[other] in allowed else other,
+        )
+        if found is None:
+            return None
+        excluding = excluding or found
+    return excluding
+
+
+def check_user(record: Any, user: str) -> None:
+    """Check that all options of a dataclass that differ from their defaults have an effect for its user."""
+    rules = rules_of(type(record))
+    for field in dataclasses.fields(record):
+        for rule in rules[field.name]:
+            value = getattr(record, field.name)
+            if isinstance(rule, Only) and rule.user != user and not _is_default(field, value):
+                given = f"{type(record).__name__}: {field.name}={show(value)}"
+                raise ConfigError(
+                    f"{given} is an option of {rule.user}, not of {user}; leave it out, or use {rule.user}"
+                )
+
+
+def shared_options(record: Any, user: str) -> dict[str, Any]:
+    """Return the options of a record, by name, that must be the same on all ranks and have an effect for its user."""
+    return {
+        name: getattr(record, name)
+        for name, rules in rules_of(type(record)).items()
+        if PER_RANK not in rules and all(rule.user == user for rule in rules if isinstance(rule, Only))
+    }
 
 
 def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str) -> Made:
@@ -28,84 +301,61 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
     Raises:
         ConfigError: a setting is unknown, missing, or not of the annotated type.
     """
-    signature = inspect.signature(make)
+    signature = _signature(make)
     try:
         signature.bind(**settings)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; its settings are {', '.join(signature.parameters)}") from error
-    kinds = {key: parameter.annotation for key, parameter in signature.parameters.items()}
-    converted = {key: _converted(value, kinds.get(key)) for key, value in settings.items()}
-    check_types(make, converted, name)
-    return make(**converted)
+    made = dict(settings)
+    for key, kind in _parameters(make).items():
+        if key in made:
+            made[key] = converted(made[key], kind)
+    check_types(make, made, name)
+    return make(**made)
 
 
-def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name: str | None = None) -> None:
-    """Check arguments of a function or a class against its annotations; messages begin with `name`, or its own.
-
-    Arguments that it does not have are ignored, so `locals()` will do. A ConfigError names the first of another type.
-    """
-    for key, parameter in inspect.signature(make).parameters.items():
-        if key in arguments and not _is_a(arguments[key], kind := parameter.annotation):
-            # Without the modules of types.
-            wanted = "of type " + re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(kind))
-            if get_origin(kind) is Literal:
-                wanted = f"one of {', '.join(map(str, get_args(kind)))}"
-            raise ConfigError(f"{name or make.__name__}: {key} must be {wanted}, got {reprlib.repr(arguments[key])}")
-
-
-def check_record(record: Any) -> None:
-    """Check the fields of a dataclass as `check_types` does, and make tuples of lists in the place of tuples."""
-    for field in dataclasses.fields(record):
-        if isinstance(value := getattr(record, field.name), list):
-            object.__setattr__(record, field.name, _converted(value, field.type))
-    check_types(type(record), {field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
+check_record = check_settings
 
 
 def check_keys(place: object, keys: Iterable[str], known: Collection[str]) -> None:
     """Raise a ConfigError about the first key of a file that is not known, with the known ones that may be meant."""
     for key in keys:
         if key not in known:
-            meant = " or ".join(difflib.get_close_matches(key, known))
-            remedy = f"did you mean {meant}?" if meant else f"known keys are {', '.join(known)}"
-            raise ConfigError(f"{place} has the unknown key {key!r}; {remedy}")
+            remedy = _hint(key, known) or f"; known keys are {', '.join(known)}"
+            raise ConfigError(f"{place} has the unknown key {key!r}{remedy}")
 
 
-def check_at_least(minimum: int, **values: object) -> dict[str, object]:
-    """Return values, by the names of their options; a ConfigError unless all are integers of at least `minimum`."""
-    for name, value in values.items():
-        if type(value) is not int or value < minimum:
-            kind = "" if type(value) is int else "an integer of "
-            raise ConfigError(f"{name} must be {kind}at least {minimum}, got {reprlib.repr(value)}")
-    return values
+def rules_of(record: Any) -> dict[str, list[Any]]:
+    """Return the rules of each option of a dataclass, by name."""
+    return {field.name: list(declared_rules(field.type)) for field in dataclasses.fields(record)}
 
 
-def _converted(value: object, kind: Any) -> object:
-    """Return a list as a tuple, and a number as a time, where that is of the type, and the value itself is not."""
-    if _is_a(value, kind):
-        return value
-    try:
-        made: Any = tuple(value) if isinstance(value, list) else timedelta(seconds=value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return value
-    return made if _is_a(made, kind) else value
+@cache
+def help_texts(record: Any) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, those of its bases included, by name, on one line."""
+    texts: dict[str, str] = {}
+    for base in reversed(record.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        declared: Any = ast.parse(textwrap.dedent(inspect.getsource(cast("type", base)))).body[0]
+        for field, text in pairwise(declared.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(found))):
+                    texts[name] = " ".join(found.split())
+    return texts
 
 
-def _is_a(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type; true for types that cannot be checked, such as protocols without a call."""
-    origin, arguments = get_origin(kind) or kind, get_args(kind)
-    if origin in (Union, UnionType):
-        return any(_is_a(value, one) for one in arguments)
-    if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in arguments)
-    if origin is tuple and arguments and isinstance(value, tuple):
-        is_long = arguments[-1] is ... or len(value) == len(arguments)
-        return is_long and all(_is_a(one, arguments[0]) for one in value)
-    if origin is Mapping and arguments and isinstance(value, Mapping):
-        return all(_is_a(one, of) for entry in value.items() for one, of in zip(entry, arguments, strict=True))
-    if origin in (int, float):  # `True` is no number, but a whole number is a float
-        return isinstance(value, int | origin) and not isinstance(value, bool)
-    if origin is Path:
-        return isinstance(value, str | Path)
-    if getattr(origin, "_is_protocol", False):
-        return callable(value) or "__call__" not in vars(origin)
-    return not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty) or isinstance(value, origin)
+_signature = cache(inspect.signature)
+
+
+@cache
+def _parameters(make: Callable[..., object]) -> dict[str, Any]:
+    """Return the types of parameters by name."""
+    return {key: parameter.annotation for key, parameter in _signature(make).parameters.items()}
+
+
+def _is_default(field: "dataclasses.Field[Any]", value: object) -> bool:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    return default is not dataclasses.MISSING and (value is default or bool(value == default))

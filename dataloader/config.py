@@ -4,16 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Annotated, Any, Generic, Literal
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least, check_record
+from evenrank.core.settings import PER_RANK, Bounds, Count, NonNegative, Seed, Settings
 from evenrank.dataloader.batches.batch import Batch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.negatives import Negatives, NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.state.checks import SEED, check_option
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
 from evenrank.datasets.slices import Requests as Requests
 from evenrank.datasets.slices import TimeWindows as TimeWindows
@@ -23,14 +22,14 @@ _MAX_TASKS = 31  # bits of an action, an int32 that is not negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadConfig(ABC, Generic[Batch]):
+class ReadConfig(Settings, ABC, Generic[Batch]):
     """Settings of all kinds of batches."""
 
-    batch_size: int
+    batch_size: Count
     """Rows of every batch, per rank."""
     split: str = "train"
     """Name of the split to read."""
-    max_history_length: int = MAX_HISTORY_LENGTH
+    max_history_length: NonNegative = MAX_HISTORY_LENGTH
     """Events of a history; longer histories keep their newest ones."""
     user_id: bool = False
     """Add a feature `user_id`, one id per sample, below `manifest.vocabulary_sizes["user_id"]`."""
@@ -40,26 +39,22 @@ class ReadConfig(ABC, Generic[Batch]):
     """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows.
     `TimeWindows(every="1d")`: each epoch has the samples of another day; see `TimeWindowLoader`.
     `Requests()`: the recorded requests of all splits, by time. Streams and mixtures are always shuffled."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
     """Leave out a last step that does not fill every rank."""
-    num_workers: int = 0
+    num_workers: Annotated[NonNegative, PER_RANK] = 0
     """Threads per rank that collate in the background; 0: the calling thread collates."""
-    prefetch: int = 16
+    prefetch: Annotated[Count, PER_RANK] = 16
     """Batches collated together in one array. Workers run up to `num_workers` such groups ahead."""
-    persistent_workers: bool = False
+    persistent_workers: Annotated[bool, PER_RANK] = False
     """Keep the threads between epochs."""
-    pin_memory: bool = False
+    pin_memory: Annotated[bool, PER_RANK] = False
     """Return batches in pinned memory, for asynchronous copies to a GPU."""
     key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
     """Features whose keys are replaced by the rows of their tables. A machine's first loader caches a mapped column."""
 
-    def __post_init__(self) -> None:
-        check_option("seed", self.seed, SEED)
-        check_record(self)
-        check_at_least(1, batch_size=self.batch_size, prefetch=self.prefetch)
-        check_at_least(0, max_history_length=self.max_history_length, num_workers=self.num_workers)
+    def _check(self) -> None:
         object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy that no caller changes later
         for name in self.key_maps:
             if name in (ACTION, TIMESTAMP_MS):
@@ -83,10 +78,10 @@ class ReadConfig(ABC, Generic[Batch]):
 class LoaderConfig(ReadConfig[SequenceBatch]):
     """Settings for batches of histories and candidates: SequenceBatch."""
 
-    max_num_candidates: int = 0
+    max_num_candidates: NonNegative = 0
     """The last events of each user become candidates; users with fewer events are left out. Rows with a number of
     targets (in eval splits `leave-last` and `time`) have at most that many candidates."""
-    num_tasks: int = 0
+    num_tasks: Annotated[int, Bounds(at_least=0, at_most=_MAX_TASKS)] = 0
     """With candidates, labels are their actions; without candidates and above 0, labels are the history's actions. 0 or
     1: an action is one class of many. Above 1: each of its `num_tasks` low bits is a binary task (see
     `training.label_bits`), and higher bits are cleared."""
@@ -105,16 +100,13 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
     negatives: Negatives | None = None
     """Draw negatives for the candidates or, without candidates and labels, for the items after the first."""
 
-    def __post_init__(self) -> None:
-        ReadConfig.__post_init__(self)
-        check_at_least(0, max_num_candidates=self.max_num_candidates, num_tasks=self.num_tasks)
+    def _check(self) -> None:
+        ReadConfig._check(self)
         if isinstance(self.order, TimeWindows | Requests) and not self.max_num_candidates:
             kind = "requests" if self.has_requests else "windows of time"
             raise ConfigError(f"{kind} have candidates as targets; pass max_num_candidates of at least 1")
         if self.num_tasks > 1 and self.label not in (None, ACTION):
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
-        if self.num_tasks > _MAX_TASKS:
-            raise ConfigError(f"num_tasks must be at most {_MAX_TASKS}, the bits of an action, got {self.num_tasks}")
         if self.negatives and not self.max_num_candidates and (self.num_tasks or self.label or self.target):
             raise ConfigError("negatives are for items that are predicted, not actions; set max_num_candidates to 1")
 
@@ -144,8 +136,8 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     """Draw one of an item's codes for each event, of histories and targets, anew in each epoch. False: the first one,
     as for evaluation."""
 
-    def __post_init__(self) -> None:
-        ReadConfig.__post_init__(self)
+    def _check(self) -> None:
+        ReadConfig._check(self)
         if ITEM_ID in self.key_maps:
             raise ConfigError(
                 f"key_maps cannot have {ITEM_ID!r} here: batches have the codes of items; leave it out, their tables "

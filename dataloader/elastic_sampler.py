@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader, Sampler
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least, check_types
+from evenrank.core.settings import Count, NonNegative, Seed, check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
@@ -32,7 +32,6 @@ from evenrank.dataloader.rank_loader import check_rank
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import GivenLengths, StepSamples, StepShape
-from evenrank.dataloader.state.checks import SEED, check_option
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
@@ -81,13 +80,13 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
 
     def __init__(
         self,
-        num_samples: int,
+        num_samples: NonNegative,
         *,
-        batch_size: int,
+        batch_size: Count,
         rank: int,
         world_size: int,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: Seed = 0,
         drop_last: bool = False,
         lengths: Mapping[str, ArrayLike] | None = None,
         balance: BalanceConfig | None = None,
@@ -99,9 +98,6 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         def create(members: Members | None) -> ElasticSampler:
             check_types(ElasticSampler, arguments)
             check_rank(rank, world_size)
-            check_at_least(0, num_samples=num_samples)
-            check_at_least(1, batch_size=batch_size)
-            check_option("seed", seed, SEED)
             if (lengths is None) != (balance is None):
                 raise ConfigError(
                     "lengths and balance belong together: pass lengths={...} and balance=BalanceConfig(cost=...), or "

@@ -4,26 +4,24 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import Seed
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.state.checks import (
-    COUNT,
-    SEED,
-    TEXT,
     VOCABULARY,
+    Natural,
     StateFormat,
+    Text,
     check_vocabulary,
     checksum,
-    integer,
-    show,
     vocabulary_entry,
 )
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint
@@ -38,12 +36,12 @@ FORMAT = StateFormat(
     owner="the log's loader",
     version=1,
     fields={
-        "epoch": integer(0, 0),
-        "position": COUNT,
-        "seed": SEED,
-        "mark": TEXT,
-        VOCABULARY: TEXT,
-        DIST_TYPE: TEXT,
+        "epoch": Literal[0],
+        "position": Natural,
+        "seed": Seed,
+        "mark": Text,
+        VOCABULARY: Text,
+        DIST_TYPE: Text,
     },
     not_covered=frozenset({DIST_TYPE}),
 )
@@ -126,7 +124,7 @@ class LogLoader(RankLoader[Batch]):
         store: object = self._source.read(first, end)
         returned = f"{type(self._source).__name__}.read({first}, {end}) returned"
         if not isinstance(store, SequenceStore):
-            raise ConfigError(f"{returned} {show(store)}; return a SequenceStore, as rows_of_table does")
+            raise ConfigError(f"{returned} a {type(store).__name__}; return a SequenceStore, as rows_of_table does")
         if len(store) != end - first:
             raise ConfigError(f"{returned} {len(store)} records; return the {end - first} that are asked for")
         columns = {name: str(values.dtype) for name, values in {**store.rows, **store.events}.items()}

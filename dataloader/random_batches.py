@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
-from evenrank.core.settings import check_at_least, check_record, check_types
+from evenrank.core.settings import Count, NonNegative, Settings, check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, make_rng
-from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
+from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.resume_point import Position, ResumePoint
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
@@ -34,22 +34,18 @@ from evenrank.datasets.store import MultiValued, SequenceStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RandomFeature:
+class RandomFeature(Settings):
     """A contextual feature with any number of `values` per sample."""
 
     values: Distribution
     lengths: Distribution
     """Number of values of a sample."""
-    max_length: int
+    max_length: NonNegative
     """Limit to `lengths`; larger draws are clipped."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        check_at_least(0, max_length=self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RandomData:
+class RandomData(Settings):
     """The distributions of the samples of random batches."""
 
     lengths: Distribution = Lognormal()
@@ -63,8 +59,7 @@ class RandomData:
     num_real: Distribution | None = None
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
-    def __post_init__(self) -> None:
-        check_record(self)
+    def _check(self) -> None:
         check_names(self.contextual)
 
 
@@ -108,7 +103,7 @@ def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-_FIELDS = {"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT}
+_FIELDS = {"epoch": Epoch, "position": Natural, "fingerprint": Text}
 _FORMAT = StateFormat(owner="random batches", version=3, fields=_FIELDS)
 
 
@@ -138,13 +133,12 @@ class RandomBatches(RankLoader[Batch]):
         config: ReadConfig[Batch],
         data: RandomData | None = None,
         *,
-        num_batches: int,
-        num_distinct: int | None = None,
+        num_batches: Count,
+        num_distinct: Count | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         check_types(RandomBatches, locals())
-        check_at_least(1, num_batches=num_batches, num_distinct=1 if num_distinct is None else num_distinct)
         super().__init__(config, rank=rank, world_size=world_size)
         self._data = RandomData() if data is None else data
         self._num_batches = num_batches
@@ -231,8 +225,8 @@ class RandomBatches(RankLoader[Batch]):
         return draw_samples(self._data, rng, num_samples, min_length=min_length, split=self._config.split)
 
 
-def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:
+def random_codes(num_items: Count, *, levels: Count, codebook_size: Count, seed: int = 0) -> CodeTable:
     """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for a SemanticIdConfig."""
-    check_at_least(1, num_items=num_items, levels=levels, codebook_size=codebook_size)
+    check_types(random_codes, locals())
     codes = np.random.default_rng(seed).integers(0, codebook_size, (num_items, levels), dtype=np.int32)
     return CodeTable(codes=codes, codebook_sizes=(codebook_size,) * levels)

@@ -1,6 +1,5 @@
 """`RankLoader`: base of the loaders of one rank, and the settings that must be the same on all ranks."""
 
-import dataclasses
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import PER_RANK, rules_of
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
@@ -22,8 +22,6 @@ from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
 from evenrank.dataloader.state.resume_point import CurrentPosition, HasEpoch
 from evenrank.datasets.store import SequenceStore
 
-PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory", "poll_seconds"})
-"""Settings that affect speed, not batch contents; ranks may differ in these."""
 # Compared by their contents: the file may be at another path on another host.
 _FILES = frozenset({"codes", "codebook_sizes", "negatives"})
 
@@ -121,15 +119,15 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def shared_settings(*records: Any) -> dict[str, Any]:
-    """Return the fields of dataclasses except PER_RANK, by name, as plain values that ranks can compare."""
+    """Return the fields of dataclasses, except PER_RANK ones, by name, as plain values that ranks can compare."""
     settings: dict[str, Any] = {}
     for record in records:
-        for field in dataclasses.fields(record):
-            value = getattr(record, field.name)
+        for name, rules in rules_of(type(record)).items():
+            value = getattr(record, name)
             if isinstance(value, CodeTable | NegativeSampler):
                 settings["codes" if isinstance(value, CodeTable) else "negatives"] = value.describe()
-            elif field.name not in PER_RANK | _FILES:
-                settings[field.name] = _plain(value)
+            elif PER_RANK not in rules and name not in _FILES:
+                settings[name] = _plain(value)
     return settings
 
 

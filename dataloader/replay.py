@@ -1,6 +1,5 @@
 """`Replay`: batches of recorded requests, at the pace at which the requests came."""
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import Generic
@@ -8,7 +7,7 @@ from typing import Generic
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_types
+from evenrank.core.settings import Positive, check_types
 from evenrank.dataloader.batches.batch import Batch
 
 
@@ -33,10 +32,8 @@ class Replay(Generic[Batch]):
     lag_seconds: float = 0.0
     """How late the batch yielded last was, because batches are consumed or made more slowly than they are due."""
 
-    def __init__(self, batches: Iterable[Batch], *, speed: float = 1.0) -> None:
+    def __init__(self, batches: Iterable[Batch], *, speed: Positive = 1.0) -> None:
         check_types(Replay, {"speed": speed})
-        if not 0 < speed < math.inf:
-            raise ConfigError(f"speed must be a positive number, got {speed}")
         self._batches = batches
         self._speed = speed
 

@@ -12,27 +12,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.core.settings import check_types
+from evenrank.core.settings import Bounds, Seed, check_types, show
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.log_loader import LogLoader
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
-from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import (
-    COUNT,
     VOCABULARY,
+    Epoch,
+    Natural,
+    StateFormat,
+    Text,
     check_intact,
-    check_value,
+    check_saved,
     check_vocabulary,
     checksum,
-    integer,
-    show,
     vocabulary_entry,
 )
 from evenrank.dataloader.state.resume_point import Position, ResumePoint, Snapshots
@@ -49,18 +49,18 @@ _KEPT_STEPS = 256
 
 ShardPositions = dict[int, ShardPosition]  # by index of the shard
 
-FORMAT = checks.StateFormat(
+FORMAT = StateFormat(
     owner="the stream",
     version=3,
     fields={
-        "epoch": checks.EPOCH,
-        "position": integer(0, 1 << 62),  # to which an epoch's steps are added
-        "seed": checks.SEED,
-        "num_shards": COUNT,
-        "fingerprint": checks.TEXT,
-        VOCABULARY: checks.TEXT,
-        "places": checks.MAPPING,  # the positions, by shard
-        DIST_TYPE: checks.TEXT,
+        "epoch": Epoch,
+        "position": Annotated[int, Bounds(at_least=0, at_most=1 << 62)],  # to which an epoch's steps are added
+        "seed": Seed,
+        "num_shards": Natural,
+        "fingerprint": Text,
+        VOCABULARY: Text,
+        "places": Mapping,  # the positions, by shard
+        DIST_TYPE: Text,
     },
     # Positions of all ranks are merged, so each has a checksum of its own; dist_type is compared with the job's.
     not_covered=frozenset({"places", DIST_TYPE}),
@@ -244,11 +244,12 @@ class StreamLoader(RankLoader[Batch]):
         epoch, seed = state["epoch"], state["seed"]
         shard_positions = _decode_positions(state, len(self._shards))
         for index, (windows_done, samples_taken) in shard_positions.items():
-            shard, has = self._shards[index], f"the state of the stream has, in shard {index},"
-            check_value(windows_done, f"{has} windows_done", integer(0, shard.num_windows))
+            shard, place = self._shards[index], f"the state of the stream: in shard {index},"
+            done = Annotated[int, Bounds(at_least=0, at_most=shard.num_windows)]
+            check_saved(f"{place} windows_done", windows_done, done)
             is_end = windows_done == shard.num_windows
             num_rows = 1 if is_end else shard.window_rows(windows_done, seed=seed, epoch=epoch)
-            check_value(samples_taken, f"{has} samples_taken", integer(0, num_rows - 1))
+            check_saved(f"{place} samples_taken", samples_taken, Annotated[int, Bounds(at_least=0, below=num_rows)])
         own = {shard.index for shard in self._shards_of(self._rank, epoch, seed)}
         if set(shard_positions) != own:  # else it is this rank's own state, of the same number of ranks
             _check_complete(shard_positions, len(self._shards))
@@ -335,9 +336,8 @@ def _decode_positions(state: Mapping[str, Any], num_shards: int) -> ShardPositio
                 f"the state of the stream has position {show(entry)} in shard {show(name)}, expected two integers and "
                 f"a checksum in one of {num_shards} shards; load a state that state_dict returned"
             )
-        has = f"the state of the stream has, in the position in shard {name},"
         for value in entry[:2]:
-            check_value(value, has, COUNT)
+            check_saved(f"the state of the stream: the position in shard {name}", value, Natural)
         position = ShardPosition(*entry[:2])
         expected = checksum(state["fingerprint"], state["epoch"], int(name), *position)
         check_intact(entry[2] == expected, f"the position in shard {name} of the state of the stream")

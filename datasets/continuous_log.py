@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, StateError
+from evenrank.core.settings import Bounds, check_types
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets import schema
 from evenrank.datasets.foreign import ListReader
@@ -48,6 +49,7 @@ END_NAME = "_END"
 """Name of the file after which no file is added to a folder."""
 _log = logging.getLogger("evenrank")
 _NAMES_IN_MARK = 100
+_Seconds = Annotated[float, Bounds(above=0)]
 _UNKNOWN = 1 << 62  # the number of files in a mark that lacks it
 _IN_ORDER = "add files in the order of their names"
 
@@ -172,9 +174,8 @@ class FolderLog:
     _group_rows: tuple[int, tuple[int, ...]]  # index of the file that was read last, and the rows of its groups
     _block: tuple[int, int, RowBlock] | None  # the row group that was read last, after the indices of file and group
 
-    def __init__(self, url: Path | str | Remote, manifest: Manifest, *, incomplete_seconds: float = 7200.0) -> None:
-        if not incomplete_seconds > 0:
-            raise ConfigError(f"incomplete_seconds must be positive, got {incomplete_seconds}")
+    def __init__(self, url: Path | str | Remote, manifest: Manifest, *, incomplete_seconds: _Seconds = 7200.0) -> None:
+        check_types(FolderLog, {"incomplete_seconds": incomplete_seconds})
         if manifest.multi_valued:
             raise ConfigError(f"rows of a log cannot have several values of a feature, as {manifest.multi_valued[0]!r}")
         root = url if isinstance(url, Remote) else locate(url)

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import check_record
+from evenrank.core.settings import Bounds, NonNegative, Positive, Settings
 from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
 from evenrank.datasets.store import open_store
@@ -30,6 +31,8 @@ _MAX_VALUE = 2**63 - 1024  # the largest int64 that float64 represents
 _MAX_EXPONENT = 100  # areas of larger exponents underflow
 _MAX_STD_OVER_MEAN = 1e100  # its square must be a float64
 _FAR = 1e300  # stands for draws that are too large for float64
+_Value = Annotated[int, Bounds(at_least=0, at_most=_MAX_VALUE)]
+_Std = Annotated[float, Bounds(at_least=0, below=math.inf)]
 _MAX_ACTION = int(np.iinfo(EVENT_DTYPES[ACTION]).max)
 
 
@@ -40,15 +43,24 @@ class Distribution(Protocol):
         """Draw `size` values: int64 [size]."""
 
 
+class _Range(Settings):
+    """Base of distributions over `low..high`."""
+
+    low: int
+    high: int | None
+
+    def _check(self) -> None:
+        if self.high is not None and self.low > self.high:
+            kind = type(self).__name__
+            raise ConfigError(f"{kind}: low must be at most high, got low={self.low} and high={self.high}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Uniform:
+class Uniform(_Range):
     """Every integer in `low..high` with the same probability; `low` is at least 0, as in all distributions."""
 
-    low: int = 1
-    high: int = 1024
-
-    def __post_init__(self) -> None:
-        _check_range(self, self.high)
+    low: _Value = 1
+    high: _Value = 1024
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -56,20 +68,13 @@ class Uniform:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normal:
+class Normal(_Range):
     """A normal distribution with this mean and standard deviation, then rounded and clipped to `low..high`."""
 
-    mean: float = 128.0
-    std: float = 64.0
-    low: int = 1
-    high: int = 4096
-
-    def __post_init__(self) -> None:
-        _check_range(self, self.high)
-        if not (math.isfinite(self.mean) and 0 <= self.std < math.inf):
-            raise ConfigError(
-                f"mean and std must be finite and std at least 0, got mean={self.mean} and std={self.std}"
-            )
+    mean: Annotated[float, Bounds(above=-math.inf, below=math.inf)] = 128.0
+    std: _Std = 64.0
+    low: _Value = 1
+    high: _Value = 4096
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -77,24 +82,21 @@ class Normal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lognormal:
+class Lognormal(_Range):
     """A lognormal distribution, rounded and clipped to `low..high`.
 
     Mean and standard deviation are those of the values, not of their logarithm, before clipping.
     """
 
-    mean: float = 128.0
-    std: float = 256.0
-    low: int = 1
-    high: int = 4096
+    mean: Positive = 128.0
+    std: _Std = 256.0
+    low: _Value = 1
+    high: _Value = 4096
 
-    def __post_init__(self) -> None:
-        _check_range(self, self.high)
-        if not (0 < self.mean < math.inf and 0 <= self.std < math.inf and self.std / self.mean <= _MAX_STD_OVER_MEAN):
-            raise ConfigError(
-                "mean must be positive, std at least 0 and at most 10^100 times the mean, and both finite; got "
-                f"mean={self.mean} and std={self.std}"
-            )
+    def _check(self) -> None:
+        _Range._check(self)
+        if self.std / self.mean > _MAX_STD_OVER_MEAN:
+            raise ConfigError(f"std must be at most 10^100 times the mean, got mean={self.mean} and std={self.std}")
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -104,20 +106,30 @@ class Lognormal:
         return _round_and_clip(rng.lognormal(mu, math.sqrt(sigma2), size), self.low, self.high)
 
 
+class _Zipf(_Range):
+    """Base of distributions by a power of low + shift."""
+
+    shift: int
+
+    def _check(self) -> None:
+        _Range._check(self)
+        if self.low + self.shift < 1:
+            raise ConfigError(
+                f"low + shift must be at least 1, got low={self.low} shift={self.shift}; pass shift=1 for values from 0"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
-class Zipf:
+class Zipf(_Zipf):
     """P(k) proportional to (k + shift)^-exponent for k = low..high, without larger values."""
 
-    exponent: float = 1.2
-    """At least 0. The support is finite, so exponents of 1 and below are valid too."""
-    low: int = 1
-    high: int | None = 4096
+    exponent: Annotated[float, Bounds(at_least=0, at_most=_MAX_EXPONENT)] = 1.2
+    """The support is finite, so exponents of 1 and below are valid too."""
+    low: _Value = 1
+    high: _Value | None = 4096
     """Largest value; None: 2^63 - 1024, the largest int64 that float64 represents."""
-    shift: int = 0
+    shift: NonNegative = 0
     """Set to 1 with low = 0, for ids counted from 0: value k then has rank k + 1."""
-
-    def __post_init__(self) -> None:
-        _check_zipf(self, 0)
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -127,20 +139,17 @@ class Zipf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedZipf:
+class ClippedZipf(_Zipf):
     """P(k) proportional to (k + shift)^-exponent for all k >= low, with larger values than `high` set to `high`.
 
     With exponent 1.2, 17 % of the values are `high` = 4096; under `Zipf` 0.001 % are.
     """
 
-    exponent: float = 1.2
-    """Above 1."""
-    low: int = 1
-    high: int = 4096
-    shift: int = 0
-
-    def __post_init__(self) -> None:
-        _check_zipf(self, math.nextafter(1, 2))
+    exponent: Annotated[float, Bounds(above=1, at_most=_MAX_EXPONENT)] = 1.2
+    """Without a limit, values have probabilities above 1 only."""
+    low: _Value = 1
+    high: _Value = 4096
+    shift: NonNegative = 0
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -195,7 +204,7 @@ def _log_inverse_box_cox(values: NDArray[np.float64], power: float) -> NDArray[n
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Histogram:
+class Histogram(Settings):
     """Observed values, each with a probability proportional to its number of observations."""
 
     values: NDArray[np.int64]
@@ -205,8 +214,7 @@ class Histogram:
     source: str = ""
     """Where the values were observed, for messages and manifests."""
 
-    def __post_init__(self) -> None:
-        check_record(self)
+    def _check(self) -> None:
         if not len(self.values) or len(self.values) != len(self.counts):
             raise ConfigError(
                 f"a histogram needs as many counts as values and at least one, got {len(self.values)} values and "
@@ -299,7 +307,7 @@ def parse_parameters(name: str, make: Callable[..., Made], pairs: str, text: str
             raise ConfigError(f"{name} has no parameter {key!r} (in {text!r}); known: {', '.join(parameters)}")
         if key in values:
             raise ConfigError(f"{name} has {key} twice (in {text!r}); give it once")
-        values[key] = _parse_value(key, value, parameters[key].annotation, text)
+        values[key] = _parse_value(key, value, without_rules(parameters[key].annotation), text)
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in values:
             raise ConfigError(f"{name} needs {key} (in {text!r}); write {name}:{key}=...")
@@ -327,24 +335,6 @@ def _parse_value(key: str, value: str, kind: object, text: str) -> int | float |
         return number(value)
     except ValueError as error:
         raise ConfigError(f"{key} must be {number.__name__}, got {value!r} (in {text!r})") from error
-
-
-def _check_range(record: Any, high: int) -> None:
-    check_record(record)
-    if not 0 <= (low := record.low) <= high <= _MAX_VALUE:
-        raise ConfigError(f"low must be between 0 and high, and high at most 2^63 - 1024, got low={low} high={high}")
-
-
-def _check_zipf(zipf: Zipf | ClippedZipf, least_exponent: float) -> None:
-    _check_range(zipf, _MAX_VALUE if zipf.high is None else zipf.high)
-    if not least_exponent <= zipf.exponent <= _MAX_EXPONENT:
-        rule = "above 1, for values without a limit to have probabilities" if least_exponent else "at least 0"
-        raise ConfigError(f"exponent must be {rule}, and at most {_MAX_EXPONENT}, got {zipf.exponent}")
-    if zipf.shift < 0 or zipf.low + zipf.shift < 1:
-        raise ConfigError(
-            f"low + shift must be at least 1 and shift at least 0, got low={zipf.low} shift={zipf.shift}; pass shift=1 "
-            "for values from 0"
-        )
 
 
 def _round_and_clip(values: NDArray[np.float64], low: int, high: int) -> NDArray[np.int64]:

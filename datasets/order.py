@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64, mix_word
 from evenrank.core.numba_cache import compiled
+from evenrank.core.settings import Count, NonNegative, Settings
 
 # Rounds of the Feistel network. Four give a pseudo-random permutation in theory (Luby and Rackoff, 1988); six leave a
 # margin for the weaker round function and for the few bits of small domains.
@@ -160,7 +161,7 @@ class StepSchedule(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochSchedule(StepSchedule):
+class EpochSchedule(Settings, StepSchedule):
     """Each step takes the next `world_size * batch_size` positions, rank by rank, of which `start` are consumed before.
 
     start = 0, world_size = 2, batch_size = 3, num_samples = 10
@@ -169,19 +170,14 @@ class EpochSchedule(StepSchedule):
     step 1: rank 0 gets 6 7 8, rank 1 gets 9
     """
 
-    num_samples: int
-    world_size: int
-    batch_size: int  # positions per rank and step
-    start: int = 0
+    num_samples: NonNegative
+    world_size: Count
+    batch_size: Count  # positions per rank and step
+    start: NonNegative = 0
     drop_last: bool = False  # leave out a last step that does not fill every rank
 
-    def __post_init__(self) -> None:
-        if self.world_size < 1 or self.batch_size < 1:
-            raise ConfigError(
-                f"world_size and batch_size must be at least 1, got world_size={self.world_size} and "
-                f"batch_size={self.batch_size}"
-            )
-        if not 0 <= self.start <= self.num_samples:
+    def _check(self) -> None:
+        if self.start > self.num_samples:
             raise ConfigError(f"start must be between 0 and num_samples = {self.num_samples}, got {self.start}")
 
     @property

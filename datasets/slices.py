@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.numba_cache import compiled
-from evenrank.core.settings import check_record
+from evenrank.core.settings import Parsed, Settings, Valid
 from evenrank.core.storage import locate
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.order import RowOrder, Samples
@@ -48,38 +49,30 @@ _NO_TARGETS = np.empty(0, dtype=np.int32)
 _AGAIN = "preprocess the dataset again, with `evenrank preprocess --requests SECONDS`"
 
 
+def _start_ms(start: str) -> int:
+    try:
+        moment = datetime.fromisoformat(start)
+    except ValueError:
+        raise ConfigError(f"start must be a time in ISO 8601, such as 2015-01-06, got {start!r}") from None
+    return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimeWindows:
+class TimeWindows(Settings):
     """The order of samples in which each epoch is a window of time: its events are targets, earlier ones histories."""
 
-    every: str
+    every: Annotated[str, Valid(_EVERY.fullmatch, "a number of hours, days or weeks, such as 6h, 1d or 1w")]
     """The length of a window: a number of hours, days or weeks, such as `6h`, `1d` and `1w`."""
-    start: str | None = None
+    start: Annotated[str | None, Parsed(_start_ms)] = None
     """The begin of the first window, in ISO 8601, UTC by default; earlier events are only in histories. None: the first
     event's time, rounded down to a multiple of `every` since 1970."""
     shuffle: bool = True
     """Take the samples of a window in another order each time, else by the time of their first target."""
 
-    def __post_init__(self) -> None:
-        check_record(self)
-        if not _EVERY.fullmatch(self.every):
-            raise ConfigError(
-                f"every must be a number of hours, days or weeks, such as 6h, 1d or 1w, got {self.every!r}"
-            )
-        if self.start is not None:
-            self._start_ms()
-
     @property
     def length_ms(self) -> int:
         """The length of a window in milliseconds."""
         return int(self.every[:-1]) * DURATIONS_MS[self.every[-1]]
-
-    def _start_ms(self) -> int:
-        try:
-            moment = datetime.fromisoformat(str(self.start))
-        except ValueError:
-            raise ConfigError(f"start must be a time in ISO 8601, such as 2015-01-06, got {self.start!r}") from None
-        return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
 
     def of(self, store: SequenceStore) -> "WindowsOfStore":
         """Return the windows of a split.
@@ -94,7 +87,7 @@ class TimeWindows:
         first_ms, last_ms = int(times[store.begins[has_events]].min()), int(times[store.ends[has_events] - 1].max())
         if first_ms == last_ms == 0:  # of a folder of Parquet files that has no times
             raise DataError(f"{store.folder or 'the dataset'} has no times of events; windows of time need them")
-        start_ms = first_ms - first_ms % self.length_ms if self.start is None else self._start_ms()
+        start_ms = first_ms - first_ms % self.length_ms if self.start is None else _start_ms(self.start)
         if start_ms > last_ms:
             raise ConfigError(
                 f"start {self.start} is after the last event, at {moment(last_ms).isoformat()}; choose an earlier one"

@@ -11,13 +11,12 @@ Both orders are stateless permutations, so two numbers give the position in a sh
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +26,7 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.core.settings import check_at_least, check_record
+from evenrank.core.settings import PER_RANK, Count, Positive, Settings
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.schema import (
@@ -92,23 +91,17 @@ def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamConfig:
+class StreamConfig(Settings):
     """Options of sequential reading; a saved state is only valid with the same shards and buffers."""
 
-    num_shards: int = 64
+    num_shards: Count = 64
     """Logical shards of the split, independent of the number of ranks; ranks in excess of it get no samples."""
-    buffer_rows: int = 8192
+    buffer_rows: Count = 8192
     """Rows of a window, the shuffle buffer."""
-    open_shards: int = 4
+    open_shards: Count = 4
     """Shards that a rank reads at the same time; each batch takes samples from all of them."""
-    poll_seconds: float = 5.0
+    poll_seconds: Annotated[Positive, PER_RANK] = 5.0
     """With `follow`, the only option that applies: how often a rank that waits looks for new records."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        check_at_least(1, num_shards=self.num_shards, buffer_rows=self.buffer_rows, open_shards=self.open_shards)
-        if not 0 < self.poll_seconds < math.inf:
-            raise ConfigError(f"poll_seconds must be positive, got {self.poll_seconds}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

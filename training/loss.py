@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.core.settings import check_at_least
+from evenrank.core.settings import Count, check_types
 from evenrank.dataloader.balance.ranks.consistency import compare_settings
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
@@ -123,7 +123,7 @@ def in_batch_mask(batch: SequenceBatch) -> Tensor:
 
 def accumulate(
     batches: Iterable[Batch],
-    num_steps: int,
+    num_steps: Count,
     *,
     task_tokens: Callable[[Batch], Tensor] | None = None,
     group: Group | None = None,
@@ -182,7 +182,7 @@ def accumulate(
 
         # A rank that pulls another number of batches would wait for the others, and they for its gradients.
         given = {"task_tokens": "None" if task_tokens is None else "given"}
-        compare_settings(lambda: check_at_least(1, num_steps=num_steps) | given, process_group)
+        compare_settings(lambda: check_types(accumulate, {"num_steps": num_steps}) | given, process_group)
         iterator = iter(batches)
         while pulled := list(islice(iterator, num_steps)):
             world_loss_tokens = 0
@@ -230,9 +230,9 @@ class LossAverage:
         device: where losses are added up; over NCCL, this rank's GPU.
     """
 
-    def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_tasks: Count = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
         self._group = process_group_of(group)
-        compare_settings(lambda: check_at_least(1, num_tasks=num_tasks), self._group)
+        compare_settings(lambda: check_types(LossAverage, {"num_tasks": num_tasks}), self._group)
         # Sums, then loss tokens. In float64, which adds up 2^53 tokens exactly.
         self._totals = torch.zeros(2, num_tasks, dtype=torch.float64, device=device)
         self.reset()

@@ -9,7 +9,7 @@ ranks wait for one without samples.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.hashing import mix64
 from evenrank.core.numba_cache import compiled
-from evenrank.core.settings import check_at_least, check_types
+from evenrank.core.settings import Count, Valid, check_types
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 
@@ -87,8 +87,8 @@ class BinaryAUC:
             arguments are on another one.
     """
 
-    def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
-        check_at_least(1, num_tasks=num_tasks)
+    def __init__(self, num_tasks: Count = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
+        check_types(BinaryAUC, {"num_tasks": num_tasks})
         self._num_tasks = num_tasks
         self._device = torch.device(device)
         self._group = process_group_of(group)
@@ -210,11 +210,13 @@ class RankingMetrics(MeanMetrics):
     """
 
     def __init__(
-        self, ks: Sequence[int] = (10, 50), *, group: Group | None = None, device: torch.device | str = "cpu"
+        self,
+        ks: Annotated[Sequence[Count], Valid(len, "at least one")] = (10, 50),
+        *,
+        group: Group | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         check_types(RankingMetrics, {"ks": ks})
-        for k in ks or [0]:
-            check_at_least(1, ks=k)
         names = [f"{name}@{k}" for k in ks for name in ("recall", "ndcg", "mrr")]
         super().__init__(names, {"ks": list(ks)}, group, device)
         # Place 0 stands for all places that do not count.
@@ -235,7 +237,7 @@ class _ErrorMetrics(MeanMetrics):
     _terms: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]]  # from scores and targets, float64 [n, num_tasks]
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
-        check_at_least(1, num_tasks=num_tasks)
+        check_types(type(self), {"num_tasks": num_tasks})
         self._suffixes = [""] if num_tasks == 1 else [f"_{task}" for task in range(num_tasks)]
         names = [name + suffix for name in self._terms for suffix in self._suffixes]
         super().__init__(names, {"num_tasks": num_tasks}, group, device)

@@ -32,13 +32,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least
+from evenrank.core.settings import Count, check_types
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import SequenceBatch
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
-Count = int | Tensor
+Scalar = int | Tensor
 """An int, or an int64 scalar on any device, so that counting on a GPU does not wait for it."""
 
 
@@ -46,31 +46,31 @@ Count = int | Tensor
 class Flops:
     """Operations of a forward and a backward pass."""
 
-    linear_forward: Count
-    linear_backward: Count
+    linear_forward: Scalar
+    linear_backward: Scalar
     """Twice the forward's: each product A B has the gradients of A and of B, of the same size."""
-    attention_forward: Count
+    attention_forward: Scalar
     """Of scores and weighted values."""
-    attention_backward: Count
+    attention_backward: Scalar
     """Twice the forward's, or 2.5 times; see `with_recomputed_scores`."""
 
     @property
-    def forward(self) -> Count:
+    def forward(self) -> Scalar:
         """Of linear layers and attention."""
         return self.linear_forward + self.attention_forward
 
     @property
-    def backward(self) -> Count:
+    def backward(self) -> Scalar:
         """Of linear layers and attention."""
         return self.linear_backward + self.attention_backward
 
     @property
-    def total(self) -> Count:
+    def total(self) -> Scalar:
         """Forward and backward."""
         return self.forward + self.backward
 
     def with_recomputed_scores(self) -> Self:
-        """Count the scores that fused kernels compute again in the backward pass: 5 products there, after 2.
+        """Scalar the scores that fused kernels compute again in the backward pass: 5 products there, after 2.
 
         This is for the speed of kernels (Dao, 2023, "FlashAttention-2", section 4.1); MFU is defined without them.
         """
@@ -81,10 +81,10 @@ class Flops:
 class Work:
     """The counts of a batch in which FLOPs are linear."""
 
-    tokens: Count
-    pairs: Count
+    tokens: Scalar
+    pairs: Scalar
     """Pairs of tokens of which the first attends to the second, itself included; per head and layer."""
-    predictions: Count
+    predictions: Scalar
     """Rows of the head, such as candidates or loss tokens."""
 
 
@@ -117,7 +117,13 @@ def mlp_flops(widths: Sequence[int]) -> int:
 
 
 def hstu_flops(
-    *, hidden: int, heads: int, head_dim: int, layers: int, embedding: Sequence[int] = (), head: Sequence[int] = ()
+    *,
+    hidden: Count,
+    heads: Count,
+    head_dim: Count,
+    layers: Count,
+    embedding: Sequence[int] = (),
+    head: Sequence[int] = (),
 ) -> ModelFlops:
     """Return the FLOPs of an HSTU model (Zhai et al., 2024): in each layer, one linear to U, V, Q, K and one back.
 
@@ -128,20 +134,20 @@ def hstu_flops(
         head: widths of the MLP of a prediction, such as (256, 512, tasks), or (hidden, scored items) for a sampled
             softmax with negatives of its own for each prediction.
     """
-    check_at_least(1, hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
+    check_types(hstu_flops, locals())
     width = heads * head_dim
     per_token = mlp_flops(embedding) + layers * (mlp_flops((hidden, 4 * width)) + mlp_flops((width, hidden)))
     return ModelFlops(per_token=per_token, per_pair=layers * 4 * width, per_prediction=mlp_flops(head))
 
 
 def decoder_flops(
-    *, hidden: int, heads: int, head_dim: int, layers: int, ffn_hidden: int, head: Sequence[int] = ()
+    *, hidden: Count, heads: Count, head_dim: Count, layers: Count, ffn_hidden: Count, head: Sequence[int] = ()
 ) -> ModelFlops:
     """Return the FLOPs of a decoder with softmax attention and a feed-forward network of two linears, as in SASRec.
 
     See `hstu_flops`; `ffn_hidden` is the inner width of the feed-forward network.
     """
-    check_at_least(1, hidden=hidden, heads=heads, head_dim=head_dim, layers=layers, ffn_hidden=ffn_hidden)
+    check_types(decoder_flops, locals())
     width = heads * head_dim
     layer = mlp_flops((hidden, 3 * width)) + mlp_flops((width, hidden)) + mlp_flops((hidden, ffn_hidden, hidden))
     return ModelFlops(per_token=layers * layer, per_pair=layers * 4 * width, per_prediction=mlp_flops(head))
@@ -166,7 +172,7 @@ def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tenso
     return causal + contextual * history + candidates * (history + 1)
 
 
-def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predictions: Count) -> Work:
+def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predictions: Scalar) -> Work:
     """Return the work of an HSTU model on samples of the lengths of `hstu_pairs`, without waiting for their device.
 
     `predictions` are `batch.loss_tokens` for most models.
@@ -175,7 +181,7 @@ def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predic
     return Work(tokens=(history + candidates).long().sum(), pairs=pairs, predictions=predictions)
 
 
-def causal_work(tokens: Tensor, *, predictions: Count) -> Work:
+def causal_work(tokens: Tensor, *, predictions: Scalar) -> Work:
     """Return the work of a causal decoder on samples of `tokens` (integers [B]), without waiting for their device."""
     tokens = tokens.long()
     return Work(tokens=tokens.sum(), pairs=(tokens * (tokens + 1) // 2).sum(), predictions=predictions)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least, check_types
+from evenrank.core.settings import Count, check_types
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within
@@ -64,10 +64,10 @@ class StepTimer:
         self,
         *writers: Callable[[StepMetrics], None],
         device: torch.device | str = "cpu",
-        every: int = 50,
+        every: Count = 50,
         group: Group | None = None,
     ) -> None:
-        check_at_least(1, every=every)
+        check_types(StepTimer, {"every": every})
         for writer in writers:
             check_types(StepTimer, {"writers": writer})
         self._clock = Clock(device)

@@ -4,20 +4,19 @@ import atexit
 import contextlib
 import faulthandler
 import logging
-import math
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TextIO
+from typing import Annotated, TextIO
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_types
+from evenrank.core.settings import Bounds, Positive, check_types
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 
 GIB = 2**30
@@ -101,10 +100,8 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         RankLostError: the store of the group does not respond.
     """
 
-    def __init__(self, seconds: float = 300.0, *, group: Group | None = None, file: TextIO | None = None) -> None:
+    def __init__(self, seconds: Positive = 300.0, *, group: Group | None = None, file: TextIO | None = None) -> None:
         check_types(StallWatch, {"seconds": seconds})
-        if not 0 < seconds < math.inf:
-            raise ConfigError(f"seconds must be positive and finite, got {seconds}")
         self._alarm = Alarm(seconds)
         self._arrivals = Arrivals(members_of(group, STORE_TIMEOUT, "stall-watch"))
         self._file = file
@@ -240,15 +237,18 @@ class MemoryWatch:
     is reserved but unallocated; with 0 and 1, never. A ConfigError: no GPU, or a limit out of range.
     """
 
-    def __init__(self, device: torch.device | str, *, min_free_gib: float = 2.0, max_unallocated: float = 0.5) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        min_free_gib: Annotated[float, Bounds(at_least=0)] = 2.0,
+        max_unallocated: Annotated[float, Bounds(at_least=0, at_most=1)] = 0.5,
+    ) -> None:
         self._device = torch.device(device)
         if self._device.type != "cuda":
             raise ConfigError(f"device is {device}; memory is watched on cuda")
-        check_types(MemoryWatch, {"min_free_gib": min_free_gib, "max_unallocated": max_unallocated})
-        if not (min_free_gib >= 0 and 0 <= max_unallocated <= 1):
-            limits = f"{min_free_gib} and {max_unallocated}"
-            raise ConfigError(f"min_free_gib must be at least 0, and max_unallocated a share from 0 to 1, got {limits}")
-        self._limits = {"min_free_gib": min_free_gib, "max_unallocated": max_unallocated}
+        limits = {"min_free_gib": min_free_gib, "max_unallocated": max_unallocated}
+        self._limits = check_types(MemoryWatch, limits)
 
     def usage(self) -> MemoryUsage:
         """Return the current usage, without waiting for the device."""

@@ -1,13 +1,23 @@
 """`BalanceConfig`: the options of balancing, for a Balancer and for a loader that balances itself."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least, check_record, construct
+from evenrank.core.settings import (
+    PER_RANK,
+    Bounds,
+    Count,
+    Needs,
+    OneOf,
+    Only,
+    check_settings,
+    check_user,
+    construct,
+    shared_options,
+)
 from evenrank.dataloader.balance.costs.cost import Cost, describe_cost, resolve_cost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
@@ -17,15 +27,14 @@ from evenrank.dataloader.balance.partition.strategies import (
     DEFAULT_TOLERANCE,
     STRATEGIES,
     OnOverflow,
-    check_options,
+    Tolerance,
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
 EXCHANGES = ("all-to-all", "all-gather")
 
-_NO_EXCHANGE_ONLY = ("pack", "window")
-_EXCHANGE_ONLY = ("exchange", "batch_size", "lookahead")
-_PER_RANK = ("timeout", "on_step", "log_every", "log_window", "log_loads")
+BALANCER, BUILD_LOADER = Only("Balancer"), Only("build_loader")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,48 +47,48 @@ class BalanceConfig:
     cost: Cost
     """The cost of a sample; see `evenrank.dataloader.balance.costs.cost`. In `from_dict` also the name of a registered
     one (`register_cost`), or a mapping of its `name` and settings."""
-    strategy: str = DEFAULT_STRATEGY
+    strategy: Annotated[str, OneOf(STRATEGIES)] = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
     `karmarkar-karp` is the baseline; `none` moves nothing; or one of your own (`register_strategy`)."""
-    tolerance: float = DEFAULT_TOLERANCE
+    tolerance: Tolerance = DEFAULT_TOLERANCE
     """Relative tolerance, from 0 to below 1: a heaviest load of (1 + tolerance) * lower bound is good enough."""
-    max_tokens_per_rank: int | None = None
+    max_tokens_per_rank: Count | None = None
     """Limit to the tokens of a rank in a step, so that it fits in device memory; None: no limit. The tokens of a sample
     are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys."""
     on_overflow: OnOverflow = "raise"
     """Where that limit cannot be kept: `raise` on all ranks, or `warn` and exceed it."""
-    pack: bool = False
+    pack: Annotated[bool, BUILD_LOADER, Needs("max_tokens_per_rank")] = False
     """`build_loader` only. Each step has as many samples as fit `max_tokens_per_rank`, at most the loader's
     `batch_size` per rank, so the number of samples varies and the rest of the rows are padding. A sample that is longer
     than the limit raises or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens.
     `drop_last` leaves out a last step that has room for more samples."""
-    window: int = 1
+    window: Annotated[Count, BUILD_LOADER] = 1
     """`build_loader` only. Number of consecutive steps whose samples may change steps among themselves, so that fewer
     steps wait for a long sample. 1: samples stay in their steps."""
-    compare_every: int | None = None
+    compare_every: Annotated[int, Bounds(at_least=2)] | None = None
     """Steps from one that stays unbalanced to the next, at least 2, so that a running job can show what it gains;
     another one in each epoch. See `training.StepTimer`. None: all are balanced."""
-    exchange: str = "all-to-all"
+    exchange: Annotated[str, OneOf(EXCHANGES), BALANCER] = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
-    batch_size: int | None = None
+    batch_size: Annotated[Count | None, BALANCER] = None
     """`Balancer` only. Rows of every balanced batch, padding included, at least as many as the loader's batches have;
     None: the rows of the longest first batch of any rank, or the `batch_size` of a DataLoader or Batcher."""
-    lookahead: int = 2
+    lookahead: Annotated[Count, BALANCER] = 2
     """`Balancer` only. Steps that are planned ahead of the step that trains, at least 1. Up to 7 more batches are
     loaded, because metadata is gathered for 8 steps at once. Device memory does not grow with it: on a GPU the next
     step takes twice its batch; with `all-gather`, its batch and one of every rank."""
-    timeout: timedelta = DEFAULT_TIMEOUT
+    timeout: Annotated[timedelta, Bounds(above=timedelta()), PER_RANK] = DEFAULT_TIMEOUT
     """How long a collective or a comparison waits for other ranks; in `from_dict` also in seconds."""
-    on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
+    on_step: Annotated[Callable[[StepMetrics], None] | None, PER_RANK] = field(default=None, compare=False)
     """Called on the training thread with the metrics of each step, before its batch is handed out; see
     `evenrank.dataloader.balance.metrics.writers`. With no exchange, samples that change ranks count as moved and the
     times of gathering and exchanging are 0."""
-    log_every: int | None = None
+    log_every: Annotated[Count | None, PER_RANK] = None
     """Steps from one line for people in the log of rank 0 to the next; None: no lines."""
-    log_window: tuple[int, int] | None = None
+    log_window: Annotated[tuple[int, int] | None, Needs("log_every"), PER_RANK] = None
     """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
-    log_loads: bool = False
+    log_loads: Annotated[bool, Needs("log_every"), PER_RANK] = False
     """Whether these lines have the loads of all ranks."""
 
     @classmethod
@@ -102,30 +111,17 @@ class BalanceConfig:
         Raises:
             ConfigError: an option is of another type, out of range, contradicts another one, or has no effect.
         """
-        check_record(self)
-        if self.timeout <= timedelta():
-            raise ConfigError(f"timeout must be positive, got {self.timeout}")
-        check_options(
-            tolerance=self.tolerance, max_tokens_per_rank=self.max_tokens_per_rank, on_overflow=self.on_overflow
-        )
-        for name in ("window", "batch_size", "lookahead", "log_every"):
-            if (value := getattr(self, name)) is not None:
-                check_at_least(1, **{name: value})
-        STRATEGIES.check(self.strategy)
-        if self.exchange not in EXCHANGES:
-            raise ConfigError(f"exchange must be one of {', '.join(EXCHANGES)}, got {self.exchange!r}")
+        check_settings(self)
+        check_user(self, _user(exchanges))
         if self.strategy == "none" and (self.window > 1 or self.pack):
             option = "pack=True" if self.pack else f"window={self.window}"
             raise ConfigError(f"{option} needs a strategy that assigns samples to ranks, got 'none'; choose another")
         if self.pack and self.window > 1:
             raise ConfigError(f"pack=True decides which samples a step has; leave out window={self.window}")
-        if self.pack and self.max_tokens_per_rank is None:
-            raise ConfigError("pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it")
-        limited = self.max_tokens_per_rank is not None or self.window > 1
-        if self.compare_every is not None and (self.compare_every < 2 or limited):
+        if self.compare_every is not None and (self.max_tokens_per_rank is not None or self.window > 1):
             raise ConfigError(
-                f"compare_every must be an integer of at least 2, without window and max_tokens_per_rank, which change "
-                f"which samples a step has or may have, got {self.compare_every!r}"
+                f"compare_every={self.compare_every} needs the same samples in each step; leave it out, or window and "
+                "max_tokens_per_rank, which change which samples a step has or may have"
             )
         if self.max_tokens_per_rank is not None and isinstance(self.cost, PaddedCost):
             raise ConfigError(
@@ -136,16 +132,6 @@ class BalanceConfig:
             start, stop = self.log_window
             if not 0 <= start < stop:
                 raise ConfigError(f"log_window must be (start, stop) with 0 <= start < stop, got {self.log_window}")
-        for name in ("log_window", "log_loads"):
-            if (value := getattr(self, name)) and self.log_every is None:
-                raise ConfigError(f"{name}={value} needs log_every; log_every=1 logs each step")
-        other, this = ("build_loader", "Balancer") if exchanges else ("Balancer", "build_loader")
-        for known in dataclasses.fields(self):
-            value = getattr(self, known.name)
-            if known.name in (_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY) and value != known.default:
-                raise ConfigError(
-                    f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
-                )
 
     def observer(
         self, rank: int, *, exchanges: bool, data: Callable[[], Mapping[str, Any]]
@@ -189,9 +175,11 @@ class BalanceConfig:
 
     def rank_invariants(self, *, exchanges: bool) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, by name; for `exchanges` see `check`."""
-        left_out = {"cost", *_PER_RANK, *(_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY)}
-        names = [option.name for option in dataclasses.fields(self) if option.name not in left_out]
-        return {name: getattr(self, name) for name in names} | {"cost": describe_cost(self.cost)}
+        return shared_options(self, _user(exchanges)) | {"cost": describe_cost(self.cost)}
+
+
+def _user(exchanges: bool) -> str:
+    return (BALANCER if exchanges else BUILD_LOADER).user
 
 
 def timeout_of(config: object) -> timedelta:

@@ -18,7 +18,7 @@ import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
+from evenrank.core.settings import Bounds
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
-from evenrank.dataloader.state import checks
-from evenrank.dataloader.state.checks import COUNT, FLAG, StateFormat, decode, encode
+from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, Snapshots
 
@@ -46,18 +46,18 @@ _FORMAT = StateFormat(
     owner="the Balancer",
     version=3,
     fields={
-        "epoch": checks.EPOCH,
-        "position": checks.integer(0, 1 << 62),  # to which an epoch's steps are added
-        "is_end": FLAG,
-        "world_size": COUNT,
-        "ranks": checks.MAPPING,
+        "epoch": Epoch,
+        "position": Annotated[int, Bounds(at_least=0, at_most=1 << 62)],  # to which an epoch's steps are added
+        "is_end": bool,
+        "world_size": Natural,
+        "ranks": Mapping,
     },
     not_covered=frozenset({"ranks"}),  # torch.distributed.checkpoint joins those of all ranks; each has a checksum
 )
 _FORMAT_OF_RANK = StateFormat(
     owner="a rank",
     version=_FORMAT.version,
-    fields={"rank": COUNT, "has_ended": FLAG, "state": checks.ANYTHING},
+    fields={"rank": Natural, "has_ended": bool, "state": Any},
     not_covered=frozenset({"state"}),  # the text that all of this becomes has a checksum
 )
 
@@ -262,7 +262,7 @@ class LoaderAdapter(Generic[Batch]):
                 f"this is rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many "
                 "ranks, each with its own state, or use an ElasticSampler or build_loader, which resume on any number"
             )
-        checks.check_value(saved, f"the state of the Balancer has, for rank {self._rank},", checks.TEXT)
+        check_saved(f"the state of the Balancer: the part of rank {self._rank}", saved, Text)
         of_rank = _FORMAT_OF_RANK.check(decode(saved))
         if of_rank["rank"] != self._rank:
             found = f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}"

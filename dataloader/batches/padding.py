@@ -11,7 +11,7 @@ from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least, check_types
+from evenrank.core.settings import Count, check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
@@ -88,13 +88,12 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         self,
         samples: Iterable[Sample],
         *,
-        batch_size: int,
+        batch_size: Count,
         collate: Callable[[Sequence[Sample]], Batch],
         drop_last: bool = False,
         num_batches: int | None = None,
     ) -> None:
         check_types(PaddedBatches, locals())
-        check_at_least(1, batch_size=batch_size)
         self._samples = samples
         self._batch_size = batch_size
         self._collate = collate

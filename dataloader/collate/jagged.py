@@ -13,8 +13,15 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, one_line
-from evenrank.core.settings import check_at_least, check_types
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, host, longest_rows, loss_tokens
+from evenrank.core.settings import Count, check_types
+from evenrank.dataloader.batches.batch import (
+    JaggedBatch,
+    LossKey,
+    check_loss_key,
+    host,
+    longest_rows,
+    loss_tokens,
+)
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
 
@@ -108,10 +115,9 @@ class JaggedCollate:
     """
 
     def __init__(
-        self, declarations: Mapping[str, Any], *, batch_size: int | None = None, loss_key: LossKey | None = None
+        self, declarations: Mapping[str, Any], *, batch_size: Count | None = None, loss_key: LossKey | None = None
     ) -> None:
-        if batch_size is not None:
-            check_at_least(1, batch_size=batch_size)
+        check_types(JaggedCollate, {"batch_size": batch_size})
         self._batch_size = batch_size
         self._loss_key = loss_key
         self._jagged: dict[str, dict[str, Jagged]] = {}  # by field and key

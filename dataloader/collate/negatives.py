@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.core.hashing import mix_word
 from evenrank.core.numba_cache import compiled
-from evenrank.core.settings import check_at_least, check_record
+from evenrank.core.settings import Bounds, Count, Needs, NonNegative, Settings
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.continuous_log import LogSource
@@ -41,36 +41,25 @@ _MIN_SLOTS = 1 << 13  # of a table of the items of a sample; so many fit into th
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Negatives:
+class Negatives(Settings):
     """Settings of the negatives of each sample: `SequenceBatch.negatives` and `log_q`."""
 
-    count: int
+    count: Count
     """Items drawn per sample, with replacement."""
     by: Literal["uniform", "popularity"] = "uniform"
     """`uniform`: over all ids but 0 or, where ids are not dense, the items of the split `train`. `popularity`: in
     proportion to an item's events in `train`, to the power of alpha; streams count events of all splits."""
-    alpha: float = 0.75
+    alpha: Annotated[float, Bounds(at_least=0, at_most=8)] = 0.75
     """1: the frequencies, with which items are also targets of other samples; 0: uniform over items with events."""
     exclude_own: bool = True
     """Draw no item of the sample's row: of all its events, future ones too. `log_q` does not depend on it."""
-    hard: Path | str | None = None
+    hard: Annotated[Path | str | None, Needs("num_hard")] = None
     """Parquet file of hard negatives: `item_id` int64, one row per item, and `negatives` list<int64>."""
-    num_hard: int = 0
+    num_hard: Annotated[NonNegative, Needs("hard")] = 0
     """Hard negatives of a sample's last event, without replacement and without its targets; where there are fewer,
     others are drawn."""
     fixed: bool = False
     """Give a sample the same negatives each time, as evaluation needs them. False: other ones in each epoch."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        check_at_least(1, count=self.count)
-        check_at_least(0, num_hard=self.num_hard)
-        if not 0 <= self.alpha <= 8:
-            raise ConfigError(f"alpha of negatives must be a number from 0 to 8, got {self.alpha!r}")
-        if (self.hard is None) != (self.num_hard == 0):
-            raise ConfigError(
-                f"hard negatives need hard and num_hard, got {self.hard!r} and {self.num_hard}; pass both"
-            )
 
 
 class _Tables(NamedTuple):

@@ -24,7 +24,7 @@ the distance of their r. Rows past the table's end, fewer than A of A B, are per
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import MIX_MULTIPLIERS, MIX_SHIFTS, mix_word
 from evenrank.core.numba_cache import compiled
+from evenrank.core.settings import Bounds, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 Integers = TypeVar("Integers", "NDArray[Any]", "Tensor")
 Mode = Literal["continuous", "roundrobin", "hash_roundrobin"]
+_Size = Annotated[int, Bounds(at_least=1, at_most=1 << 62)]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 # Round keys, different for each round: the first hexadecimal digits of pi.
@@ -54,29 +56,22 @@ def rows_per_rank(num_embeddings: int, world_size: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeyMap:
+class KeyMap(Settings):
     """A bijection from the keys of a table to its rows, both 0..num_embeddings-1.
 
     Raises:
         ConfigError: a field is out of range.
     """
 
-    num_embeddings: int
+    num_embeddings: _Size
     """Rows of the table, N, at most 2^62."""
-    world_size: int
+    world_size: _Size
     """Number of ranks that the table is sharded over, W. Only `roundrobin` depends on it."""
     mode: Mode
     """`continuous`: row k has key k, as without a map. `roundrobin`: key k is on rank k % W; where N is no multiple of
     W, the last ranks have fewer rows or none, and further keys go round the others. `hash_roundrobin`: a pseudo-random
     permutation, which gives each rank a random sample of any pattern of keys.
     """
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"the routing mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-        for name, value in (("num_embeddings", self.num_embeddings), ("world_size", self.world_size)):
-            if type(value) is not int or not 1 <= value <= 1 << 62:
-                raise ConfigError(f"{name} of a KeyMap must be an integer from 1 to 2^62, got {value!r}")
 
     def __call__(self, keys: Integers) -> Integers:
         """Return the row of each key, an array or a tensor as the keys are, of the same shape, dtype and device.
@@ -107,7 +102,7 @@ class KeyMap:
 
     def _mapped(self, values: Integers, kind: Literal["key", "row"]) -> Integers:
         """Return the row of each key, or the key of each row."""
-        self._check(values, kind)
+        self._check_values(values, kind)
         if self.is_identity:
             return values
         function = _map_in_turn if self.mode == "roundrobin" else _map_at_random
@@ -117,7 +112,7 @@ class KeyMap:
         mapped = function(values.long().cpu().numpy().reshape(-1), self, kind)
         return values.new_tensor(mapped).reshape(values.shape)
 
-    def _check(self, values: Any, kind: str) -> None:
+    def _check_values(self, values: Any, kind: str) -> None:
         limit = _largest_value(values)
         if limit is None:
             raise ConfigError(

@@ -4,9 +4,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from evenrank.core.errors import StateError
+from evenrank.core.settings import Bounds, Seed
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
@@ -16,14 +17,12 @@ from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import Iteration, StepSampler, StepSamples
 from evenrank.dataloader.state.checks import (
-    COUNT,
-    EPOCH,
-    SEED,
-    TEXT,
     VOCABULARY,
+    Epoch,
+    Natural,
     StateFormat,
+    Text,
     check_vocabulary,
-    integer,
     vocabulary_entry,
 )
 from evenrank.dataloader.state.node import HasRankInvariants
@@ -42,19 +41,19 @@ _FORMAT = StateFormat(
     owner="the loader",
     version=4,
     fields={
-        "epoch": EPOCH,
-        "position": COUNT,
-        "seed": SEED,
-        "num_samples": COUNT,
-        "fingerprint": TEXT,
-        VOCABULARY: TEXT,
-        "pending": TEXT,
-        DIST_TYPE: TEXT,
+        "epoch": Epoch,
+        "position": Natural,
+        "seed": Seed,
+        "num_samples": Natural,
+        "fingerprint": Text,
+        VOCABULARY: Text,
+        "pending": Text,
+        DIST_TYPE: Text,
     },
     not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
 )
 LAST_MS = 253_402_300_799_999  # the last millisecond that is a datetime
-_TIME = integer(-62_135_596_800_000, LAST_MS)
+_TIME = Annotated[int, Bounds(at_least=-62_135_596_800_000, at_most=LAST_MS)]
 _WINDOW_FORMAT = replace(_FORMAT, version=5, fields={**_FORMAT.fields, "begin_ms": _TIME, "end_ms": _TIME})
 
 Batch = TypeVar("Batch")

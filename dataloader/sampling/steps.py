@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import check_at_least, check_record
+from evenrank.core.settings import Count, Positive, Settings, Valid
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch, LossKey
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
@@ -39,20 +39,13 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mixture:
+class Mixture(Settings):
     """Several datasets with the same columns in batches, each with a share of an epoch proportional to its weight."""
 
-    weights: Mapping[Path | str, float]
-    """Per folder of a dataset; positive. `sample_ids` number the rows of the datasets consecutively, in this order."""
-    num_samples: int | None = None
+    weights: Annotated[Mapping[Path | str, Positive], Valid(len, "of at least one dataset, as {folder: weight}")]
+    """Per folder of a dataset. `sample_ids` number the rows of the datasets consecutively, in this order."""
+    num_samples: Count | None = None
     """Samples of an epoch, over all ranks; None: the number of samples of all datasets."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        if not self.weights:
-            raise ConfigError("a mixture needs at least one dataset, got no weights; pass weights as {folder: weight}")
-        if self.num_samples is not None:
-            check_at_least(1, num_samples=self.num_samples)
 
 
 def find_samples(

@@ -9,24 +9,24 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.settings import Bounds, Valid, check_value, show
 from evenrank.datasets.schema import IdSummary
 
-Check = Callable[[object], str | None]
-"""Returns a description of valid values if a value is invalid, else None."""
-
-INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
-MAX_EPOCH = (1 << 31) - 1  # so that the samples that a mixture has drawn since the first epoch can be counted in int64
+# So that the samples that a mixture has drawn since the first epoch can be counted in int64.
+Epoch = Annotated[int, Bounds(at_least=0, below=1 << 31)]
+Natural = Annotated[int, Bounds(at_least=0, below=1 << 63)]
+Text = Annotated[str, Valid(str.isprintable, "text of one line")]
 VOCABULARY = "vocabulary"  # entry of a state: the meaning of its ids, which other datasets must extend
 _CHECKSUM = "checksum"
-_MAX_SHOWN = 60  # characters of a value in a message
+_REMEDY = "load a state that state_dict returned"
 _RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]
 # NumPy's arrays and numbers.
 _NUMPY_GLOBALS: list[Any] = [
@@ -41,47 +41,29 @@ _NUMPY_GLOBALS: list[Any] = [
 ]
 
 
-def check_of(is_valid: Callable[[Any], bool], expected: str) -> Check:
-    """Return a check with a description of valid values."""
-    return lambda value: None if is_valid(value) else expected
-
-
-def integer(low: int, high: int) -> Check:
-    """Return the check of an integer in low..high; a bool is none."""
-    return check_of(lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}")
-
-
-EPOCH = integer(0, MAX_EPOCH)
-COUNT = integer(0, INT64_MAX)
-SEED = integer(INT64_MIN, INT64_MAX)
-TEXT = check_of(lambda value: isinstance(value, str) and value.isprintable(), "text of one line")
-FLAG = check_of(lambda value: isinstance(value, bool), "True or False")
-MAPPING = check_of(lambda value: isinstance(value, Mapping), "a mapping")
-ANYTHING = check_of(lambda value: True, "anything")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
     """The fields of a state, besides its version and its checksum; `owner`, such as "the loader", is for messages."""
 
     owner: str
     version: int
-    fields: Mapping[str, Check]
+    fields: Mapping[str, Any]
+    """Types, which may carry rules."""
     not_covered: frozenset[str] = frozenset()
     """Fields that the checksum leaves out, because they are checked on their own."""
 
     def make(self, **entries: Any) -> dict[str, Any]:
         """Return the state with these fields; a StateError if it could not be loaded."""
         in_order = {name: entries[name] for name in self.fields}
-        for name, check in self.fields.items():
-            check_value(in_order[name], f"the state of {self.owner} has {name}", check, "it could not be loaded")
+        for name, kind in self.fields.items():
+            check_saved(f"the state of {self.owner}: {name}", in_order[name], kind, "it could not be loaded")
         return {"version": self.version, **in_order, _CHECKSUM: self._checksum(entries)}
 
     def check(self, state: object) -> dict[str, Any]:
         """Return a state after checking that it has this version, exactly these fields, and is intact."""
         of_owner = f"the state of {self.owner}"
         if not isinstance(state, Mapping):
-            raise StateError(f"{of_owner} must be a mapping, got {show(state)}; load a state that state_dict returned")
+            raise StateError(f"{of_owner} must be a mapping, got {show(state)}; {_REMEDY}")
         found = state.get("version")
         if type(found) is not int or found != self.version:
             raise StateError(
@@ -89,11 +71,11 @@ class StateFormat:
                 "that saved it"
             )
         if missing := [name for name in (*self.fields, _CHECKSUM) if name not in state]:
-            raise StateError(f"{of_owner} has no {missing[0]}; load a state that state_dict returned")
-        for name, check in self.fields.items():
-            check_value(state[name], f"{of_owner} has {name}", check)
+            raise StateError(f"{of_owner} has no {missing[0]}; {_REMEDY}")
+        for name, kind in self.fields.items():
+            check_saved(f"{of_owner}: {name}", state[name], kind)
         if unknown := [show(name) for name in state if name not in (*self.fields, "version", _CHECKSUM)]:
-            raise StateError(f"{of_owner} has the unknown entry {unknown[0]}; load a state that state_dict returned")
+            raise StateError(f"{of_owner} has the unknown entry {unknown[0]}; {_REMEDY}")
         check_intact(state[_CHECKSUM] == self._checksum(state), of_owner)
         return dict(state)
 
@@ -112,16 +94,12 @@ def check_intact(is_intact: bool, has: str) -> None:
         raise StateError(f"{has} is damaged: its checksum is not that of its contents; load an intact one")
 
 
-def check_value(value: object, has: str, check: Check, remedy: str = "load a state that state_dict returned") -> None:
-    """Raise a StateError if a value is invalid; `has` names its place, such as "the state of the loader has epoch"."""
-    if (expected := check(value)) is not None:
-        raise StateError(f"{has} {show(value)}, expected {expected}; {remedy}")
-
-
-def check_option(name: str, value: object, check: Check) -> None:
-    """Raise a ConfigError if states could not have the value of an option or argument."""
-    if (expected := check(value)) is not None:
-        raise ConfigError(f"{name} must be {expected}, got {show(value)}")
+def check_saved(name: str, value: object, kind: Any, remedy: str = _REMEDY) -> None:
+    """Raise a StateError, which begins with `name`, unless a value is of a type and keeps the rules of it."""
+    try:
+        check_value(name, value, kind)
+    except ConfigError as error:
+        raise StateError(f"{error}; {remedy}") from None
 
 
 def vocabulary_entry(ids: Mapping[str, IdSummary]) -> str:
@@ -148,16 +126,6 @@ def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -
 def _rule_of(version: str) -> str:
     rule, *rest = version.split(" ")
     return f"{rule} ids" if len(rest) < 2 else f"the vocabulary {rest[-1][:12]}"
-
-
-def show(value: object) -> str:
-    """Return a value as short text on one line, whatever it is."""
-    if isinstance(value, int) and abs(value) >> 128:
-        return f"an integer of {value.bit_length()} bits"
-    if value is None or isinstance(value, int | float | str | bytes):
-        text = repr(value[:_MAX_SHOWN] if isinstance(value, str | bytes) else value)
-        return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-    return f"a {type(value).__name__}"
 
 
 def encode(state: object) -> str:

@@ -18,15 +18,17 @@ import hashlib
 import json
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
+from evenrank.core.settings import Bounds, check_value
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.state.checks import EPOCH, INT64_MAX, check_option, integer
+from evenrank.dataloader.state.checks import Epoch
 from evenrank.datasets.order import SampleOrder
 
 _log = logging.getLogger("evenrank")
@@ -105,7 +107,7 @@ class CurrentPosition:
     def start_epoch(self, epoch: int) -> None:
         """Make the next iteration that of an epoch; a ConfigError if no state could have it."""
         epoch = int(epoch) if isinstance(epoch, np.integer) else epoch
-        check_option("the epoch", epoch, EPOCH)
+        check_value("the epoch", epoch, Epoch)
         self.move_to(ResumePoint(epoch=epoch))
 
 
@@ -176,8 +178,8 @@ class SkippedSamples(NamedTuple):
             if window is None:
                 return cls(pending)
             start, *sizes = (window[name] for name in ("start", "world_size", "batch_size", "steps"))
-            if integer(0, position)(start) or any(map(integer(1, INT64_MAX), sizes)):
-                raise ValueError
+            check_value("start", start, Annotated[int, Bounds(at_least=0, at_most=position)])
+            check_value("sizes", sizes, Sequence[Annotated[int, Bounds(at_least=1, below=1 << 63)]])
             before = None if window["pending"] is None else _decode(window["pending"], start, num_samples)
         except (ValueError, KeyError, TypeError, RecursionError):
             message = "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
@@ -196,8 +198,8 @@ def _decode(value: Any, start: int, num_samples: int) -> Positions:
     """Return the positions that `_encode` was given, pending after `start` samples; may raise ValueError, TypeError."""
     first, count, text = value
     bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8))
-    if integer(0, start)(first) or integer(1, num_samples - start)(count):
-        raise ValueError
+    check_value("first", first, Annotated[int, Bounds(at_least=0, at_most=start)])
+    check_value("count", count, Annotated[int, Bounds(at_least=1, at_most=num_samples - start)])
     positions: Positions = first + np.flatnonzero(bits)
     # As many positions below the frontier are trained as come before the start.
     if len(positions) != count or positions[0] != first or positions[-1] >= start + count:

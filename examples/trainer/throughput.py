@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 
-from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least, check_types
+from evenrank.core.settings import Bounds, Count, check_types
 from evenrank.dataloader.balance.ranks.consistency import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.performance import ModelFlops, Work
@@ -71,17 +71,15 @@ class ThroughputMeter:
         self,
         flops: ModelFlops,
         *,
-        every: int,
+        every: Count,
         device: torch.device | str = "cpu",
-        peak_flops: float | None = None,
+        peak_flops: Annotated[float, Bounds(above=0)] | None = None,
         group: Group | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         def check() -> dict[str, object]:
             check_types(ThroughputMeter, {"peak_flops": peak_flops})
-            if peak_flops is not None and not peak_flops > 0:
-                raise ConfigError(f"peak_flops must be positive, got {peak_flops}")
-            return check_at_least(1, every=every)
+            return check_types(ThroughputMeter, {"every": every})
 
         self._flops, self._every, self._peak_flops = flops, every, peak_flops
         self._group = process_group_of(group)

@@ -153,7 +153,7 @@ def test_lists_are_accepted_in_the_place_of_tuples_and_become_tuples() -> None:
         ),
         (lambda wrong: jagged(max_length=wrong), "max_length must be of type int | None"),
         (lambda wrong: Replay([], speed=wrong), "speed must be of type float"),
-        (lambda wrong: StepTimer(every=wrong), "every must be an integer of at least 1"),
+        (lambda wrong: StepTimer(every=wrong), "every must be of type int"),
         (lambda wrong: StepTimer(wrong), "writers must be of type Callable["),
         (lambda wrong: StallWatch(wrong), "seconds must be of type float"),
         (lambda wrong: MemoryWatch("cuda", min_free_gib=wrong), "min_free_gib must be of type float"),

@@ -328,7 +328,7 @@ class _TwoLines(FolderLog):
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     (loader,) = _loaders(_TwoLines(_write(tmp_path, [7]), MANIFEST), 1)
     message = (
-        r"^the state of the log's loader has mark 'two\\nlines', expected text of one line; it could not be loaded$"
+        r"^the state of the log's loader: mark must be text of one line, got 'two\\nlines'; it could not be loaded$"
     )
     with pytest.raises(StateError, match=message):
         loader.state_dict()
@@ -359,7 +359,7 @@ def test_loaders_of_logs_are_refused_with_the_reason(tmp_path: Path) -> None:
     ):
         with pytest.raises(StateError, match=fault):
             loader.load_state_dict({**state, **changes})
-    with pytest.raises(StateError, match="has epoch 1, expected an integer from 0 to 0"):
+    with pytest.raises(StateError, match=": epoch must be one of 0, got 1; it could not be loaded"):
         loader.load_state_dict(with_changes(FORMAT, state, epoch=1))
     with pytest.raises(StateError, match="stores segment with routing"):
         _loaders(log, 1, key_maps={"segment": KeyMap(mode="roundrobin", num_embeddings=64, world_size=2)})[

@@ -190,7 +190,7 @@ def test_a_replay_needs_times_of_requests_and_a_speed(traffic: Path) -> None:
     ):
         next(iter(Replay(shuffled)))
     for speed in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match=f"speed must be a positive number, got {speed}"):
+        with pytest.raises(ConfigError, match=f"Replay: speed must be above 0 and finite, got {speed}"):
             Replay(shuffled, speed=speed)
 
 

@@ -56,7 +56,7 @@ def test_steps_cover_every_remaining_position_once_and_in_order(
     if schedule.num_steps:
         assert schedule.position_after(schedule.num_steps - 1) == end
     sizes: Any = {"num_samples": 10, "world_size": 1, "batch_size": 2}
-    with pytest.raises(ConfigError, match="at least 1, got world_size=0 and batch_size=2"):
+    with pytest.raises(ConfigError, match=r"^EpochSchedule: world_size must be at least 1, got 0"):
         EpochSchedule(**sizes | {"world_size": 0})
     with pytest.raises(ConfigError, match="start must be between 0 and num_samples = 10, got 11"):
         EpochSchedule(**sizes, start=11)

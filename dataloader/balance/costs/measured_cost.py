@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import check_at_least, construct
+from evenrank.core.settings import Bounds, Count, NonNegative, check_types, construct
 from evenrank.dataloader.balance.costs.cost import register_cost
 from evenrank.dataloader.balance.costs.model_costs import TokenCost, attended_pairs
 from evenrank.datasets.schema import ITEM_ID
@@ -46,25 +46,19 @@ class MeasuredCost(TokenCost):
     changes no sample's cost by more than 1 part in 2^24.
     """
 
-    linear: int
+    linear: NonNegative
     """b, per token."""
-    quadratic: int
+    quadratic: NonNegative
     """c, per unit of p."""
-    fraction_bits: int
-    seconds_per_step: float
+    fraction_bits: NonNegative
+    seconds_per_step: Annotated[float, Bounds(at_least=0, below=math.inf)]
     """a, the seconds of a step that do not depend on its samples; not part of a sample's cost."""
-    steps: int
+    steps: NonNegative
     """Number of steps that were fitted."""
-    r2: float
+    r2: Annotated[float, Bounds(at_least=0, at_most=1)]
     """Fraction of the variance of their times that the fit explains, outliers excluded."""
 
-    def __post_init__(self) -> None:
-        TokenCost.__post_init__(self)
-        for name in ("linear", "quadratic", "fraction_bits", "seconds_per_step", "steps"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"{name} must be finite and not negative, got {value}")
-        if not 0 <= self.r2 <= 1:
-            raise ConfigError(f"r2 must be between 0 and 1, got {self.r2}")
+    def _check(self) -> None:
         if not self.linear and not self.quadratic:
             raise ConfigError("linear and quadratic must not both be 0: no sample would cost anything")
         if self.max_cost.bit_length() > _MAX_COST_BITS:
@@ -88,7 +82,7 @@ class MeasuredCost(TokenCost):
         history_key: str = ITEM_ID,
         interleave_actions: bool,
         contextual: tuple[str, ...] = (),
-        max_tokens: int = 131_072,
+        max_tokens: Count = 131_072,
     ) -> Self:
         """Fit the cost to measured steps: seconds = a + b sum(t) + c sum(p), summed over the samples of a step.
 
@@ -112,7 +106,7 @@ class MeasuredCost(TokenCost):
         Raises:
             ConfigError: the fit would be poor; the message says why, and which steps to time instead.
         """
-        check_at_least(1, max_tokens=max_tokens)
+        check_types(cls.fit, {"max_tokens": max_tokens}, f"{cls.__name__}.fit")
         tokens, pairs = _sums(lengths, candidates, max_tokens).T
         return cls.fit_sums(
             tokens,

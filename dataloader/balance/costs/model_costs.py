@@ -1,22 +1,21 @@
 """Costs of models that are known from their shape: tokens, and the floating-point operations of layers."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_at_least, check_record
+from evenrank.core.settings import Count, Positive, Settings
 from evenrank.dataloader.balance.costs.cost import COST_BITS, register_cost
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenCost(ABC):
+class TokenCost(Settings, ABC):
     """Base of costs that depend on the numbers of a sample's history and candidate tokens.
 
     The tokens of a sample are, in this order, the values of the `contextual` keys and of `history_key`, with
@@ -31,13 +30,8 @@ class TokenCost(ABC):
     """Keys whose values are tokens in front of the history."""
     history_key: str = ITEM_ID
     """Key whose values are the tokens of the history; `semantic_id` for a SemanticIdBatch."""
-    max_tokens: int = 131_072
+    max_tokens: Count = 131_072
     """Largest number of tokens of one sample; sets the scale on which costs are summed without overflow."""
-    _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens",)
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        check_at_least(1, **{name: getattr(self, name) for name in self._AT_LEAST_ONE})
 
     @property
     def max_cost(self) -> int:
@@ -131,15 +125,14 @@ class LayerCost(TokenCost):
     activations are linear in s and small next to these products; they are left out.
     """
 
-    hidden: int
+    hidden: Count
     """Width of the residual stream."""
-    heads: int
-    head_dim: int
+    heads: Count
+    head_dim: Count
     """Width of a head, for queries, keys and values alike."""
-    layers: int
+    layers: Count
     causal: bool = True
     """Each token of the history attends to earlier ones only, and the kernel skips the others."""
-    _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")
 
     @property
     @abstractmethod
@@ -184,13 +177,8 @@ class SelfAttentionCost(LayerCost):
 
     interleave_actions: bool = False
     """Each action is a token of its own after its item; SASRec and semantic-id models have no tokens for actions."""
-    ffn_multiplier: float
+    ffn_multiplier: Positive
     """Inner width of the feed-forward network as a multiple of `hidden`, rounded down: 4, or 8/3."""
-
-    def __post_init__(self) -> None:
-        LayerCost.__post_init__(self)
-        if not 0 < self.ffn_multiplier < math.inf:
-            raise ConfigError(f"ffn_multiplier must be positive and finite, got {self.ffn_multiplier}")
 
     @property
     def operations_per_token(self) -> int:
@@ -218,7 +206,7 @@ def counted_tokens(cost: object) -> dict[str, Any] | None:
 
 @register_cost("padded")
 @dataclass(frozen=True, slots=True)
-class PaddedCost:
+class PaddedCost(Settings):
     """Cost of models that pad the samples of a rank to the longest: each of its rows costs as much as the longest one.
 
     A rank with B rows whose longest has s tokens costs B a s + B b s^2, where `row` gives a s + b s^2 to a sample of s
@@ -228,9 +216,6 @@ class PaddedCost:
 
     row: TokenCost
     """Cost of one row."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
 
     @property
     def max_cost(self) -> int:

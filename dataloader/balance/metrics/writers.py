@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.optional_imports import installed_versions, naming_extras
-from evenrank.core.settings import check_at_least
+from evenrank.core.settings import Count, check_types
 from evenrank.core.storage import is_url, local_path
 from evenrank.dataloader.balance.metrics.log import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
@@ -50,8 +50,8 @@ class Writer(ABC):
         window: steps that a record summarizes.
     """
 
-    def __init__(self, every: int, window: int) -> None:
-        check_at_least(1, every=every, window=window)
+    def __init__(self, every: Count, window: Count) -> None:
+        check_types(Writer, locals(), type(self).__name__)
         self._every = every
         self._last_steps: deque[StepMetrics] = deque(maxlen=window)
         self._options: Mapping[str, Any] = {}

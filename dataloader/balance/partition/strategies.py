@@ -4,13 +4,15 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.registry import Registry
+from evenrank.core.settings import Bounds, Count, check_types
 from evenrank.dataloader.balance.partition.lpt import karmarkar_karp, lpt_swap
 from evenrank.dataloader.balance.partition.parts import (
     PADDING,
@@ -26,6 +28,7 @@ from evenrank.dataloader.balance.partition.swaps import balance_within_token_lim
 DEFAULT_STRATEGY: Final = "lpt-swap"
 DEFAULT_TOLERANCE: Final = 0.001
 OnOverflow = Literal["raise", "warn"]
+Tolerance = Annotated[float, Bounds(at_least=0, below=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +132,8 @@ def partition(
     tokens: NDArray[np.int64] | None = None,
     num_real: NDArray[np.int64] | None = None,
     strategy: str = DEFAULT_STRATEGY,
-    tolerance: float = DEFAULT_TOLERANCE,
-    max_tokens_per_rank: int | None = None,
+    tolerance: Tolerance = DEFAULT_TOLERANCE,
+    max_tokens_per_rank: Count | None = None,
     on_overflow: OnOverflow = "raise",
     padded: bool = False,
 ) -> Assignment:
@@ -161,7 +164,7 @@ def partition(
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
             could not be kept.
     """
-    check_options(tolerance=tolerance, max_tokens_per_rank=max_tokens_per_rank, on_overflow=on_overflow)
+    _check_options(tolerance, max_tokens_per_rank, on_overflow)
     if max_tokens_per_rank is not None and tokens is None:
         raise ConfigError("max_tokens_per_rank needs the tokens of the samples")
     if world_size < 1 or costs.size == 0 or costs.size % world_size:
@@ -192,20 +195,15 @@ def partition(
     return Assignment(rank_of=mark_padding(rank_of, counts))
 
 
+@lru_cache(typed=True)  # the options are the same in every step
+def _check_options(tolerance: float, max_tokens_per_rank: int | None, on_overflow: str) -> None:
+    check_types(partition, locals())
+
+
 def unbalanced(is_real: NDArray[np.bool_], *, padded: bool = False) -> Assignment:
     """Return the assignment in which every row stays on its rank, given which rows are samples: [W, B]."""
     home = np.arange(len(is_real), dtype=np.int32)[:, np.newaxis]
     return Assignment(rank_of=np.where(is_real, home, np.int32(PADDING)), padded=padded)
-
-
-def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overflow: str) -> None:
-    """Raise a ConfigError if an option of `partition` is out of range."""
-    if not 0 <= tolerance < 1:
-        raise ConfigError(f"tolerance must be at least 0 and below 1, got {tolerance}")
-    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
-        raise ConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
-    if on_overflow not in get_args(OnOverflow):
-        raise ConfigError(f"on_overflow must be one of {', '.join(get_args(OnOverflow))}, got {on_overflow!r}")
 
 
 def lower_bound(costs: NDArray[np.int64], world_size: int, *, padded: bool = False) -> int:

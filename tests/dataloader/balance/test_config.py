@@ -18,8 +18,8 @@ from tests.dataloader.balance.costs import one_per_sample
 from tests.registrations import restored
 
 WINDOW = "log_window must be (start, stop) with 0 <= start < stop"
-COMPARE = "compare_every must be an integer of at least 2, without window and max_tokens_per_rank, which change which "
-COMPARE += "samples a step has or may have"
+COMPARE = "compare_every=4 needs the same samples in each step; leave it out, or window and max_tokens_per_rank, which "
+COMPARE += "change which samples a step has or may have"
 PADDED = PaddedCost(LinearCost(interleave_actions=False))
 PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
 
@@ -28,20 +28,32 @@ PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
 @pytest.mark.parametrize(
     ("exchanges", "options", "message"),
     [
-        (None, {"strategy": "best"}, "no strategy is called 'best'; known are none, karmarkar-karp, lpt-swap, min"),
-        (None, {"tolerance": -0.1}, "tolerance must be at least 0 and below 1, got -0.1"),
-        (None, {"max_tokens_per_rank": 0}, "max_tokens_per_rank must be at least 1, got 0"),
+        (
+            None,
+            {"strategy": "best"},
+            "BalanceConfig: strategy must be one of none, karmarkar-karp, lpt-swap, min-move, got 'best'",
+        ),
+        (None, {"tolerance": -0.1}, "BalanceConfig: tolerance must be at least 0 and below 1, got -0.1"),
+        (None, {"max_tokens_per_rank": 0}, "BalanceConfig: max_tokens_per_rank must be at least 1, got 0"),
         (
             None,
             {"on_overflow": "ignore"},
             "BalanceConfig: on_overflow must be one of raise, warn, got 'ignore'",
         ),
-        (None, {"log_every": -2}, "log_every must be at least 1, got -2"),
+        (None, {"log_every": -2}, "BalanceConfig: log_every must be at least 1, got -2"),
         (None, {"log_every": 1, "log_window": (5, 5)}, f"{WINDOW}, got (5, 5)"),
         (None, {"log_every": 1, "log_window": (-1, 5)}, f"{WINDOW}, got (-1, 5)"),
-        (None, {"log_window": (2, 5)}, "log_window=(2, 5) needs log_every; log_every=1 logs each step"),
-        (None, {"log_loads": True}, "log_loads=True needs log_every; log_every=1 logs each step"),
-        (None, {"compare_every": 1}, f"{COMPARE}, got 1"),
+        (
+            None,
+            {"log_window": (2, 5)},
+            "BalanceConfig: log_window=(2, 5) has no effect without log_every; give both, or leave it out",
+        ),
+        (
+            None,
+            {"log_loads": True},
+            "BalanceConfig: log_loads=True has no effect without log_every; give both, or leave it out",
+        ),
+        (None, {"compare_every": 1}, "BalanceConfig: compare_every must be at least 2, got 1"),
         (None, {"compare_every": 2.0}, "BalanceConfig: compare_every must be of type int | None, got 2.0"),
         (None, {"log_every": float("nan")}, "BalanceConfig: log_every must be of type int | None, got nan"),
         (
@@ -51,23 +63,39 @@ PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
         ),
         (None, {"cost": "hstu"}, "BalanceConfig: cost must be of type Cost, got 'hstu'"),
         (None, {"timeout": 60}, "BalanceConfig: timeout must be of type timedelta, got 60"),
-        (None, {"timeout": timedelta()}, "timeout must be positive, got 0:00:00"),
-        (None, {"compare_every": 4, "max_tokens_per_rank": 9}, f"{COMPARE}, got 4"),
-        (False, {"compare_every": 4, "window": 2}, f"{COMPARE}, got 4"),
+        (None, {"timeout": timedelta()}, "BalanceConfig: timeout must be above 0:00:00, got 0:00:00"),
+        (None, {"compare_every": 4, "max_tokens_per_rank": 9}, COMPARE),
+        (False, {"compare_every": 4, "window": 2}, COMPARE),
         (None, {"cost": PADDED, "max_tokens_per_rank": 9}, "max_tokens_per_rank = 9 limits sums of tokens, but a Pad"),
-        (True, {"exchange": "pigeon"}, "exchange must be one of all-to-all, all-gather, got 'pigeon'"),
-        (True, {"lookahead": 0}, "lookahead must be at least 1, got 0"),
-        (True, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        (True, {"window": 4}, "window=4 is an option of build_loader, not of Balancer; leave it out, or use build_l"),
-        (True, PACK, "pack=True is an option of build_loader, not of Balancer; leave it out, or use build_loader"),
-        (False, {"lookahead": 3}, "lookahead=3 is an option of Balancer, not of build_loader; leave it out, or use B"),
-        (False, {"exchange": "all-gather"}, "exchange='all-gather' is an option of Balancer, not of build_loader"),
-        (False, {"window": 0}, "window must be at least 1, got 0"),
+        (True, {"exchange": "pigeon"}, "BalanceConfig: exchange must be one of all-to-all, all-gather, got 'pigeon'"),
+        (True, {"lookahead": 0}, "BalanceConfig: lookahead must be at least 1, got 0"),
+        (True, {"batch_size": 0}, "BalanceConfig: batch_size must be at least 1, got 0"),
+        (
+            True,
+            {"window": 4},
+            "BalanceConfig: window=4 is an option of build_loader, not of Balancer; leave it out, or use",
+        ),
+        (True, PACK, "BalanceConfig: pack=True is an option of build_loader, not of Balancer; leave it out, or use"),
+        (
+            False,
+            {"lookahead": 3},
+            "BalanceConfig: lookahead=3 is an option of Balancer, not of build_loader; leave it out, or",
+        ),
+        (
+            False,
+            {"exchange": "all-gather"},
+            "BalanceConfig: exchange='all-gather' is an option of Balancer, not of build_loader",
+        ),
+        (False, {"window": 0}, "BalanceConfig: window must be at least 1, got 0"),
         (False, {"window": 1.5}, "BalanceConfig: window must be of type int, got 1.5"),
         (False, {"window": 2, "strategy": "none"}, "window=2 needs a strategy that assigns samples to ranks"),
         (False, PACK | {"strategy": "none"}, "pack=True needs a strategy that assigns samples to ranks, got 'none'"),
         (False, PACK | {"window": 2}, "pack=True decides which samples a step has; leave out window=2"),
-        (False, {"pack": True}, "pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it"),
+        (
+            False,
+            {"pack": True},
+            "BalanceConfig: pack=True has no effect without max_tokens_per_rank; give both, or leave it out",
+        ),
     ],
 )
 def test_options_out_of_range_or_without_effect_are_errors(exchanges: bool | None, options: Any, message: str) -> None:
@@ -156,7 +184,7 @@ def test_a_config_is_made_from_the_options_in_a_file(tmp_path: Path) -> None:
         ({"cost": "linear"}, "the cost 'linear': missing a required argument: 'interleave_actions'; its settings are"),
         ({"cost": LINEAR | {"wide": 1}}, "the cost 'linear': got an unexpected keyword argument 'wide'; its settings"),
         ({"cost": LINEAR | {"max_tokens": 1.5}}, "the cost 'linear': max_tokens must be of type int, got 1.5"),
-        ({"cost": LINEAR | {"max_tokens": 0}}, "max_tokens must be at least 1, got 0"),
+        ({"cost": LINEAR | {"max_tokens": 0}}, "the cost 'linear': max_tokens must be at least 1, got 0"),
         ({"cost": LINEAR | {"contextual": ["a", 1]}}, "the cost 'linear': contextual must be of type tuple[str, ...]"),
         (
             {"cost": {"name": "padded", "row": "linear"}},

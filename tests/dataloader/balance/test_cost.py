@@ -188,7 +188,7 @@ def test_impossible_model_shapes_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, got -1"):
         SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=4, max_tokens=-1)
     for wrong in (-4, 0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match=f"ffn_multiplier must be positive and finite, got {wrong}"):
+        with pytest.raises(ConfigError, match=f"ffn_multiplier must be above 0 and finite, got {wrong}"):
             SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=wrong)
 
 

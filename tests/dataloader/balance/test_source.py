@@ -188,9 +188,12 @@ def _part(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"is_end": ...}, "the state of the Balancer has no is_end; load a state that state_dict returned"),
-        ({"epoch": None}, "the state of the Balancer has epoch None, expected an integer from 0 to "),
+        (
+            {"epoch": None},
+            "the state of the Balancer: epoch must be of type int, got None; load a state that state_dict returned",
+        ),
         ({"version": 2}, "the state of the Balancer has version 2, expected 3; load it with the version"),
-        ({"ranks": {"0": b"x"}}, "the state of the Balancer has, for rank 0, b'x', expected text"),
+        ({"ranks": {"0": b"x"}}, "the state of the Balancer: the part of rank 0 must be of type str, got b'x'"),
         (
             {"ranks": {"1": "x"}},
             "the state is of 1 ranks, with that of ranks 1; this is rank 0 of 1. Resume a Stateful",

@@ -354,13 +354,13 @@ def test_ranks_compare_what_is_drawn_and_files_by_their_contents(small_dataset: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"count": 0}, "Negatives: count must be at least 1, got 0"),
         (
             {"count": 1, "by": "events"},
             "Negatives: by must be one of uniform, popularity, got 'events'",
         ),
-        ({"count": 1, "alpha": -1}, "alpha of negatives must be a number from 0 to 8, got -1"),
-        ({"count": 1, "num_hard": 2}, "hard negatives need hard and num_hard, got None and 2; pass both"),
+        ({"count": 1, "alpha": -1}, "Negatives: alpha must be at least 0 and at most 8, got -1"),
+        ({"count": 1, "num_hard": 2}, "Negatives: num_hard=2 has no effect without hard; give both, or leave it out"),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,104 @@
+"""Questions about annotations: whether a value is of a type, and keeps the rules that `Annotated` adds to it."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache, reduce
+from itertools import chain
+from operator import or_
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+Fault = tuple[Any, Any]
+"""The rule that a value breaks, or None if it is of another type, and the part of the value that does."""
+_UNIONS, _SEQUENCES = (Union, UnionType), (tuple, Sequence)
+
+
+@lru_cache(maxsize=1024)
+def fault_finder(kind: Any) -> Callable[[Any], Fault | None]:
+    """Return a function that returns the fault of a value that should be of a type; None: it is, and keeps its rules.
+
+    Types that cannot be checked, such as protocols without a call, have no faults. No rule is about None.
+    """
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin is Annotated:
+        of_type, rules = fault_finder(arguments[0]), [rule for rule in arguments[1:] if hasattr(rule, "allows")]
+
+        def of_rules(value: Any) -> Fault | None:
+            broken = (rule for rule in rules if value is not None and not rule.allows(value))
+            return of_type(value) or next(((rule, value) for rule in broken), None)
+
+        return of_rules
+    if origin in _UNIONS:
+        options = [fault_finder(one) for one in arguments]
+
+        def of_option(value: Any) -> Fault | None:
+            faults = [find(value) for find in options]
+            return None if None in faults else next((fault for fault in faults if fault and fault[0]), faults[0])
+
+        return of_option
+    is_a = _type_test(origin, arguments)
+    if not arguments or origin not in (*_SEQUENCES, Mapping):
+        return lambda value: None if is_a(value) else (None, value)
+    finders = [fault_finder(one) for one in arguments if one is not ...]
+
+    def of_parts(value: Any) -> Fault | None:
+        if not is_a(value):
+            return None, value
+        parts = chain(*value.items()) if origin is Mapping else value
+        faults = (finders[index % len(finders)](part) for index, part in enumerate(parts))
+        return next(filter(None, faults), None)
+
+    return of_parts
+
+
+def _type_test(origin: Any, arguments: tuple[Any, ...]) -> Callable[[Any], bool]:
+    """Return a function that tells whether a value is of a type, whatever its parts are."""
+    if origin is Literal:
+        return lambda value: any(type(value) is type(one) and value == one for one in arguments)
+    if origin is tuple and arguments and arguments[-1] is not ...:
+        return lambda value: isinstance(value, tuple) and len(value) == len(arguments)
+    if origin in (int, float):  # `True` is no number, but a whole number is a float
+        return lambda value: isinstance(value, int | origin) and not isinstance(value, bool)
+    if origin is Path:
+        return lambda value: isinstance(value, str | Path)
+    if getattr(origin, "_is_protocol", False) and "__call__" in vars(origin):
+        return callable
+    is_unknown = not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty)
+    return lambda value: is_unknown or getattr(origin, "_is_protocol", False) or isinstance(value, origin)
+
+
+def without_rules(kind: Any) -> Any:
+    """Return a type without `Annotated`, also in its parts."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return without_rules(parts[0])
+    if origin in _UNIONS:
+        return reduce(or_, map(without_rules, parts))
+    if origin in (*_SEQUENCES, Mapping):
+        return origin[tuple(map(without_rules, parts))]
+    return kind
+
+
+def declared_rules(kind: Any) -> Iterator[Any]:
+    """Yield the rules of a type and of its parts."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        parts, rules = parts[:1], parts[1:]
+        yield from rules
+    if origin in (Annotated, *_UNIONS, *_SEQUENCES, Mapping):
+        for part in parts:
+            yield from declared_rules(part)
+
+
+def converted(value: object, kind: Any) -> object:
+    """Return a list as a tuple, and a number as a time, where that is of the type, and the value itself is not."""
+    find_fault = fault_finder(without_rules(kind))
+    if find_fault(value) is None:
+        return value
+    try:
+        made: Any = tuple(value) if isinstance(value, list) else timedelta(seconds=value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return value
+    return value if find_fault(made) else made
