@@ -7,11 +7,11 @@
 
 A mutant is one expression or statement that is replaced: an operator, a bound, a constant that is off by one, a check
 that is dropped, arguments that are swapped. `run` plants it in a copy of the checkout and runs, until one fails, the
-tests that killed it before, those of its file, of its folder, the laws, and those of its part of the package; the ones
-that start processes come last. What fails has to fail again, alone, and to pass without the mutant. A mutant that no
-test notices survives, also if --limits stopped a stage of tests; some survivors change no result. Sensitive rooms come
-first. Results are appended as they come; what has one in the file is not run again, so another file compares commits. A
-mutant is found by the text that it replaces in its function, and if that is gone, in any function of this name.
+tests that killed it before, those of its file, of its folder, the laws, and those of its part of the package, processes
+last. What fails has to fail again, alone, and to pass without the mutant. What no test notices survives, also if
+--limits stopped a stage of tests; some survivors change no result. Sensitive rooms come first, and in them what may
+survive. Results are appended as they come; what has one in the file is not run again, so another file compares commits.
+A mutant is found by the text that it replaces in its function, and if that is gone, in any function of this name.
 """
 
 import ast
@@ -257,7 +257,7 @@ def run(only: str = "", jobs: int = 1, into: Into = LIST, baseline: Baseline = N
         sound[test] = sound.get(test, True) and outcome == "PASSED"
     into.exists() or into.write_text("[results]\n")
     chosen = [each for each in mutants if each.file.startswith(only) and each.name not in results]
-    chosen.sort(key=lambda each: not any(part in each.file for part in SENSITIVE))
+    chosen.sort(key=lambda one: (not any(part in one.file for part in SENSITIVE), "/" in known.get(one.name, "")))
     checkouts, lock, cores = SimpleQueue[Path](), Lock(), itertools.cycle(sorted(os.sched_getaffinity(0)))
     # Two cores for each: what counts them would start processes on all.
     pool = ThreadPoolExecutor(jobs, initializer=lambda: os.sched_setaffinity(0, {next(cores), next(cores)}))
