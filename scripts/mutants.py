@@ -1,21 +1,22 @@
 """Mutants of the package: small, seeded faults in its code, and which of them the tests notice.
 
     python scripts/mutants.py draw --seed 0 --count 400              # writes tests/mutants.toml anew
-    python scripts/mutants.py run --only core/ --jobs 2              # plants each mutant of these files, and runs tests
-    python scripts/mutants.py run --shard 1/4 --into shard-1.toml    # a quarter of them, with a file of its own
-    python scripts/mutants.py show [shard-1.toml]                    # a table: killed of all, by folder and kind
+    python scripts/mutants.py run --only core/ --into other.toml     # plants each mutant of these files, and runs tests
+    pytest -vv -n 60 > passed.txt; python scripts/mutants.py run --jobs 60 --baseline passed.txt --limits 60 120
+    python scripts/mutants.py show [other.toml]                      # a table: killed of all, by folder and kind
 
 A mutant is one expression or statement that is replaced: an operator, a bound, a constant that is off by one, a check
 that is dropped, arguments that are swapped. `run` plants it in a copy of the checkout and runs, until one fails, the
-tests that killed it before, those of its file, those of its folder with the laws, and those of its part of the package
-that start no processes. A mutant that no test notices survives; some survivors change no result. Results are appended
-as they come; what has one in the file is not run again, so a list in another file compares two commits.
-
+tests that killed it before, those of its file, of its folder, the laws, and those of its part of the package, processes
+last. What fails has to fail again, alone, and to pass without the mutant. What no test notices survives, also if
+--limits stopped a stage of tests; some survivors change no result. Sensitive rooms come first, and in them what may
+survive. Results are appended as they come; what has one in the file is not run again, so another file compares commits.
 A mutant is found by the text that it replaces in its function, and if that is gone, in any function of this name.
 """
 
 import ast
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -49,12 +50,15 @@ SWAPS |= {"LShift": "RShift", "BitAnd": "BitOr"}
 SWAPS |= {after: before for before, after in SWAPS.items()} | {"Mult": "Add", "FloorDiv": "Mult", "Mod": "FloorDiv"}
 OPPOSITES = {getattr(ast, before): getattr(ast, after) for before, after in SWAPS.items()}
 OPPOSITE_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
-TEST_SECONDS, STAGE_SECONDS = 300, 3600  # many times what they take, also on a busy machine
-LIGHT = ["-m", "not processes and not long and not examples"]
-SURVIVED, GONE = "survived", "gone"
+LIGHT, HEAVY = (f"{prefix}processes and not long and not examples" for prefix in ("not ", ""))
+TEST = r"(tests/\S+\.py(?:::[^\s\[]+)?)"  # a file, or a function with all of its parameters
+SURVIVED, GONE, START = "survived", "gone", "the start of the tests"
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Into = Annotated[Path, typer.Option(help="The file of results.")]
+Baseline = Annotated[Path | None, typer.Option(help="What `pytest -vv -n` printed; what failed there is left out.")]
+Limits = Annotated[tuple[int, int], typer.Option(help="Seconds of a test, and of a stage of tests.")]
+SLOW = (300, 3600)  # many times what they take, also on a busy machine
 
 
 class Mutant(NamedTuple):
@@ -190,63 +194,74 @@ def stages(file: str, killer: str) -> Iterator[list[str]]:
             yield [test]
     while not (ROOT / folder).is_dir():
         folder = folder.parent
-    yield [str(folder), *(["tests/laws"] if (ROOT / "tests/laws").is_dir() else []), *done]
+    yield [str(folder), *done, "-m", LIGHT]
+    if path.parts[0] not in ("preprocess", "cli") and (ROOT / "tests/laws").is_dir():  # laws of reading and balancing
+        yield ["tests/laws", *done]
     if len(folder.parts) > 2:
-        yield [f"tests/{path.parts[0]}", f"--ignore={folder}", *done, *LIGHT]
+        yield [f"tests/{path.parts[0]}", f"--ignore={folder}", *done, "-m", LIGHT]
+    yield [str(folder), *done, "-m", HEAVY]
 
 
-def first_failing(checkout: Path, tests: Sequence[str]) -> str | None:
-    """Return the first test that fails or takes too long; None if there is none."""
-    options = ["-x", "-vv", "-n", "0", "--tb=no", "--timeout", str(TEST_SECONDS), "--timeout-method=thread"]
+def first_failing(checkout: Path, tests: Sequence[str], limits: Sequence[int]) -> str | None:
+    """Return the first test that fails or takes too long; None if there is none until the second limit, in seconds."""
+    options = ["-x", "-vv", "-n", "0", "--tb=no", "--timeout", str(limits[0]), "--timeout-method=thread"]
     command: Any = [sys.executable, "-P", "-m", "pytest", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(checkout / "typings"), "PYTHONDONTWRITEBYTECODE": "1"}
-    with tempfile.TemporaryFile("w+") as printed:
-        output: Any = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with tempfile.TemporaryFile("w+") as file:
+        output: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
         process = subprocess.Popen(command, cwd=checkout, env=environment, **output)
+        code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STAGE_SECONDS)
+            code = process.wait(limits[1])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # also what it has left
-        if process.wait() in (0, 5):  # 5: nothing was collected
-            return None
-        printed.seek(0)
-        found = re.findall(r"^(?:ERROR |FAILED )?(tests/\S+\.py(?:::[^\s\[]+)?)", printed.read(), re.MULTILINE)
-    return found[-1] if found else "the start of the tests"
+        process.wait()
+        file.seek(0)
+        printed = file.read()
+    failed = re.findall(f"^(?:ERROR |FAILED )?{TEST}", printed, re.MULTILINE) or [START]
+    is_passed = code in (0, 5) or (code is None and " PASSED" in printed)  # 5: nothing was collected
+    return None if is_passed else failed[-1]
 
 
-def judge(mutant: Mutant, checkout: Path, killer: str, sound: dict[str, bool]) -> str:
+def judge(mutant: Mutant, checkout: Path, killer: str, sound: dict[str, bool], limits: Sequence[int]) -> str:
     """Plant a mutant in a checkout, run the tests, and return the file of the one that failed, or what became of it."""
     if (found := planted(mutant, checkout)) is None:
         return GONE
-    (path, text), broken = found, [f"--deselect={test}" for test in sound if not sound[test]]
+    (path, text), broken = found, {test for test in sound if not sound[test]}
     original = path.read_text()
+
+    def fails(*tests: str) -> str | None:
+        left_out = [f"--{'deselect' if '::' in test else 'ignore'}={test}" for test in sorted(broken)]
+        path.write_text(text)
+        try:
+            return first_failing(checkout, [*tests, *left_out], limits)
+        finally:
+            path.write_text(original)
+
     for tests in stages(path.relative_to(checkout).as_posix(), killer):
-        while True:
-            path.write_text(text)
-            try:
-                failed = first_failing(checkout, [*tests, *broken])
-            finally:
-                path.write_text(original)
-            if failed is None:
-                break
+        while tests[0] not in broken and (failed := fails(*tests)) is not None:
             if failed not in sound:  # it may fail without the mutant too, on this machine
-                sound[failed] = "::" not in failed or first_failing(checkout, [failed]) is None
-            if sound[failed]:
+                sound[failed] = failed == START or first_failing(checkout, [failed], limits) is None
+            if sound[failed] and fails(failed if failed != START else tests[0]) is not None:
                 return failed.split("::")[0]
-            broken.append(f"--deselect={failed}")
+            broken.add(failed)
     return SURVIVED
 
 
 @app.command()
-def run(only: str = "", shard: str = "1/1", jobs: int = 1, into: Into = LIST) -> None:
+def run(only: str = "", jobs: int = 1, into: Into = LIST, baseline: Baseline = None, limits: Limits = SLOW) -> None:
     """Run the mutants that have no result, in files that begin with `only`, and append what became of each."""
     mutants, known = read(LIST)
-    part, parts = map(int, shard.split("/"))
-    results = read(into)[1]
+    results, sound = read(into)[1], dict[str, bool]()
+    for outcome, test in re.findall(f"(PASSED|FAILED|ERROR) {TEST}", baseline.read_text() if baseline else ""):
+        sound[test] = sound.get(test, True) and outcome == "PASSED"
     into.exists() or into.write_text("[results]\n")
-    chosen = [each for each in mutants[part - 1 :: parts] if each.file.startswith(only) and each.name not in results]
-    checkouts, sound, lock = SimpleQueue[Path](), dict[str, bool](), Lock()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+    chosen = [each for each in mutants if each.file.startswith(only) and each.name not in results]
+    chosen.sort(key=lambda one: (not any(part in one.file for part in SENSITIVE), "/" in known.get(one.name, "")))
+    checkouts, lock, cores = SimpleQueue[Path](), Lock(), itertools.cycle(sorted(os.sched_getaffinity(0)))
+    # Two cores for each: what counts them would start processes on all.
+    pool = ThreadPoolExecutor(jobs, initializer=lambda: os.sched_setaffinity(0, {next(cores), next(cores)}))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, pool:
         for number in range(jobs):
             checkouts.put(copy := Path(folder) / str(number) / "evenrank")
             tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
@@ -255,7 +270,7 @@ def run(only: str = "", shard: str = "1/1", jobs: int = 1, into: Into = LIST) ->
 
         def run_one(mutant: Mutant) -> None:
             checkout = checkouts.get()
-            result = judge(mutant, checkout, known.get(mutant.name, SURVIVED), sound)
+            result = judge(mutant, checkout, known.get(mutant.name, SURVIVED), sound, limits)
             checkouts.put(checkout)
             with lock, into.open("a") as file:
                 file.write(f"{mutant.name} = {json.dumps(result)}\n")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from scripts import mutants
-from scripts.mutants import GONE, LIST, SURVIVED, Mutant, judge, planted, read, show
+from scripts.mutants import GONE, LIST, SURVIVED, Mutant, first_failing, judge, planted, read, show
 
 SOURCE = '''"""A file."""
 
@@ -66,7 +66,7 @@ def test_mutants_are_found_where_lines_and_files_have_moved(checkout: Path) -> N
 def test_a_test_that_fails_without_a_mutant_kills_none(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = {"tests/a.py::test_mutant": False, "tests/a.py::test_always": True}
 
-    def first_failing(_: Path, tests: list[str]) -> str | None:
+    def first_failing(_: Path, tests: list[str], limits: object) -> str | None:
         is_planted = (checkout / "core" / "shelf.py").read_text() != SOURCE
         chosen = [test for test in failing if f"--deselect={test}" not in tests]
         fail = [test for test in chosen if (is_planted or failing[test]) and (test in tests or "::" not in tests[0])]
@@ -75,12 +75,36 @@ def test_a_test_that_fails_without_a_mutant_kills_none(checkout: Path, monkeypat
     monkeypatch.setattr(mutants, "first_failing", first_failing)
     (checkout / "tests" / "core").mkdir(parents=True)
     mutant, sound = _drawn(checkout)[0], dict[str, bool]()
-    assert judge(mutant, checkout, SURVIVED, sound) == "tests/a.py"
+    assert judge(mutant, checkout, SURVIVED, sound, (1, 1)) == "tests/a.py"
     del failing["tests/a.py::test_mutant"]
-    assert judge(mutant, checkout, SURVIVED, sound) == SURVIVED
-    assert judge(mutant._replace(function="gone"), checkout, SURVIVED, sound) == GONE
+    assert judge(mutant, checkout, SURVIVED, sound, (1, 1)) == SURVIVED
+    assert judge(mutant._replace(function="gone"), checkout, SURVIVED, sound, (1, 1)) == GONE
     assert sound == {"tests/a.py::test_mutant": True, "tests/a.py::test_always": False}
     assert (checkout / "core" / "shelf.py").read_text() == SOURCE
+
+
+def test_a_test_that_fails_once_kills_none(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [None, "tests/a.py::test_busy", None, "tests/a.py::test_mutant", "tests/a.py::test_mutant"]
+
+    def first_failing(_: Path, tests: list[str], limits: object) -> str | None:
+        assert "--deselect=tests/a.py::test_always" in tests
+        assert ("--deselect=tests/a.py::test_busy" in tests) == (len(failures) < 3)
+        return failures.pop(0)
+
+    monkeypatch.setattr(mutants, "first_failing", first_failing)
+    for folder in ("tests/core", "tests/laws"):
+        (checkout / folder).mkdir(parents=True)
+    sound = {"tests/a.py::test_busy": True, "tests/a.py::test_mutant": True, "tests/a.py::test_always": False}
+    assert judge(_drawn(checkout)[0], checkout, SURVIVED, sound, (1, 1)) == "tests/a.py"
+    assert not failures
+
+
+@pytest.mark.processes
+def test_a_test_that_does_not_end_fails(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text("def test_a(): pass\n\ndef test_b():\n    while True: pass\n")
+    assert first_failing(tmp_path, ["tests/test_a.py"], (1, 100)) == "tests/test_a.py::test_b"
+    assert first_failing(tmp_path, ["tests/test_a.py", "--deselect=tests/test_a.py::test_b"], (1, 100)) is None
 
 
 def test_another_list_shows_what_survives_that_was_killed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

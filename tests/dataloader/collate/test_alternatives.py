@@ -59,6 +59,7 @@ def test_a_file_with_several_codes_per_item_is_read(table: CodeTable, tmp_path: 
         ([[[1, 1]]], r"alternatives must be integers \[items, A, levels\] of 2 items with 2 levels, got int64 \[1, 1"),
         ([[[1.0, 1]], [[1, 1]]], "alternatives must be integers .* got float64"),
         ([[[-1, -1], [1, 1]], [[1, 1], [2, 2]]], "item 0 has a code after a missing one; put -1 last"),
+        ([[[1, 1], [-1, -1], [2, 2]], [[1, 1], [2, 2], [3, 3]]], "item 0 has a code after a missing one; put -1 last"),
         ([[[1, 1]], [[-1, 2]]], "item 1 has codes in some levels only"),
         ([[[1, 1]], [[1, 4]]], r"below codebook_sizes, \[4, 4\], got 0 to \[1, 4\] in the levels"),
         ([[[1, 1], [2, 2]], [[1, 2], [1, 2]]], "item 1 has the same code twice; set the second to -1"),
@@ -74,6 +75,12 @@ def test_malformed_alternatives_are_refused(alternatives: Any, message: str, tmp
         np.save(tmp_path / "codes.npy", whole.transpose(2, 0, 1))
         with pytest.raises(DataError, match=message):
             read_codes(tmp_path / "codes.npy", (4, 4))
+
+
+def test_an_item_without_a_code_has_no_alternatives() -> None:
+    codes = np.array([[0, 0], [-1, -1]], dtype=np.int32)
+    with pytest.raises(ConfigError, match=r"^item 1 has a code after a missing one; put -1 last$"):
+        CodeTable(codes=codes, codebook_sizes=(4, 4), alternatives=np.array([[[1, 1]], [[2, 2]]]))
 
 
 def _config(table: CodeTable, **options: Any) -> SemanticIdConfig:

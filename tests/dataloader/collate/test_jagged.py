@@ -119,7 +119,8 @@ def test_dense_values_have_the_shape_and_dtype_of_the_samples_or_the_declared_on
     batch = JaggedCollate({"a": dense()})([{"a": np.ones((2, 3), dtype=np.int16)}] * 2)
     assert (batch.a.shape, batch.a.dtype) == ((2, 2, 3), torch.int16)
     assert batch.loss_tokens == 2  # one per sample
-    assert JaggedCollate({"a": dense(dtype=torch.bfloat16)})([{"a": 0.5}]).a.tolist() == [0.5]
+    half = JaggedCollate({"a": dense(dtype=torch.bfloat16)})([{"a": 0.5}]).a
+    assert (half.tolist(), half.dtype) == ([0.5], torch.bfloat16)
 
 
 def test_batch_is_pickled_replaced_and_selected_like_any_other() -> None:
@@ -172,7 +173,7 @@ def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: di
         ([1, 2], "sample 1 of a batch has no 'a': it is a <class 'list'>; samples must be dicts with all names"),
         ({"a": [0.5], "b": 1}, "'a' of dtype float64 with values that do not fit torch.int64"),
         ({"a": [[1]], "b": 1}, "'a' of shape \\(1, 1\\); jagged values must have one dimension"),
-        ({"a": [1], "b": [1, 2]}, "'b' of shape \\(2,\\) and torch.int64"),
+        ({"a": [1], "b": [1, 2]}, "sample 1 of a batch has 'b' of shape \\(2,\\) and torch.int64"),
         ({"a": [1], "b": 1, "c": [2**31]}, "'c' of dtype int64 with values that do not fit torch.int32"),
         ({"a": [1], "b": 1, "d": 0.7}, "'d' of dtype float64 with values that do not fit"),
     ],

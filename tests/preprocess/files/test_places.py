@@ -64,6 +64,14 @@ def test_the_names_of_files_depend_neither_on_the_machine_nor_on_other_paths(
     assert [file.source for path in given for file in find_files([path]).values()] == names
 
 
+def test_the_names_of_files_include_the_keys_of_all_folders_above_them(logs: Path) -> None:
+    (logs / "day=1" / "hour=2" / "minute=3").mkdir(parents=True)
+    (logs / "day=1" / "hour=2" / "minute=3" / "p.csv").write_text("x\n")
+    for given in ("minute=3", "minute=3/p.csv"):
+        (file,) = find_files([logs / "day=1" / "hour=2" / given]).values()
+        assert file.source == "day=1/hour=2/minute=3/p.csv"
+
+
 @pytest.mark.parametrize(
     ("paths", "error", "message"),
     [

@@ -40,8 +40,10 @@ def test_every_line_is_in_one_piece(
 
 def test_a_compressed_file_is_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "_PIECE_BYTES", 1)
-    (tmp_path / "log.csv.gz").write_bytes(bytes(100))
+    for name in ("log.csv.gz", "log.csv"):
+        (tmp_path / name).write_bytes(b"\n" * 100)
     assert text_pieces(tmp_path / "log.csv.gz") == [WHOLE]
+    assert len(text_pieces(tmp_path / "log.csv")) > 1
 
 
 def test_a_line_that_is_too_long_has_its_number_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.files.times import UNITS, check_era, decide_unit, timestamp_ms, unit_of, utc_text
+from evenrank.preprocess.files.times import (
+    MAX_TIMESTAMP_MS,
+    UNITS,
+    check_era,
+    decide_unit,
+    timestamp_ms,
+    unit_of,
+    utc_text,
+)
 from evenrank.preprocess.sources.custom import read_tabular
 from tests.preprocess.sources.parts import read_part
 from tests.preprocess.sources.test_custom import write_table
@@ -115,6 +123,19 @@ def test_times_of_this_time_are_read_in_any_unit(folder: Path, name: str, moment
     moments = [moment.replace(microsecond=0, **resets) for moment in moments]  # type: ignore[arg-type]
     path = _write(folder / name, [WRITTEN[unit](moment) for moment in moments])
     assert _times(path) == [int(moment.timestamp()) * 1000 for moment in moments]
+
+
+def test_whole_seconds_outside_of_the_range_of_times_stay_outside(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.parquet", [1_420_070_400, 0, 1, -1, -(2**63), MAX_TIMESTAMP_MS // 1000, 2**63 - 1])
+    table = open_table(path, ["time"])
+    times = table.head(99).select(timestamp_ms(table, "time", "s")).to_series().to_list()
+    assert [time for time in times if 0 <= time <= MAX_TIMESTAMP_MS] == [
+        1_420_070_400_000,
+        0,
+        1000,
+        MAX_TIMESTAMP_MS // 1000 * 1000,
+    ]
+    assert len(times) == 7
 
 
 @pytest.mark.parametrize(

@@ -527,6 +527,15 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_integers_of_further_columns_are_exact(tmp_path: Path, suffix: str) -> None:
+    values = [2**53 + 1, -(2**63), 2**63 - 1]
+    path = tmp_path / f"log.{suffix}"
+    write_table(path, pl.DataFrame({"user": 1, "item": 2, "time": 3, "x": values}))
+    (part,) = read_tabular(_config(path, event_columns=("x:int",)), AUTO, {}).parts
+    assert read_part(part).good.get_column("x").to_list() == values
+
+
 def test_missing_numbers_in_parquet_are_null_or_nan(tmp_path: Path) -> None:
     frame = pl.DataFrame({"user": 1, "item": 2, "time": 3, "price": [1.0, None, math.nan, math.inf, 1e300]})
     (part,) = _read(tmp_path, frame, event_columns=("price:float=0.5",)).parts

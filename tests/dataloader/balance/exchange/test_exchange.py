@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice
+from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of, copy_ranges
 from evenrank.dataloader.balance.exchange.exchange import Exchange, StepInFlight
 from evenrank.dataloader.balance.exchange.fields import sample_bytes, sections_of
 from evenrank.dataloader.balance.exchange.layout import lay_out
@@ -35,16 +37,29 @@ def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
     return batches, Assignment(rank_of=rank_of)
 
 
-@pytest.mark.parametrize("collective", EXCHANGES)
+class _TiledDevice(ExchangeDevice):
+    """Copies by tiles, as the kernel of a GPU does."""
+
+    tile_bytes = 24
+
+    def copy(
+        self, copies: NDArray[np.int64], tiles: torch.Tensor, sources: Sequence[torch.Tensor], target: torch.Tensor
+    ) -> None:
+        copy_ranges(tiles.numpy().view(np.int64).reshape(-1, 4), addresses_of(sources), target.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("collective", "device"), [*((name, ExchangeDevice) for name in EXCHANGES), ("all-to-all", _TiledDevice)]
+)
 @settings(max_examples=200)
 @given(world=worlds())
 def test_an_exchange_moves_each_sample_complete_to_its_rank(
-    world: tuple[list[RichBatch], Assignment], collective: str
+    world: tuple[list[RichBatch], Assignment], collective: str, device: type[ExchangeDevice]
 ) -> None:
     batches, assignment = world
     schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
     group: Any = SimpleNamespace(is_alone=False)  # chunks are moved here, not by a group
-    exchanges = [Exchange(collective, group, ExchangeDevice(), rank=rank) for rank in range(len(batches))]
+    exchanges = [Exchange(collective, group, device(), rank=rank) for rank in range(len(batches))]
     prepared = [
         exchange.prepare(batch, schema, assignment.rank_of, lengths)
         for exchange, batch in zip(exchanges, batches, strict=True)
