@@ -32,7 +32,7 @@ from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, Snapshots
-from evenrank.dataloader.state.torchdata import BaseNode, Loader, batch_size_of, exact_length
+from evenrank.dataloader.state.torchdata_nodes import BaseNode, Loader, batch_size_of, exact_length
 
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
 _KEPT_STEPS = 16

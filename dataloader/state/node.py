@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, runtime_checkable
 
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.state.resume_point import CurrentPosition, ResumePoint
-from evenrank.dataloader.state.torchdata import BaseNode, inner_node
+from evenrank.dataloader.state.torchdata_nodes import BaseNode, inner_node
 
 
 class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
