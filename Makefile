@@ -29,7 +29,7 @@ help:
 	@sed -n 's/^# make /make /p' Makefile
 
 install: $(INSTALLED)-demo
-$(INSTALLED)-%: pyproject.toml requirements-dev.lock core/torch_releases.py scripts/install.py
+$(INSTALLED)-%: pyproject.toml requirements-dev.lock scripts/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenrank needs Python 3.11 or newer: \
 	make install PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -133,7 +133,7 @@ def simulate_command(
     steps = -(-steps // window) * window  # whole windows: of part of one, other samples come before than after
     is_small = sum(world_sizes) * len(strategies) * batch_size * steps <= _MAX_INTERPRETED
 
-    from evenrank.core.numba_cache import interpreted
+    from evenrank.core.compiled import interpreted
 
     if is_small:  # and before what is left plain Python is imported
         ctx.with_resource(interpreted())

@@ -21,7 +21,7 @@ def warmup_command() -> None:
     \b
         evenrank warmup
     """
-    from evenrank.core.numba_cache import cache_folder
+    from evenrank.core.compiled import cache_folder
 
     cache = cache_folder()
     if cache is None:

@@ -69,20 +69,6 @@ def locked(path: Path, *, seconds: float = -1) -> Iterator[None]:
                 path.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically: after an OSError, an existing file is unchanged and no partial file is left."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.unlink(missing_ok=True)  # left by a process that was killed
-        with partial.open("x", encoding="utf-8") as file:  # "x" never follows a symbolic link
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # or a crash could leave the renamed file without its contents
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a new file that replaces another at the end, so that this one is complete whenever it exists.
@@ -93,13 +79,22 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         yield partial
+        partial.replace(path)
     except Exception as error:
         is_full = _NO_SPACE in str(error) or shutil.disk_usage(path.parent).free < _FULL_BYTES
-        partial.unlink(missing_ok=True)
         if is_full and not getattr(error, "errno", None):
             raise OSError(errno.ENOSPC, _NO_SPACE, str(path)) from error
         raise
-    partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file atomically: after an OSError, an existing file is unchanged and no partial file is left."""
+    with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:  # "x" never follows a symbolic link
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a crash could leave the renamed file without its contents
 
 
 def check_space(folder: Path, num_bytes: float, what: str) -> None:

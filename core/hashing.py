@@ -7,7 +7,7 @@ bijection of 64-bit words, the same on every machine and in every release, unlik
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 
 MIX_SHIFTS = 30, 27, 31
 MIX_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -6,27 +6,61 @@ operators. So their versions are checked from their metadata, without importing 
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import lazy_loader
+from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from evenrank.core.errors import ConfigError, MissingPackageError
-from evenrank.core.torch_releases import TESTED, TorchReleases
 
 FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 
-# The extra of each package, by the name that is imported.
-EXTRAS = {
-    **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
-    **dict.fromkeys(("polars", "pooch", "requests"), "preprocess"),
-    **{name: name for name in ("lightning", "ray", "tensorboard", "transformers")},
-    **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
-}
 _WITHOUT_CUDA = " (without CUDA: docs/how-to/install.md)"
+
+
+class TorchReleases(NamedTuple):
+    """Releases that were tested together; patch releases, the third number, may be combined with each other.
+
+    fbgemm-gpu is compiled against one release of PyTorch, and TorchRec calls operators of one release of fbgemm-gpu,
+    but their metadata do not say so: pip combines any of them.
+    """
+
+    torch: str
+    fbgemm: str  # of fbgemm-gpu and fbgemm-gpu-cpu
+    torchrec: str
+
+
+@functools.cache
+def _requirements() -> dict[str, list[Requirement]]:
+    """Return what each extra of pyproject.toml requires, by evenrank's own metadata; none where it has none."""
+    found: dict[str, list[Requirement]] = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for requirement in map(Requirement, metadata.requires("evenrank") or ()):
+            if extra := re.search(r'extra == "(\w+)"', str(requirement.marker)):
+                found.setdefault(extra[1], []).append(requirement)
+    return found
+
+
+def extras() -> dict[str, str]:
+    """Return the extra that installs each package, by the name that is imported, of the extras for users."""
+    of_users = sorted(set().union(*(requirement.extras for requirement in _requirements().get("all", ()))))
+    return {requirement.name.replace("-", "_"): extra for extra in of_users for requirement in _requirements()[extra]}
+
+
+@functools.cache
+def torch_releases() -> dict[str, TorchReleases]:
+    """Return the releases that were tested together, oldest first, by the extra that pins them, such as "torch213"."""
+    pins = {
+        extra: {requirement.name: str(requirement.specifier).removeprefix("==") for requirement in requirements}
+        for extra, requirements in _requirements().items()
+        if re.fullmatch(r"torch\d+", extra)
+    }
+    return {extra: TorchReleases(of["torch"], of["fbgemm-gpu"], of["torchrec"]) for extra, of in pins.items()}
 
 
 @contextlib.contextmanager
@@ -36,9 +70,8 @@ def naming_extras() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        if (extra := extras().get(package)) is None:
             raise
-        extra = EXTRAS[package]
         remedy = f"pip install 'evenrank[{extra}]'" + (_WITHOUT_CUDA if extra == "train" else "")
         raise MissingPackageError(f"the package {package} is not installed; run {remedy}") from error
 
@@ -96,11 +129,11 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
             f"--no-deps {FBGEMM_CUDA}{pin} (CUDA) or {FBGEMM_CPU}{pin} (CPU)"
         )
     fbgemm = FBGEMM_CPU if FBGEMM_CPU in found else FBGEMM_CUDA
-    if not {"torch", fbgemm, "torchrec"} <= found.keys():
+    if not {"torch", fbgemm, "torchrec"} <= found.keys() or not torch_releases():
         return
     versions = found["torch"], found[fbgemm], found["torchrec"]
     if problem := _problem(fbgemm, *versions):
-        if _minor(found["torch"]) <= _minor(TESTED[-1].torch) and not any(map(_is_custom, versions)):
+        if _minor(found["torch"]) <= _minor(_oldest_and_newest()[1].torch) and not any(map(_is_custom, versions)):
             raise ConfigError(problem)
         warnings.warn(f"{problem}; it was not tested and may fail", TorchReleaseWarning, stacklevel=2)
 
@@ -108,10 +141,10 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
 def _problem(fbgemm_name: str, torch: Version, fbgemm: Version, torchrec: Version) -> str | None:
     expected = _releases_of(torch)
     if expected is None:
-        newest = TESTED[-1]
+        oldest, newest = _oldest_and_newest()
         where = " (CPU build: docs/how-to/install.md)" if torch.local == "cpu" else ""
         return (
-            f"torch {torch} is installed, and evenrank works with torch {_minor(TESTED[0].torch)} to "
+            f"torch {torch} is installed, and evenrank works with torch {_minor(oldest.torch)} to "
             f"{_minor(newest.torch)}; run pip install torch=={newest.torch}{where}, then pip install --no-deps "
             f"{fbgemm_name}=={newest.fbgemm} torchrec=={newest.torchrec}"
         )
@@ -130,7 +163,12 @@ def _problem(fbgemm_name: str, torch: Version, fbgemm: Version, torchrec: Versio
 
 
 def _releases_of(torch: Version) -> TorchReleases | None:
-    return next((tested for tested in TESTED if _minor(tested.torch) == _minor(torch)), None)
+    return next((tested for tested in torch_releases().values() if _minor(tested.torch) == _minor(torch)), None)
+
+
+def _oldest_and_newest() -> tuple[TorchReleases, TorchReleases]:
+    oldest, *_, newest = torch_releases().values()
+    return oldest, newest
 
 
 def _minor(version: Version | str) -> Version:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 
 _TABLE_VALUES = 1 << 25
 _PIECE = 1 << 22  # of the table

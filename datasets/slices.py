@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError, StateError
-from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import Parsed, Settings, Valid
 from evenrank.core.storage import locate
 from evenrank.datasets.event_statistics import DURATIONS_MS

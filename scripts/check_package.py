@@ -11,6 +11,7 @@ it.
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,10 +22,11 @@ import venv
 from pathlib import Path
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.optional_imports import check_releases
-from evenrank.core.torch_releases import DEFAULT, TESTED
+from evenrank.core.optional_imports import check_releases, torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTED = torch_releases()
+DEFAULT = runpy.run_path(str(ROOT / "scripts" / "install.py"))["DEFAULT"]
 # The tests of the sdist that run: some of each kind that needs neither processes nor a browser.
 TESTS = ("tests/core", "tests/datasets", "tests/dataloader/collate", "tests/dataloader/balance/partition")
 TEST_TOOLS = ("hypothesis", "ipykernel", "nbclient", "nbformat", "pytest", "pytest-timeout", "pytest-xdist")
@@ -86,9 +88,9 @@ def check_documented_installs(wheel: Path) -> None:
     """Resolve what docs/how-to/install.md installs with PyTorch; exit unless its releases were tested together."""
     page = (ROOT / "docs" / "how-to" / "install.md").read_text()
     lines = re.findall(r'pip install "(?:evenrank|\.)(\[(?:train|torch)[^`\n]*)', page)
-    varied = [line.replace(DEFAULT.name, tested.name) for tested in TESTED for line in lines]
-    if not {f'[{tested.name}]"' for tested in TESTED} <= {*varied}:
-        sys.exit(f"package: docs/how-to/install.md does not install the extra {DEFAULT.name}")
+    varied = [line.replace(DEFAULT, extra) for extra in TESTED for line in lines]
+    if not {f'[{extra}]"' for extra in TESTED} <= {*varied}:
+        sys.exit(f"package: docs/how-to/install.md does not install the extra {DEFAULT}")
     for line in dict.fromkeys(varied):
         extra, *words = shlex.split(f'"{line}')
         requirements, options = [f"evenrank{extra} @ {wheel.as_uri()}"], ["--python-platform", "x86_64-manylinux_2_28"]
@@ -107,7 +109,7 @@ def check_documented_installs(wheel: Path) -> None:
             check_releases(found)
         except ConfigError as error:
             sys.exit(f'package: pip install "evenrank{line}: {error}')
-        if len(found) != 3 or any({*found.values()} != {*tested} for tested in TESTED if tested.name in line):
+        if len(found) != 3 or any({*found.values()} != {*TESTED[extra]} for extra in TESTED if extra in line):
             sys.exit(f'package: pip install "evenrank{line} resolves to {found} {done.stderr}')
         print(f'package: pip install "evenrank{line} resolves to {found}', flush=True)
 
@@ -134,7 +136,7 @@ def try_training(wheel: Path, folder: Path, *, work: Path, sdist: Path) -> None:
     venv.create(folder, with_pip=True)
     python, evenrank = folder / "bin" / "python", folder / "bin" / "evenrank"
     # As docs/how-to/install.md says: PyTorch first, whose build is then kept.
-    run(python, "-m", "pip", "install", "--quiet", f"torch=={DEFAULT.torch}", cwd=work)
+    run(python, "-m", "pip", "install", "--quiet", f"torch=={TESTED[DEFAULT].torch}", cwd=work)
     before = installed(python, "torch", cwd=work)
     run(python, ROOT / "scripts" / "install.py", wheel, cwd=work)
     if (after := installed(python, "torch", cwd=work)) != before:

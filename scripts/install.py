@@ -10,15 +10,11 @@ It installs the checkout in editable mode, by default with what the demo needs, 
 requirements-dev.lock; a wheel with what loaders need alone.
 """
 
-import runpy
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from evenrank.core.torch_releases import TorchReleases
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements-dev.lock"
@@ -30,19 +26,29 @@ EXTRAS = {
     "docs": "docs",
     "package": "package",
 }
+DEFAULT = "torch213"  # the extra with the releases that are installed where there is no PyTorch yet
 
 
-def choose_releases(installed_torch: str | None) -> tuple["TorchReleases", bool]:
-    """Return the releases to install, and whether the installed PyTorch is kept.
+def releases() -> dict[str, dict[str, str]]:
+    """Return the releases that belong together, by package, of each extra of pyproject.toml that is for one PyTorch."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return {
+        name: dict(requirement.split("==") for requirement in requirements if "==" in requirement)
+        for name, requirements in extras.items()
+        if name.startswith("torch")
+    }
+
+
+def choose_releases(installed_torch: str | None) -> tuple[str, bool]:
+    """Return the extra with the releases to install, and whether the installed PyTorch is kept.
 
     Args:
         installed_torch: its version, such as "2.14.1+cpu"; None if it is not installed.
     """
-    table = runpy.run_path(str(ROOT / "core" / "torch_releases.py"))
-    for releases in table["TESTED"]:
-        if installed_torch is not None and installed_torch.split(".")[:2] == releases.torch.split(".")[:2]:
-            return releases, True
-    return table["DEFAULT"], False
+    for name, pins in releases().items():
+        if installed_torch is not None and installed_torch.split(".")[:2] == pins["torch"].split(".")[:2]:
+            return name, True
+    return DEFAULT, False
 
 
 def installed_version(package: str) -> str | None:
@@ -69,14 +75,15 @@ def torch_has_cuda() -> bool:
 
 def install_torch() -> tuple[str, str]:
     """Install PyTorch unless there is one to keep, and return the requirements of what belongs to it."""
-    releases, keeps_torch = choose_releases(installed_version("torch"))
+    name, keeps_torch = choose_releases(installed_version("torch"))
+    pins = releases()[name]
     if not keeps_torch:
-        print(f"install: PyTorch {releases.torch}", flush=True)
-        pip_install(f"torch=={releases.torch}")
-    cpu_build = str(ROOT / "constraints" / f"{releases.name}-cpu")
-    fbgemm = f"fbgemm-gpu=={releases.fbgemm}" if torch_has_cuda() else cpu_build
+        print(f"install: PyTorch {pins['torch']}", flush=True)
+        pip_install(f"torch=={pins['torch']}")
+    cpu_build = str(ROOT / "constraints" / f"{name}-cpu")
+    fbgemm = f"fbgemm-gpu=={pins['fbgemm-gpu']}" if torch_has_cuda() else cpu_build
     # Without the exact releases pip would take the newest ones in the ranges of pyproject.toml.
-    return fbgemm, f"torchrec=={releases.torchrec}"
+    return fbgemm, f"torchrec=={pins['torchrec']}"
 
 
 def main() -> None:

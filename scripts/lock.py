@@ -4,7 +4,7 @@
 
 `scripts/install.py` passes the lock to pip as constraints. It is valid for each supported version of Python. It has no
 hashes, because pip accepts neither an editable install nor another build of PyTorch next to them. PyTorch, and what
-belongs to one of its releases, are in core/torch_releases.py. From that table, `constraints/` has two things per
+belongs to one of its releases, are in extras of pyproject.toml. From these, `constraints/` has two things per
 release: constraints for pip, and a package without files that makes TorchRec accept the CPU build of fbgemm-gpu.
 """
 
@@ -13,12 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from evenrank.core.torch_releases import TESTED, TorchReleases
+from evenrank.core.optional_imports import TorchReleases, torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """\
 # The versions that the Makefile installs, for each supported version of Python; `make lock` renews them.
-# PyTorch, fbgemm-gpu and TorchRec are in core/torch_releases.py.
+# PyTorch, fbgemm-gpu and TorchRec are in pyproject.toml.
 """
 EXTRAS = ("train", "check", "package")  # which contain those of all targets of the Makefile
 # Of a release or build of PyTorch. Triton comes with CUDA builds, which need an exact version of it.
@@ -48,19 +48,19 @@ bypass-selection = true
 """
 
 
-def constraints(releases: TorchReleases) -> dict[str, str]:
+def constraints(extra: str, releases: TorchReleases) -> dict[str, str]:
     """Return the files of a release of PyTorch in `constraints/`: their text by name."""
-    values = releases._asdict() | {"name": releases.name}
+    values = releases._asdict()
     return {
-        f"{releases.name}.txt": CONSTRAINTS.format_map(values),
-        f"{releases.name}-cpu/pyproject.toml": CPU_BUILD.format_map(values),
+        f"{extra}.txt": CONSTRAINTS.format_map(values),
+        f"{extra}-cpu/pyproject.toml": CPU_BUILD.format_map(values),
     }
 
 
 def main() -> None:
     """Write the constraints, and resolve the extras of all targets of the Makefile to their newest versions."""
-    for releases in TESTED:
-        for name, text in constraints(releases).items():
+    for extra, releases in torch_releases().items():
+        for name, text in constraints(extra, releases).items():
             path = ROOT / "constraints" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

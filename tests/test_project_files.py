@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from evenrank.core.torch_releases import DEFAULT, TESTED
-from scripts.install import EXTRAS, choose_releases
+from evenrank.core.optional_imports import torch_releases
+from scripts.install import DEFAULT, EXTRAS, choose_releases, releases
 from scripts.lock import EXTRAS as LOCKED_EXTRAS
 from scripts.lock import LEFT_OUT, constraints
 
@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = ("3.11", "3.12")
+TESTED = torch_releases()
+OLDEST, NEWEST = min(TESTED), max(TESTED)
 
 
 def _locked(python: str) -> dict[str, Version]:
@@ -104,26 +106,27 @@ def test_the_readme_has_both_commands_of_a_fresh_machine() -> None:
     ("installed", "chosen"),
     [
         *((None, (DEFAULT, False)), ("2.1.0", (DEFAULT, False))),  # not 2.11
-        *((f"{TESTED[0].torch}+cpu", (TESTED[0], True)), ("2.14.0", (TESTED[-1], True))),
+        *((f"{TESTED[OLDEST].torch}+cpu", (OLDEST, True)), ("2.14.0", (NEWEST, True))),
         ("2.13.0a0+nv25.10", (DEFAULT, True)),
     ],
 )
 def test_a_pytorch_is_kept_if_its_release_is_known(installed: str | None, chosen: tuple[Any, bool]) -> None:
     assert choose_releases(installed) == chosen
+    assert {name: tuple(pins.values()) for name, pins in releases().items()} == TESTED
 
 
 def test_the_documentation_and_the_images_have_the_releases_of_the_table() -> None:
     page = (ROOT / "docs" / "how-to" / "install.md").read_text()
     rows = re.findall(r"^\| (\d\.\d+) \| (\S+) \| (\S+) \|$", page, re.M)
-    assert rows == [(tested.torch.rpartition(".")[0], tested.fbgemm, tested.torchrec) for tested in TESTED]
+    assert rows == [(tested.torch.rpartition(".")[0], tested.fbgemm, tested.torchrec) for tested in TESTED.values()]
     for name in ("cpu", "cuda"):
         arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", (ROOT / "docker" / f"{name}.Dockerfile").read_text(), re.M))
-        assert arguments["RELEASE"] == DEFAULT.name
+        assert arguments["RELEASE"] == DEFAULT
 
 
 def test_the_constraints_are_written_from_the_table() -> None:
     folder = ROOT / "constraints"
-    expected = {name: text for tested in TESTED for name, text in constraints(tested).items()}
+    expected = {name: text for tested in TESTED for name, text in constraints(tested, TESTED[tested]).items()}
     found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
     assert found == expected, "run make lock"
     assert "torch==2.13.0\nfbgemm-gpu==1.8.0\nfbgemm-gpu-cpu==1.8.0\ntorchrec==1.8.0\n" in expected["torch213.txt"]
@@ -146,7 +149,7 @@ def _workflow(name: str) -> Any:
 
 def test_ci_runs_the_oldest_the_newest_and_the_default_pytorch_on_each_python() -> None:
     entries = _workflow("ci.yml")["jobs"]["check-and-test"]["strategy"]["matrix"]["include"]
-    assert {entry["torch"] for entry in entries} == {TESTED[0].torch, DEFAULT.torch, TESTED[-1].torch}
+    assert {entry["torch"] for entry in entries} == {TESTED[extra].torch for extra in (OLDEST, DEFAULT, NEWEST)}
     assert {entry["python"] for entry in entries} == set(PYTHONS)
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
 

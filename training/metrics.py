@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.hashing import mix64
-from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import Count, Valid, check_types
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of

@@ -22,10 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchdata.nodes import BaseNode, Batcher, Unbatcher
-from torchdata.nodes import Loader as NodeLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import Dataset, IterableDataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
@@ -35,10 +32,8 @@ from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, Snapshots
+from evenrank.dataloader.state.torchdata_nodes import BaseNode, Loader, batch_size_of, exact_length
 
-_DATA_LOADERS = (DataLoader, StatefulDataLoader)  # derived ones, such as Accelerate's, may skip or divide batches
-# Modules of samplers whose lengths are exact; the lengths of others are often estimates.
-_EXACT_SAMPLERS = ("torch.utils.data.", "torchdata.stateful_dataloader.")
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
 _KEPT_STEPS = 16
 
@@ -82,12 +77,12 @@ class LoaderAdapter(Generic[Batch]):
     def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:
         check_batches(batches)
         self._batches: Any = batches
-        self.batch_size = _batch_size(batches)  # rows that a batch can have; 0 if the loader does not tell
+        self.batch_size = batch_size_of(batches)  # rows that a batch can have; 0 if the loader does not tell
         if isinstance(sampler := getattr(batches, "batch_sampler", None), KnowsPositions):
             self._batches = sampler.with_positions(cast(Any, batches))
             self.batch_size = find_rank_invariants(self._batches).get("batch_size", 0)
         elif isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
-            self._batches = NodeLoader(batches)
+            self._batches = Loader(batches)
         self._rank = rank
         self._world_size = world_size
         state_dict = getattr(self._batches, "state_dict", None)
@@ -326,26 +321,3 @@ def check_batch(batch: object) -> None:
         "collate_fn=JaggedCollate({...}), or, if these are samples, pass PaddedBatches(samples, batch_size=..., "
         "collate=JaggedCollate({...}))"
     )
-
-
-def _batch_size(batches: Any) -> int:
-    """Return the `batch_size` of a DataLoader, or of the Batcher of torchdata nodes; 0 without one."""
-    if type(batches) in _DATA_LOADERS or isinstance(batches, Batcher):
-        return batches.batch_size or 0
-    if (
-        isinstance(batches, Unbatcher) or getattr(batches, "prebatch", None) is not None
-    ):  # whose source has other batches
-        return 0
-    inner = getattr(batches, "root", getattr(batches, "source", None))  # of torchdata's Loader, and of its nodes
-    return _batch_size(inner) if isinstance(inner, BaseNode) else 0
-
-
-def exact_length(batches: object) -> int | None:
-    """Return the number of batches that an epoch of a DataLoader must have; None if that is uncertain."""
-    if type(batches) not in _DATA_LOADERS:
-        return None
-    loader: DataLoader[Any] = batches  # type: ignore[assignment]
-    batches_of = getattr(loader.batch_sampler, "sampler", None)  # of a batch sampler that was passed to the loader
-    samplers = [sampler for sampler in (loader.batch_sampler, batches_of, loader.sampler) if sampler is not None]
-    is_exact = all(type(sampler).__module__.startswith(_EXACT_SAMPLERS) for sampler in samplers)
-    return None if isinstance(loader.dataset, IterableDataset) or not is_exact else len(loader)

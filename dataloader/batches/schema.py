@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, name_keys
 
 

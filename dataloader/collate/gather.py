@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.core.compiled import compiled
 from evenrank.core.hashing import mix64, mix_word
-from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.datasets.store import SequenceStore
 

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.core.hashing import mix_word
-from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import Bounds, Count, Needs, NonNegative, Settings
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
 from evenrank.dataloader.routing.key_map import KeyMap

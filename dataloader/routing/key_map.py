@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import MIX_MULTIPLIERS, MIX_SHIFTS, mix_word
-from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import Bounds, Settings
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, runtime_checkable
 
-from torchdata.nodes import BaseNode
-
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.state.resume_point import CurrentPosition, ResumePoint
+from evenrank.dataloader.state.torchdata_nodes import BaseNode, inner_node
 
 
 class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
@@ -91,7 +90,5 @@ def find_rank_invariants(batches: object) -> Mapping[str, Any]:
     """Return the invariants of a loader, or of the loader at the source of torchdata nodes; empty without one."""
     if isinstance(batches, HasRankInvariants):
         return batches.rank_invariants()
-    for name in ("root", "source"):  # of torchdata's Loader, and of its nodes
-        if isinstance(inner := getattr(batches, name, None), BaseNode):
-            return find_rank_invariants(inner)
-    return {}
+    inner = inner_node(batches)
+    return {} if inner is None else find_rank_invariants(inner)

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
-from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import check_record
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import REQUEST_COLUMNS, TIMESTAMP_MS

@@ -12,10 +12,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.core.files import replacing
 from evenrank.core.hashing import hash_texts, mix_word
-from evenrank.core.numba_cache import compiled
 
 _BUFFERED_ROWS = 2_000_000  # of distinct texts, all columns each
 _KEY, _VALUE = "key", "value"

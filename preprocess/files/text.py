@@ -17,9 +17,9 @@ import polars as pl
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_regular
-from evenrank.core.numba_cache import compiled
 from evenrank.preprocess.files.places import CODECS
 from evenrank.preprocess.files.table import WHOLE, Piece
 

@@ -318,12 +318,12 @@ def test_that_loops_are_compiled_is_said_on_a_terminal(tmp_path: Path, is_termin
 import sys
 from pathlib import Path
 from evenrank.cli.main import main
-from evenrank.core import numba_cache
+from evenrank.core import compiled as loops
 sys.stderr.isatty = lambda: {is_terminal}
 try:
     main()
 finally:
-    numba_cache._give_notice(Path())
+    loops._give_notice(Path())
 """
     run = run_program(sys.executable, "-c", program, "--version", cwd=tmp_path)
     assert run.stderr == "compiling, once per machine, about 25 s\n" * is_terminal

@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-from evenrank.core.numba_cache import cache_folder
+from evenrank.core.compiled import cache_folder
 from tests.cli.programs import Evenrank, run_program
 
 # Prints how many functions are compiled by a log, a loader and a simulation.

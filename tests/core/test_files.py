@@ -21,7 +21,9 @@ def test_only_regular_files_are_opened(tmp_path: Path, refuse: Callable[[Path], 
             refuse(path)
 
 
-def test_files_are_read_through_links_and_own_files_not_written_through_them(tmp_path: Path) -> None:
+def test_files_are_read_through_links_and_own_files_not_written_through_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "precious")
     check_regular(tmp_path / "link")
@@ -32,7 +34,10 @@ def test_files_are_read_through_links_and_own_files_not_written_through_them(tmp
     for name, message in (("link", "symbolic links"), ("precious", "precious is not a lock file"), (".", "not a lock")):
         with pytest.raises(OSError, match=message), locked(tmp_path / name):
             pass
-    (tmp_path / f".out.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    (tmp_path / ".out.guessed.partial").symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError):
+        files.write_text(tmp_path / "out", "written")
     files.write_text(tmp_path / "out", "written")
     assert (tmp_path / "precious").read_text() == "kept"
     assert (tmp_path / "out").read_text() == "written"

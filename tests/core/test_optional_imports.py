@@ -11,13 +11,20 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from evenrank.core.errors import ConfigError, MissingPackageError
-from evenrank.core.optional_imports import EXTRAS, TorchReleaseWarning, check_releases, check_torch, naming_extras
-from evenrank.core.torch_releases import DEFAULT, TESTED
+from evenrank.core.optional_imports import (
+    TorchReleaseWarning,
+    check_releases,
+    check_torch,
+    extras,
+    naming_extras,
+    torch_releases,
+)
 from tests.dataloader.balance.metrics.example_steps import STEPS
 from tests.dataloader.balance.metrics.example_steps import write as write_log
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TESTED = [*torch_releases().values()]
 
 
 def _run(code: str, *arguments: str, hidden: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -39,9 +46,10 @@ def _names(extra: str) -> set[str]:
     return names
 
 
-def test_the_metadata_agrees_with_messages_and_with_the_table_of_releases() -> None:
+def test_messages_name_the_extras_of_the_metadata_and_ranges_end_with_the_torch_releases() -> None:
     base = {Requirement(requirement).name for requirement in PYPROJECT["dependencies"]}
-    for package, extra in EXTRAS.items():
+    assert extras().items() >= {("polars", "preprocess"), ("fbgemm_gpu", "train"), ("jinja2", "reports")}
+    for package, extra in extras().items():
         assert package in _names(extra) & _names("all")
         assert package not in base
     assert not _names("train") & {"polars", "matplotlib"}  # it needs neither preprocessing nor plots
@@ -50,17 +58,19 @@ def test_the_metadata_agrees_with_messages_and_with_the_table_of_releases() -> N
         oldest, newest = Version(first), Version(last)
         expected = f">={oldest.major}.{oldest.minor},<{newest.major}.{newest.minor + 1}"
         assert found[name] == SpecifierSet(expected)
-    assert DEFAULT in TESTED
 
 
 def test_each_release_of_pytorch_has_an_extra_with_exactly_what_belongs_to_it() -> None:
-    extras = {name for name in PYPROJECT["optional-dependencies"] if re.fullmatch(r"torch\d+", name)}
-    assert extras == {tested.name for tested in TESTED}
-    for tested in TESTED:
+    assert [*torch_releases()] == [
+        name for name in PYPROJECT["optional-dependencies"] if re.fullmatch(r"torch\d+", name)
+    ]
+    assert sorted(TESTED, key=lambda tested: Version(tested.torch)) == TESTED
+    for name, tested in torch_releases().items():
+        assert name == "torch" + "".join(tested.torch.split(".")[:2])
         pins = {"torch": tested.torch, "fbgemm-gpu": tested.fbgemm, "torchrec": tested.torchrec}
-        exact = {name: SpecifierSet(f"=={version}") for name, version in pins.items()}
-        assert _specifiers(tested.name) == {"evenrank": SpecifierSet(), **exact}
-        assert _names(tested.name) == _names("train")
+        exact = {package: SpecifierSet(f"=={version}") for package, version in pins.items()}
+        assert _specifiers(name) == {"evenrank": SpecifierSet(), **exact}
+        assert _names(name) == _names("train")
 
 
 def _specifiers(extra: str) -> dict[str, SpecifierSet]:
@@ -109,7 +119,7 @@ for package, name in [
 
 
 def test_the_base_package_imports_without_extras_and_says_what_needs_them(tmp_path: Path) -> None:
-    run = _run(LIGHT, hidden=" ".join(sorted(EXTRAS)) + " tqdm", cwd=tmp_path)
+    run = _run(LIGHT, hidden=" ".join(sorted(extras())) + " tqdm", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     of_polars, *of_torch = run.stdout.splitlines()
     assert of_polars == "the package polars is not installed; run pip install 'evenrank[preprocess]'"

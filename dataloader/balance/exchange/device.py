@@ -19,8 +19,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
-from evenrank.core.numba_cache import compiled
 
 try:
     import triton  # pyright: ignore[reportMissingImports]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 from evenrank.dataloader.balance.exchange.device import ALIGNMENT, copy_bytes, count_tiles, write_tiles
 
 _RECEIVED, _UPLOADED = 0, 1  # source buffers of copies

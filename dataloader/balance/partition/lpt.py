@@ -23,7 +23,7 @@ optimum, so the start matters. It moves the majority of samples; `relabel` after
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 from evenrank.dataloader.balance.partition import rank_loads
 from evenrank.dataloader.balance.partition.rank_loads import NO_ENTRY, argsort_descending, make_entry
 

@@ -6,7 +6,7 @@ Each is one compiled loop: a step is planned on a thread that shares the GIL wit
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 
 PADDING = -1

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 
 _ENTRY_BITS = 62
 NO_ENTRY = 1 << _ENTRY_BITS  # loses against every entry

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 from evenrank.dataloader.balance.partition import rank_loads
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, local_search, lpt, lpt_swap, lpt_with_room
 

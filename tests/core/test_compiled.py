@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenrank.core import numba_cache
+from evenrank.core import compiled as loops
+from evenrank.core.compiled import PACKAGE_FOLDER, compiled, interpreted
 from evenrank.core.hashing import mix64, mix_word
-from evenrank.core.numba_cache import PACKAGE_FOLDER, compiled, interpreted
 
 NOTICE = "compiling, once per machine, about 25 s"
 
 NESTED = """
-from evenrank.core.numba_cache import compiled
+from evenrank.core.compiled import compiled
 from evenrank.core.hashing import mix_word
 
 @compiled
@@ -40,7 +40,7 @@ def twice(word):
 MIX = """
 import numpy as np
 from evenrank.core.nested import twice
-from evenrank.core.numba_cache import cache_folder
+from evenrank.core.compiled import cache_folder
 print(twice(np.uint64(7)), cache_folder())
 """
 # Waits for a line, so that all processes begin at the same time; prints how often it compiled and loaded each function.
@@ -165,7 +165,7 @@ def test_machine_code_is_compiled_again_after_a_change_in_another_file(package: 
 
 def test_compiled_functions_use_only_names_of_files_with_compiled_functions() -> None:
     """Numba compiles the values of globals in, so a changed constant in any other file would be missed."""
-    compiled_files = set(numba_cache._compiled_sources())
+    compiled_files = set(loops._compiled_sources())
     assert len(compiled_files) > 10
     for path in compiled_files:
         name = ".".join(path.relative_to(PACKAGE_FOLDER).with_suffix("").parts)
@@ -190,6 +190,13 @@ def test_machine_code_is_cached_only_in_folders_that_nobody_else_can_write(packa
     assert list(folder.rglob("*.nbc"))
     private.chmod(0o777)
     assert Path(_mix(package)[1]).parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_machine_code_of_another_user_is_not_used_in_place(package: Path, tmp_path: Path) -> None:
+    installed = Path(_mix(package)[1])
+    os.chown(installed, os.geteuid() + 12_345, -1)
+    assert Path(_mix(package)[1]) == tmp_path / "home" / ".cache" / "evenrank" / installed.name
 
 
 def test_a_user_who_cannot_write_the_package_begins_with_what_is_compiled_there(package: Path, tmp_path: Path) -> None:
@@ -222,7 +229,7 @@ def test_each_function_is_compiled_once_although_a_process_is_killed_while_it_co
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(numba_cache, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(loops, "cache_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -235,10 +242,10 @@ def test_without_a_cache_a_process_compiles_in_memory(folder: Path, monkeypatch:
     folder.write_text("no folder can be created here, even by root")
     assert lost(4) == 6
     monkeypatch.undo()
-    monkeypatch.setattr(numba_cache, "PACKAGE_FOLDER", Path("/proc/evenrank"))
-    monkeypatch.setattr(numba_cache, "user_folders", lambda: iter([Path("/proc/evenrank")]))
-    assert numba_cache.cache_folder.__wrapped__() is None
-    monkeypatch.setattr(numba_cache, "cache_folder", lambda: None)
+    monkeypatch.setattr(loops, "PACKAGE_FOLDER", Path("/proc/evenrank"))
+    monkeypatch.setattr(loops, "user_folders", lambda: iter([Path("/proc/evenrank")]))
+    assert loops.cache_folder.__wrapped__() is None
+    monkeypatch.setattr(loops, "cache_folder", lambda: None)
     assert compiled(lambda number: number + 3)(4) == 7
 
 
