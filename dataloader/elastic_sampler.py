@@ -237,12 +237,8 @@ class ElasticLoader(EpochPositions, Generic[Batch]):
         self._loader = loader
         self._sampler = sampler
         # The positions of the sampler, and none of its own.
-        self._current, self._begun, self._ids, self._key_maps = (
-            sampler._current,
-            sampler._begun,
-            sampler._ids,
-            sampler._key_maps,
-        )
+        self._current, self._begun = sampler._current, sampler._begun
+        self._ids, self._key_maps = sampler._ids, sampler._key_maps
         self._plan_check, self._observe = sampler._plan_check, sampler._observe
 
     def __iter__(self) -> Iterator[Batch]:

@@ -15,15 +15,8 @@ from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
-from evenrank.dataloader.state.checks import (
-    VOCABULARY,
-    Natural,
-    StateFormat,
-    Text,
-    check_vocabulary,
-    checksum,
-    vocabulary_entry,
-)
+from evenrank.dataloader.state import checks
+from evenrank.dataloader.state.checks import Natural, StateFormat, Text, checksum
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint
 from evenrank.datasets.continuous_log import LogEnd, LogSource
 from evenrank.datasets.schema import NUM_TARGETS
@@ -40,7 +33,7 @@ FORMAT = StateFormat(
         "position": Natural,
         "seed": Seed,
         "mark": Text,
-        VOCABULARY: Text,
+        checks.VOCABULARY: Text,
         DIST_TYPE: Text,
     },
     not_covered=frozenset({DIST_TYPE}),
@@ -147,7 +140,7 @@ class LogLoader(RankLoader[Batch]):
             position=position,
             seed=self._current.seed,
             mark=self._source.mark(position),
-            vocabulary=vocabulary_entry(self._source.manifest.ids),
+            vocabulary=checks.vocabulary_entry(self._source.manifest.ids),
             dist_type=dist_type(self._config.key_maps),
         )
 
@@ -159,7 +152,7 @@ class LogLoader(RankLoader[Batch]):
             DataError: the file that it is in was replaced or deleted.
         """
         state = FORMAT.check(state)
-        check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the log's state")
+        checks.check_vocabulary(state[checks.VOCABULARY], self._source.manifest.ids, source="the log's state")
         check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the log's state")
         self._source.resume(state["position"], state["mark"])
         self._current.move_to(ResumePoint(position=state["position"]))

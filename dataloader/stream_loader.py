@@ -23,18 +23,8 @@ from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.log_loader import LogLoader
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
-from evenrank.dataloader.state.checks import (
-    VOCABULARY,
-    Epoch,
-    Natural,
-    StateFormat,
-    Text,
-    check_intact,
-    check_saved,
-    check_vocabulary,
-    checksum,
-    vocabulary_entry,
-)
+from evenrank.dataloader.state import checks
+from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_intact, check_saved, checksum
 from evenrank.dataloader.state.resume_point import Position, ResumePoint, Snapshots
 from evenrank.dataloader.stream_shuffle import ShardPosition, ShardReader, Window, take_batches
 from evenrank.dataloader.workers import Workers
@@ -58,7 +48,7 @@ FORMAT = StateFormat(
         "seed": Seed,
         "num_shards": Natural,
         "fingerprint": Text,
-        VOCABULARY: Text,
+        checks.VOCABULARY: Text,
         "places": Mapping,  # the positions, by shard
         DIST_TYPE: Text,
     },
@@ -219,7 +209,7 @@ class StreamLoader(RankLoader[Batch]):
             seed=self._current.seed,
             num_shards=len(self._shards),
             fingerprint=self._fingerprint,
-            vocabulary=vocabulary_entry(self._source.manifest.ids),
+            vocabulary=checks.vocabulary_entry(self._source.manifest.ids),
             places=encode_positions(places, fingerprint=self._fingerprint, epoch=position.epoch),
             dist_type=dist_type(self._config.key_maps),
         )
@@ -233,7 +223,7 @@ class StreamLoader(RankLoader[Batch]):
             StateError: the state lacks shards, is of another version, or of other data, filters, shards or `key_maps`.
         """
         state = FORMAT.check(state)
-        check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the stream's state")
+        checks.check_vocabulary(state[checks.VOCABULARY], self._source.manifest.ids, source="the stream's state")
         if state["fingerprint"] != self._fingerprint:
             raise StateError(
                 "the stream's state is of other data, codes, filters or shards: it has fingerprint "
@@ -262,7 +252,7 @@ class StreamLoader(RankLoader[Batch]):
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin with the epoch after that of a state, which may be of another dataset; see `Loader.begin_after`."""
         state = FORMAT.check(state)
-        check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the stream's state")
+        checks.check_vocabulary(state[checks.VOCABULARY], self._source.manifest.ids, source="the stream's state")
         self._current.start_epoch(state["epoch"] + 1)
 
     def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:
@@ -300,7 +290,7 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = states[0]
     shard_positions: ShardPositions = {}
     for index, state in enumerate(states):
-        for name in ("epoch", "position", "seed", "num_shards", "fingerprint", VOCABULARY, DIST_TYPE):
+        for name in ("epoch", "position", "seed", "num_shards", "fingerprint", checks.VOCABULARY, DIST_TYPE):
             if state[name] != merged[name]:
                 raise StateError(
                     f"states 0 and {index} cannot be merged: {name} is {merged[name]!r} and {state[name]!r}; save "

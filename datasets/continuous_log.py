@@ -137,12 +137,12 @@ def _checked_rows(table: pa.Table, manifest: Manifest, place: str, first_row: in
     columns = {name: name for name in names if name in required or name in table.column_names}
     check_columns(columns, table.column_names, place, "write one, as the log's manifest says")
     block = ListReader(columns=columns, row_numbers=repeat(0)).rows(table, manifest, place, first_row)
-    if (num_targets := block.row_columns.get(schema.NUM_TARGETS)) is not None:
+    if (num_targets := block.columns.get(schema.NUM_TARGETS)) is not None:
         for row in np.flatnonzero(num_targets > block.lengths)[:1]:
             fault = f"{schema.NUM_TARGETS} is {num_targets[row]}, of {block.lengths[row]} events"
             raise DataError(f"{place}, row {first_row + row}: {fault}; it is the number of last events to predict")
-        block.row_columns[schema.NUM_TARGETS] = num_targets.astype(np.int32)
-    for name, values in (block.row_columns | block.event_columns).items():
+        block.columns[schema.NUM_TARGETS] = num_targets.astype(np.int32)
+    for name, values in block.columns.items():
         if name in sizes and (largest := int(values.max(initial=0))) >= sizes[name]:
             raise DataError(
                 f"{place}: {name} has {largest}, which vocabulary_sizes[{name!r}] = {sizes[name]} of the log does not "

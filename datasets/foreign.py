@@ -95,7 +95,7 @@ class ListReader:
                 events[TIMESTAMP_MS], lengths, lambda row: f"{place} {first_row + row}: {column}", has_unit=has_unit
             )
         users = {USER_ID: np.fromiter(islice(self.row_numbers, len(lengths)), int)}
-        return RowBlock(lengths, users | values, events, {})
+        return RowBlock(users | values | events, dict.fromkeys(events, lengths))
 
     def _values(self, name: str, array: pa.Array, manifest: Manifest, path: str) -> NDArray[Any]:
         column = f"{path}: column {self.columns[name]!r} ({name})"
@@ -175,8 +175,7 @@ def _describe(folder: Path, names: list[str], split: str, reader: ListReader) ->
     sizes, parts = dict(manifest.vocabulary_sizes), []
     for _, block in read_blocks(folder, manifest, unread, replace(reader, row_numbers=count())):
         parts.append(block.lengths)
-        values = {**block.row_columns, **block.event_columns}
-        sizes = {name: max(size, int(values[name].max(initial=-1)) + 1) for name, size in sizes.items()}
+        sizes = {name: max(size, int(block.columns[name].max(initial=-1)) + 1) for name, size in sizes.items()}
     lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
     splits = {split: replace(unread, interactions=int(lengths.sum()), lengths=schema.summarize_lengths(lengths))}
     manifest = replace(manifest, splits=splits, vocabulary_sizes=sizes)

@@ -34,6 +34,7 @@ from evenrank.datasets.schema import (
     MANIFEST_NAME,
     NUM_TARGETS,
     REMEDY,
+    TIMESTAMP_MS,
     DataFile,
     Manifest,
     latest_version,
@@ -181,27 +182,24 @@ class StreamSource:
 
 def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, place: str) -> SequenceStore:
     """Return the rows of blocks as a store in memory; a DataError, about `place`, if only some have `num_targets`."""
-    if len({NUM_TARGETS in block.row_columns for block in blocks}) > 1:
+    if len({NUM_TARGETS in block.columns for block in blocks}) > 1:
         raise DataError(f"{place}: some files have a column {NUM_TARGETS!r} and some not; write it to all or to none")
 
     def column(name: str, dtype: str) -> NDArray[Any]:
-        return np.concatenate([np.empty(0, dtype), *(block.row_columns[name] for block in blocks)])
+        return np.concatenate([np.empty(0, dtype), *(block.columns[name] for block in blocks)])
 
-    def row_offsets(name: str) -> NDArray[np.int64]:
+    def offsets(name: str) -> NDArray[np.int64]:
         counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
         return np.cumsum(np.concatenate(counts))
 
     return SequenceStore(
         manifest=manifest,
         split=split,
-        offsets=np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *(block.lengths for block in blocks)])),
-        events={
-            name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
-            for name, dtype in manifest.event_dtypes.items()
-        },
+        offsets=offsets(TIMESTAMP_MS),
+        events={name: column(name, dtype) for name, dtype in manifest.event_dtypes.items()},
         rows={name: column(name, dtype) for name, dtype in manifest.row_columns.items()},
-        multi_valued={name: MultiValued(offsets=row_offsets(name)) for name in manifest.multi_valued},
-        num_targets=column(NUM_TARGETS, "int32") if blocks and NUM_TARGETS in blocks[0].row_columns else None,
+        multi_valued={name: MultiValued(offsets=offsets(name)) for name in manifest.multi_valued},
+        num_targets=column(NUM_TARGETS, "int32") if blocks and NUM_TARGETS in blocks[0].columns else None,
     )
 
 

@@ -165,12 +165,15 @@ _LAYOUT = "v5"  # version of the cache's contents, part of the entry's name
 
 
 class RowBlock(NamedTuple):
-    """Consecutive rows of a split: n rows, with sum(lengths) events."""
+    """Consecutive rows of a split: n rows."""
 
-    lengths: NDArray[np.int64]  # [n]
-    row_columns: dict[str, NDArray[Any]]  # [n] or [sum(counts)] each; with `num_targets` if the file has it
-    event_columns: dict[str, NDArray[Any]]  # [sum(lengths)] each
-    counts: dict[str, NDArray[np.int64]]  # of the values of a row, per multi-valued feature: [n]
+    columns: dict[str, NDArray[Any]]  # the values of all rows; with `num_targets` if the file has it
+    counts: dict[str, NDArray[np.int64]]  # of the values of a row, per column of lists: [n]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Events per row: int64 [n]."""
+        return self.counts[TIMESTAMP_MS]
 
     def rows(self, first: int, end: int) -> "RowBlock":
         """Return rows first..end-1."""
@@ -178,12 +181,8 @@ class RowBlock(NamedTuple):
         def cut(values: NDArray[Any], counts: NDArray[np.int64] | None) -> NDArray[Any]:
             return values[first:end] if counts is None else values[counts[:first].sum() : counts[:end].sum()]
 
-        return RowBlock(
-            self.lengths[first:end],
-            {name: cut(values, self.counts.get(name)) for name, values in self.row_columns.items()},
-            {name: cut(values, self.lengths) for name, values in self.event_columns.items()},
-            {name: counts[first:end] for name, counts in self.counts.items()},
-        )
+        columns = {name: cut(values, self.counts.get(name)) for name, values in self.columns.items()}
+        return RowBlock(columns, {name: counts[first:end] for name, counts in self.counts.items()})
 
 
 # `read_row_group`, or its like for files of another layout.
@@ -211,25 +210,22 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
         def create(name: str, dtype: str) -> ColumnWriter:
             return stack.enter_context(ColumnWriter(entry / f"{name}.npy", dtype))
 
-        offsets = create(OFFSETS, "int64")
-        row_offsets = {name: create(f"{ROW_OFFSETS}/{name}", "int64") for name in manifest.multi_valued}
-        for column in (offsets, *row_offsets.values()):
+        offsets = {name: create(f"{ROW_OFFSETS}/{name}", "int64") for name in manifest.multi_valued}
+        offsets[TIMESTAMP_MS] = create(OFFSETS, "int64")
+        for column in offsets.values():
             column.append(np.zeros(1, dtype=np.int64))
-        rows = {name: create(f"{ROWS}/{name}", dtype) for name, dtype in manifest.row_columns.items()}
-        events = {name: create(f"{EVENTS}/{name}", dtype) for name, dtype in manifest.event_dtypes.items()}
+        columns = {name: create(f"{ROWS}/{name}", dtype) for name, dtype in manifest.row_columns.items()}
+        columns |= {name: create(f"{EVENTS}/{name}", dtype) for name, dtype in manifest.event_dtypes.items()}
         for index, (path, block) in enumerate(read_blocks(folder, manifest, split, read_group, entry)):
-            if index == 0 and NUM_TARGETS in block.row_columns:
-                rows[NUM_TARGETS] = create(NUM_TARGETS, "int32")
-            if block.row_columns.keys() != rows.keys():
+            if index == 0 and NUM_TARGETS in block.columns:
+                columns[NUM_TARGETS] = create(NUM_TARGETS, "int32")
+            if block.columns.keys() != columns.keys():
                 raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
-            offsets.append(events[TIMESTAMP_MS].length + np.cumsum(block.lengths))
-            for name, counts in block.counts.items():
-                row_offsets[name].append(rows[name].length + np.cumsum(counts))
-            for name, values in block.row_columns.items():
-                rows[name].append(values)
-            for name, values in block.event_columns.items():
-                events[name].append(values)
-        num_rows, num_events = offsets.length - 1, events[TIMESTAMP_MS].length
+            for name, column in offsets.items():
+                column.append(columns[name].length + np.cumsum(block.counts[name]))
+            for name, values in block.columns.items():
+                columns[name].append(values)
+        num_rows, num_events = offsets[TIMESTAMP_MS].length - 1, columns[TIMESTAMP_MS].length
         if (num_rows, num_events) != (split.rows, split.interactions):
             raise DataError(
                 f"{folder} contains {num_rows:,} rows and {num_events:,} events, its manifest says {split.rows:,} and "
@@ -291,31 +287,27 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     names = [*row_dtypes, *event_dtypes, LENGTH]
     check_columns(names, present, path, REMEDY)
     table = file.read_row_group(group, columns=names)
-    columns = {name: table.column(name).combine_chunks() for name in names}
-    lengths = flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
+    arrays = {name: table.column(name).combine_chunks() for name in names}
+    lengths = flat_values(arrays[LENGTH], "int32", LENGTH, path).astype(np.int64)
     _check_range(lengths, 0, None, LENGTH, path)
     values: dict[str, NDArray[Any]] = {}
     counts: dict[str, NDArray[np.int64]] = {}
-    for name, dtype in row_dtypes.items():
-        if name in manifest.multi_valued:
-            values[name], counts[name] = _list_values(columns[name], dtype, name, path)
+    for name, dtype in {**row_dtypes, **event_dtypes}.items():
+        if name in event_dtypes or name in manifest.multi_valued:
+            values[name], counts[name] = _list_values(arrays[name], dtype, name, path)
         else:
-            values[name] = flat_values(columns[name], dtype, name, path)
-    for name, dtype in event_dtypes.items():
-        values[name], events = _list_values(columns[name], dtype, name, path)
-        if not np.array_equal(events, lengths):
+            values[name] = flat_values(arrays[name], dtype, name, path)
+        if name in event_dtypes and not np.array_equal(counts[name], lengths):
             raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
     for name, size in manifest.vocabulary_sizes.items():
         if name in values:  # not in a table of items
             _check_range(values[name], None if name == USER_ID else 0, size, name, path)
-    block = RowBlock(lengths, {name: values.pop(name) for name in row_dtypes}, values, counts)
     if NUM_TARGETS in row_dtypes:
-        num_targets = block.row_columns[NUM_TARGETS]
-        _check_range(num_targets, 0, None, NUM_TARGETS, path)
-        if (num_targets > lengths).any():
+        _check_range(values[NUM_TARGETS], 0, None, NUM_TARGETS, path)
+        if (values[NUM_TARGETS] > lengths).any():
             raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {REMEDY}")
     check_times(values[TIMESTAMP_MS], lengths, lambda row: f"{path}, row {row} of row group {group}: {TIMESTAMP_MS!r}")
-    return block
+    return RowBlock(values, counts)
 
 
 def check_times(

@@ -1,4 +1,3 @@
-from .finite import FiniteCheck
 from .loss import LossAverage, accumulate, in_batch_mask, label_bits, scale_loss
 from .metrics import BinaryAUC, ClassificationMetrics, RankingMetrics, RegressionMetrics
 from .performance import (
@@ -21,7 +20,7 @@ from .performance import (
     peaks_by_name,
 )
 from .step_timer import StepTimer
-from .watch import MemoryUsage, MemoryWatch, StallWatch
+from .watch import FiniteCheck, MemoryUsage, MemoryWatch, StallWatch
 
 __all__ = [
     "AttentionTracker",

@@ -16,15 +16,8 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.steps import Iteration, StepSampler, StepSamples
-from evenrank.dataloader.state.checks import (
-    VOCABULARY,
-    Epoch,
-    Natural,
-    StateFormat,
-    Text,
-    check_vocabulary,
-    vocabulary_entry,
-)
+from evenrank.dataloader.state import checks
+from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
     HasEpoch,
@@ -46,7 +39,7 @@ _FORMAT = StateFormat(
         "seed": Seed,
         "num_samples": Natural,
         "fingerprint": Text,
-        VOCABULARY: Text,
+        checks.VOCABULARY: Text,
         "pending": Text,
         DIST_TYPE: Text,
     },
@@ -160,7 +153,7 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         """Return a state of either version, intact, whose ids all mean the same here; else a StateError."""
         has_window = isinstance(state, Mapping) and state.get("version") == _WINDOW_FORMAT.version
         entries = (_WINDOW_FORMAT if has_window else _FORMAT).check(state)
-        check_vocabulary(entries[VOCABULARY], self._ids, source="the loader's state")
+        checks.check_vocabulary(entries[checks.VOCABULARY], self._ids, source="the loader's state")
         return entries
 
     def _begin_epoch(self) -> Iteration:
@@ -225,7 +218,7 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
             "seed": seed,
             "num_samples": samples.order.num_samples,
             "fingerprint": samples.fingerprint,
-            VOCABULARY: vocabulary_entry(self._ids),
+            checks.VOCABULARY: checks.vocabulary_entry(self._ids),
             "pending": samples.sampler.skipped(samples.order, point, position, seed=seed).to_text(),
             DIST_TYPE: dist_type(self._key_maps),
         }

@@ -77,9 +77,8 @@ class Source:
             group=self._world.data,
         )
         if endless:
-            opened = loader._open_epoch(0)
-            of_epoch = opened.of_epoch._replace(order=_Cycle(opened.of_epoch.order))
-            loader._whole = dataclasses.replace(opened, of_epoch=of_epoch)
+            opened = loader._samples_of(0)
+            loader._whole = dataclasses.replace(opened, order=_Cycle(opened.order))
         return loader
 
     def _dataset(self) -> SequenceStore:
