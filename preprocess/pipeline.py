@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from evenrank.preprocess.build.events import Columns
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, parse_ids, parse_unknown, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.engine import Threads, Workers, check_not_forked, num_workers
+from evenrank.preprocess.engine import Workers, check_not_forked, num_workers, threads
 from evenrank.preprocess.files.places import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.job import WORK_NAME, Job
@@ -223,12 +224,12 @@ def _write(
             known |= dict.fromkeys(found, "text")
 
 
-def _workers(config: PreprocessConfig, count: int, shared: Sequence[Path]) -> Workers:
+def _workers(config: PreprocessConfig, count: int, shared: Sequence[Path]) -> AbstractContextManager[Workers]:
     if config.engine == "local":
-        return Threads(count)
-    from evenrank.preprocess.ray_workers import RayWorkers
+        return threads(count)
+    from evenrank.preprocess.ray_workers import ray_workers
 
-    return RayWorkers(config.ray_address, count, shared)
+    return ray_workers(config.ray_address, count, shared)
 
 
 def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remote]) -> None:

@@ -12,7 +12,7 @@ What stays in memory is a hash table of the keys, about 14 bytes per value.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,6 +33,9 @@ AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"
 Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values that an earlier vocabulary lacks
 _COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
 _MAX_HASHES = 2**62
+_ROWS_PER_GROUP = 1 << 20
+_DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
+_SHOWN = 3  # unknown values in an error message
 
 
 def parse_ids(text: str) -> dict[str, str]:
@@ -86,32 +89,8 @@ class Ids:
         if self.table is not None:
             return self.table.find(keys) + 1
         if self.size is not None:
-            return _hashed(keys, self.size)
+            return (mix64(keys.view(np.uint64)) % np.uint64(self.size)).astype(np.int64)
         return keys
-
-
-def _hashed(keys: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
-    return (mix64(keys.view(np.uint64)) % np.uint64(num_ids)).astype(np.int64)
-
-
-def kept_ids(kind: IdKind, *, distinct: int | None = None, largest: int | None = None) -> Ids:
-    """Return the rule by which integers are kept."""
-    summary = IdSummary(rule=KEEP, kind=kind, distinct=distinct, largest=largest)
-    return Ids(size=None, summary=summary)
-
-
-def hashed_ids(rule: str, kind: IdKind, keys: NDArray[np.int64]) -> Ids:
-    """Return the rule `hash:N`, and count those of the distinct `keys` [n] that share an id."""
-    num_ids = int(rule.partition(":")[2])
-    _, counts = np.unique(_hashed(keys, num_ids), return_counts=True)
-    collisions = int(counts[counts > 1].sum())
-    summary = IdSummary(rule=rule, kind=kind, distinct=len(keys), collisions=collisions)
-    return Ids(size=num_ids, summary=summary)
-
-
-_ROWS_PER_GROUP = 1 << 20
-_DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
-_SHOWN = 3  # unknown values in an error message
 
 
 def vocabulary_name(column: str) -> str:
@@ -164,11 +143,15 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
 
     `rule` is `auto`, `dense`, `keep` or `hash:N`; with the ids of an `earlier` vocabulary, theirs.
     """
+    summary = IdSummary(rule=rule, kind=column.kind)
     if rule == KEEP:
-        return kept_ids(column.kind)
+        return Ids(size=None, summary=summary)
     found = find_distinct(column, engine)
+    summary = replace(summary, distinct=found.size)
     if rule.startswith(HASH):
-        return hashed_ids(rule, column.kind, np.concatenate([keys_in(rows) for rows in found.read()]))
+        ids = Ids(size=int(rule.partition(":")[2]), summary=summary)
+        _, counts = np.unique(ids.encode(np.concatenate([keys_in(rows) for rows in found.read()])), return_counts=True)
+        return replace(ids, summary=replace(summary, collisions=int(counts[counts > 1].sum())))
     if rule == AUTO:
         least, largest = found.limits or (0, 0)
         chosen = choose(column.kind, distinct=found.size, least=least, largest=largest)
@@ -178,7 +161,7 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
                 "of the log at once"
             )
         if chosen == KEEP:
-            return kept_ids(column.kind, distinct=found.size, largest=largest)
+            return Ids(size=None, summary=replace(summary, rule=KEEP, largest=largest))
     return _write(folder / vocabulary_name(column.name), found, earlier, engine)
 
 

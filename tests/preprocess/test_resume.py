@@ -279,8 +279,8 @@ def test_results_are_kept_unless_they_need_not_be(tmp_path: Path) -> None:
         return 2 * task
 
     for _ in range(2):
-        with engine.Threads(2) as threads:
-            on_threads = engine.Engine(threads, tmp_path)
+        with engine.threads(2) as workers:
+            on_threads = engine.Engine(workers, tmp_path)
             assert [*on_threads.map(double, range(3), stage="doubles")] == [(0, 0), (1, 2), (2, 4)]
             assert [*on_threads.map(double, range(2), stage="again", keep=False)] == [(0, 0), (1, 2)]
     assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2]
