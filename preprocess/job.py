@@ -50,8 +50,10 @@ from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
 from evenrank.preprocess.files.times import check_era, utc_text
-from evenrank.preprocess.output.replace import DATASET_NAME
-from evenrank.preprocess.output.writer import (
+from evenrank.preprocess.replace import DATASET_NAME
+from evenrank.preprocess.sources.download import source_files
+from evenrank.preprocess.sources.features import FeatureLookup, Interactions, look_up_items
+from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
     RangeRules,
     schema_of,
@@ -60,8 +62,6 @@ from evenrank.preprocess.output.writer import (
     write_no_rows,
     write_range,
 )
-from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import FeatureLookup, Interactions, look_up_items
 
 WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results by stage
 _LOGGER = logging.getLogger("evenrank.preprocess")

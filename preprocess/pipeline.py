@@ -29,14 +29,14 @@ from evenrank.preprocess.engine import Workers, check_not_forked, num_workers, t
 from evenrank.preprocess.files.places import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.job import WORK_NAME, Job
-from evenrank.preprocess.output.replace import DATASET_NAME, replace_folder, wrap_write_errors
-from evenrank.preprocess.output.upload import replace_remote
+from evenrank.preprocess.replace import DATASET_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files
 from evenrank.preprocess.sources.features import Interactions, number_features
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
+from evenrank.preprocess.upload import replace_remote
 
 _PLAN_NAME = "plan.json"
 # Changes when the machine starts, and perhaps loses what was not on the disk yet; only Linux has it.

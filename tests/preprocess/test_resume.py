@@ -19,9 +19,8 @@ import pytest
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
-from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, pipeline, preprocess
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, pipeline, preprocess, replace
 from evenrank.preprocess.files import text as text_files
-from evenrank.preprocess.output import replace
 from tests.preprocess.test_append import bytes_in
 
 
@@ -65,7 +64,7 @@ def _called_at_each_step(call: Callable[[], None]) -> Iterator[None]:
         call()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("build.events", "build.distinct", "engine", "output.writer"):
+        for module in ("build.events", "build.distinct", "engine", "writer"):
             patch.setattr(f"evenrank.preprocess.{module}.replacing", with_calls)
         patch.setattr(replace, "_put_in_place", put_with_calls)
         yield

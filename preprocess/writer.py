@@ -35,7 +35,7 @@ from evenrank.preprocess.build.inference_requests import RequestRule, request_ta
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
 from evenrank.preprocess.build.vocabulary import DENSE, Ids, vocabulary_name, vocabulary_rows
-from evenrank.preprocess.output.replace import ITEM_FEATURES_NAME
+from evenrank.preprocess.replace import ITEM_FEATURES_NAME
 from evenrank.preprocess.sources.features import FeatureLookup, Interactions, Seen
 
 # A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
