@@ -29,7 +29,7 @@ from evenrank.datasets.schema import (
     content_hash,
     summarize_lengths,
 )
-from evenrank.preprocess.append import OF_LOG, Base, check_source
+from evenrank.preprocess.append import Base
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
 from evenrank.preprocess.build.events import (
@@ -108,8 +108,7 @@ class Job:
         """Write all files, and return the manifest."""
         config, source = self.config, self.source
         if self.base is not None:
-            check_source(source)
-            self.base.check_options(self.options, but=OF_LOG)
+            self.base.check(source, self.options)
         rule, eval_users, num_listed = self.rule, np.empty(0, dtype=np.int64), 0
         parts = [] if self.base is None else [self.base.part(source.extra_events)]
         base_name = "".join(part.name for part in parts)

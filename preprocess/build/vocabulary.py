@@ -12,7 +12,8 @@ What stays in memory is a hash table of the keys, about 14 bytes per value.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -167,10 +168,10 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
 
 def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engine) -> Ids:
     """Write a vocabulary, after the values of an earlier one if there is one, and return the ids."""
-    name, kind = found.column.name, found.column.kind
-    parts, num_known, size, unknown = found.merged(engine), 0, 0, _Unknown()
+    kind, parts, num_known, num_values, num_events, size = found.column.kind, found.merged(engine), 0, 0, 0, 0
     if earlier is not None and earlier.unknown:
-        parts, num_known = _after(earlier, found, parts, unknown), len(earlier.keys)
+        num_known = len(earlier.keys)
+        parts, num_values, num_events = _after(earlier, found, parts)
     keys = np.empty(num_known + found.size, dtype=np.int64)
     schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[kind])).schema
     encodings = {field.name: "DELTA_BINARY_PACKED" for field in schema if pa.types.is_integer(field.type)}
@@ -180,11 +181,6 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
             file.write_table(vocabulary_rows(size + 1, rows.get_column(VALUE), rows.get_column(COUNT)))
             keys[size : size + len(rows)] = keys_in(rows)
             size += len(rows)
-    if earlier is not None and earlier.unknown == "fail" and unknown.values:
-        raise DataError(
-            f"the vocabulary of {name} lacks {unknown.values:,} of the values, in {unknown.events:,} events, first "
-            f"{', '.join(map(repr, unknown.first))}; set unknown to append, oov or drop, or correct the log"
-        )
     keys = keys[:size]
     summary = IdSummary(
         rule=DENSE,
@@ -192,38 +188,33 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
         distinct=found.size,
         largest=None if kind == "text" else max(found.limits or (0,)),
         versions=_versions(None if earlier is None else earlier.summary, size, _digest(kind, keys)),
-        unknown_values=unknown.values,
-        unknown_events=unknown.events,
+        unknown_values=num_values,
+        unknown_events=num_events,
     )
     return Ids(size=size + 1, summary=summary, table=KeyTable(keys))
 
 
-@dataclass(slots=True)
-class _Unknown:
-    """Values that an earlier vocabulary lacks."""
-
-    values: int = 0
-    events: int = 0
-    first: list[Any] = field(default_factory=list)
-
-
 def _after(
-    earlier: EarlierIds, found: Distinct, parts: Iterable[pl.DataFrame], unknown: _Unknown
-) -> Iterator[pl.DataFrame]:
-    """Yield the values of an earlier vocabulary, then those that it lacks, which are counted."""
-    known = KeyTable(earlier.keys)
+    earlier: EarlierIds, found: Distinct, parts: Iterator[pl.DataFrame]
+) -> tuple[Iterator[pl.DataFrame], int, int]:
+    """Return the values of an earlier vocabulary, then those that it lacks; how many these are, and their events."""
+    known, num_values, num_events = KeyTable(earlier.keys), 0, 0
     counts = np.zeros(len(known), dtype=np.int64)
     for rows in found.read():
-        places = known.find(keys_in(rows))
-        counts[places[places >= 0]] += rows.get_column(COUNT).to_numpy()[places >= 0]
-    yield pl.DataFrame({VALUE: earlier.values, COUNT: counts, KEY: earlier.keys})
-    for rows in parts:
-        rows = rows.filter(known.find(keys_in(rows)) < 0)
-        unknown.values += len(rows)
-        unknown.events += int(rows.get_column(COUNT).sum())
-        unknown.first = unknown.first or rows.get_column(VALUE).head(_SHOWN).to_list()
-        if earlier.unknown != "oov":
-            yield rows.select(VALUE, COUNT, pl.Series(KEY, keys_in(rows)))
+        places, added = known.find(keys_in(rows)), rows.get_column(COUNT).to_numpy()
+        counts[places[places >= 0]] += added[places >= 0]
+        num_values += int(np.count_nonzero(places < 0))
+        num_events += int(added[places < 0].sum())
+    lacking = (rows.filter(known.find(keys_in(rows)) < 0) for rows in parts)
+    if earlier.unknown == "fail" and num_values:
+        first = next(filter(len, lacking)).get_column(VALUE).head(_SHOWN).to_list()
+        raise DataError(
+            f"the vocabulary of {found.column.name} lacks {num_values:,} of the values, in {num_events:,} events, "
+            f"first {', '.join(map(repr, first))}; set unknown to append, oov or drop, or correct the log"
+        )
+    old = pl.DataFrame({VALUE: earlier.values, COUNT: counts, KEY: earlier.keys})
+    new = (rows.select(VALUE, COUNT, pl.Series(KEY, keys_in(rows))) for rows in lacking)
+    return chain([old], () if earlier.unknown == "oov" else new), num_values, num_events
 
 
 def _in_groups(parts: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:
