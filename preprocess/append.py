@@ -33,7 +33,6 @@ from evenrank.preprocess.files.table import EventPart, Events, Piece, wrap_read_
 from evenrank.preprocess.files.times import utc_text
 from evenrank.preprocess.sources.features import Interactions
 
-OF_LOG = ("events", "delimiter", "timestamp_unit", "on_error")  # options that depend on files
 _AT_ONCE = "preprocess all of the log at once"
 
 
@@ -75,6 +74,13 @@ class Base:
         found = {"timestamp_unit": old["timestamp_unit"], "delimiter": old["delimiter"] or options["delimiter"]}
         found["on_error"] = max(old["on_error"], options["on_error"])  # skip, if rows of one of them may be bad
         return {**options, **found, "events": [*old["events"], *options["events"]]}
+
+    def check(self, source: Interactions, options: Mapping[str, Any]) -> None:
+        """Raise a ConfigError if events of a log cannot be appended, or with other options."""
+        if source.time_unit == "row" or source.has_eval_log:
+            which = "without times" if source.time_unit == "row" else "with a second one for eval"
+            raise ConfigError(f"events of a log {which} cannot be appended; {_AT_ONCE}")
+        self.check_options(options, but=("events", "delimiter", "timestamp_unit", "on_error"))  # which depend on files
 
     def check_options(self, options: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
         """Raise a ConfigError if options of preprocessing, `but` some, are not those of this dataset."""
@@ -170,10 +176,3 @@ def read_base(folder: Path, config: PreprocessConfig) -> Base:
         overlap=config.filters.overlap,
         others=(*others, *([] if listed is None else [listed])),
     )
-
-
-def check_source(source: Interactions) -> None:
-    """Raise a ConfigError if events of a log cannot be appended."""
-    if source.time_unit == "row" or source.has_eval_log:
-        which = "without times" if source.time_unit == "row" else "with a second one for eval"
-        raise ConfigError(f"events of a log {which} cannot be appended; {_AT_ONCE}")

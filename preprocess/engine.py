@@ -11,10 +11,11 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import replacing
@@ -81,34 +82,24 @@ class UnfinishedError(DataError):
     """The work could not be finished here and now; what was done is kept for the next run of the same command."""
 
 
-class Workers(Protocol):
-    """What calls functions, several at a time; a context manager, which ends it."""
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """What calls functions, several at a time."""
 
     count: int
     """How many functions run at a time."""
-
-    def __enter__(self) -> "Workers": ...
-    def __exit__(self, *error: object) -> None: ...
-    def caller(self, function: Callable[[Any], Result]) -> Callable[[Any], Callable[[], Result]]:
-        """Return what starts a call of a function with one argument, and returns what waits for it."""
+    caller: Callable[[Callable[[Any], Any]], Callable[[Any], Callable[[], Any]]]
+    """Return what starts a call of a function with one argument, and returns what waits for its result."""
 
 
-class Threads:
-    """Workers of this process."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="evenrank-preprocess")
-
-    def __enter__(self) -> "Threads":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def caller(self, function: Callable[[Any], Result]) -> Callable[[Any], Callable[[], Result]]:
-        """Return what starts a call of a function with one argument, and returns what waits for it."""
-        return lambda task: self._pool.submit(function, task).result
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[Workers]:
+    """Yield workers of this process."""
+    pool = ThreadPoolExecutor(count, thread_name_prefix="evenrank-preprocess")
+    try:
+        yield Workers(count, lambda function: lambda task: pool.submit(function, task).result)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class Engine:

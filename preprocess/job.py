@@ -2,8 +2,8 @@
 
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_space
@@ -22,12 +23,13 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     REQUESTS_NAME,
     USER_ID,
+    DataFile,
     Manifest,
     Split,
     content_hash,
     summarize_lengths,
 )
-from evenrank.preprocess.append import OF_LOG, Base, check_source
+from evenrank.preprocess.append import Base
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
 from evenrank.preprocess.build.events import (
@@ -48,19 +50,18 @@ from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
 from evenrank.preprocess.files.times import check_era, utc_text
-from evenrank.preprocess.output.replace import DATASET_NAME
-from evenrank.preprocess.output.writer import (
+from evenrank.preprocess.replace import DATASET_NAME
+from evenrank.preprocess.sources.download import source_files
+from evenrank.preprocess.sources.features import FeatureLookup, Interactions, look_up_items
+from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
     RangeRules,
-    RangeSummary,
     schema_of,
     split_file,
     write_item_features,
     write_no_rows,
     write_range,
 )
-from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import FeatureLookup, Interactions, look_up_items
 
 WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results by stage
 _LOGGER = logging.getLogger("evenrank.preprocess")
@@ -107,8 +108,7 @@ class Job:
         """Write all files, and return the manifest."""
         config, source = self.config, self.source
         if self.base is not None:
-            check_source(source)
-            self.base.check_options(self.options, but=OF_LOG)
+            self.base.check(source, self.options)
         rule, eval_users, num_listed = self.rule, np.empty(0, dtype=np.int64), 0
         parts = [] if self.base is None else [self.base.part(source.extra_events)]
         base_name = "".join(part.name for part in parts)
@@ -250,7 +250,9 @@ class Job:
         statistics = EventCounter(
             _shown_split(config.split, rules.split), rules.split.by, num_items, config.filters.overlap
         )
-        written: list[RangeSummary] = []
+        files: dict[str, list[DataFile]] = defaultdict(list)
+        lengths: dict[str, list[NDArray[np.int64]]] = defaultdict(list)
+        largest, num_duplicates = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1), 0
         with contextlib.ExitStack() as stack:
             if config.requests is not None:
                 path = self.folder / REQUESTS_NAME
@@ -261,20 +263,20 @@ class Job:
                 statistics.add(part.events)
                 rules.context.record(part.users)
                 rules.items.record(part.items)
-                written.append(part.summary)
-        splits = {name: self._split(name, rules, written) for name in written[0].lengths}
-        self.counts["duplicate events (kept)"] = sum(part.num_duplicates for part in written)
+                for name, of_rows in part.lengths.items():
+                    lengths[name].append(of_rows)
+                    files[name] += [part.files[name]] if name in part.files else []
+                largest = {name: max(value, part.largest[name]) for name, value in largest.items()}
+                num_duplicates += part.num_duplicates
+        splits = {name: self._split(name, rules, files[name], np.concatenate(lengths[name])) for name in lengths}
+        self.counts["duplicate events (kept)"] = num_duplicates
         if not any(split.rows for split in splits.values()):
             raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
         self.counts |= rules.context.audit() | rules.items.audit()
-        names = (USER_ID, ITEM_ID, ACTION)
-        largest = {name: max(part.largest[name] for part in written) for name in names}
         return splits, largest, statistics.report(self.folder)
 
-    def _split(self, name: str, rules: RangeRules, written: Sequence[RangeSummary]) -> Split:
-        files = [part.files[name] for part in written if name in part.files]
+    def _split(self, name: str, rules: RangeRules, files: list[DataFile], lengths: NDArray[np.int64]) -> Split:
         files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]
-        lengths = np.concatenate([part.lengths[name] for part in written])
         summary = summarize_lengths(lengths)
         return Split(files=tuple(files), rows=len(lengths), interactions=int(lengths.sum()), lengths=summary)
 

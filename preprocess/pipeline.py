@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,18 +25,18 @@ from evenrank.preprocess.build.events import Columns
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, parse_ids, parse_unknown, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.engine import Threads, Workers, check_not_forked, num_workers
+from evenrank.preprocess.engine import Workers, check_not_forked, num_workers, threads
 from evenrank.preprocess.files.places import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.job import WORK_NAME, Job
-from evenrank.preprocess.output.replace import DATASET_NAME, replace_folder, wrap_write_errors
-from evenrank.preprocess.output.upload import replace_remote
+from evenrank.preprocess.replace import DATASET_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files
 from evenrank.preprocess.sources.features import Interactions, number_features
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
+from evenrank.preprocess.upload import replace_remote
 
 _PLAN_NAME = "plan.json"
 # Changes when the machine starts, and perhaps loses what was not on the disk yet; only Linux has it.
@@ -223,12 +224,12 @@ def _write(
             known |= dict.fromkeys(found, "text")
 
 
-def _workers(config: PreprocessConfig, count: int, shared: Sequence[Path]) -> Workers:
+def _workers(config: PreprocessConfig, count: int, shared: Sequence[Path]) -> AbstractContextManager[Workers]:
     if config.engine == "local":
-        return Threads(count)
-    from evenrank.preprocess.ray_workers import RayWorkers
+        return threads(count)
+    from evenrank.preprocess.ray_workers import ray_workers
 
-    return RayWorkers(config.ray_address, count, shared)
+    return ray_workers(config.ray_address, count, shared)
 
 
 def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remote]) -> None:

@@ -1,12 +1,13 @@
 """Workers on the nodes of a Ray cluster: one that is running, or one of this machine for as long as they are used."""
 
+import contextlib
 import logging
 import os
 import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import evenrank
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.optional_imports import naming_extras
-from evenrank.preprocess.engine import BYTES_PER_PROCESS, Result, UnfinishedError
+from evenrank.preprocess.engine import BYTES_PER_PROCESS, Result, UnfinishedError, Workers
 
 with naming_extras():
     import ray
@@ -24,70 +25,61 @@ with naming_extras():
 _SECONDS_TO_CONNECT = 10
 
 
-class RayWorkers:
-    """Processes on all nodes of a cluster; see `engine.Workers`.
+@contextlib.contextmanager
+def ray_workers(address: str | None, count: int, shared: Sequence[Path]) -> Iterator[Workers]:
+    """Yield processes on all nodes of a cluster.
 
     Args:
         address: of a cluster, as `ray.init` takes it; None: one of this machine is started and ended.
         count: number of cores of that one; otherwise, cores and memory of the nodes decide.
         shared: files and folders that all nodes must see, because events go through them.
     """
-
-    def __init__(self, address: str | None, count: int, shared: Sequence[Path]) -> None:
-        self._address, self.count, self._shared = address, count, [str(path) for path in shared]
-        self._is_connected = ray.is_initialized()  # by the program that calls this one
-
-    def __enter__(self) -> "RayWorkers":
-        of_cluster = {"address": self._address} if self._address else {"address": "local", "num_cpus": self.count}
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            if not self._is_connected:
-                # Ray would wait for minutes.
-                if target := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", self._address or ""):
-                    socket.create_connection((target[1], int(target[2])), timeout=_SECONDS_TO_CONNECT).close()
-                ray.init(**of_cluster, log_to_driver=False, logging_level=logging.ERROR)
-                if threading.current_thread() is threading.main_thread():
-                    signal.signal(signal.SIGTERM, handler)  # Ray's exits at once
-        except (OSError, RuntimeError, ValueError) as error:
-            place = f"at {self._address}" if self._address else "on this machine"
-            raise ConfigError(f"there is no Ray cluster {place}: {first_line(error)}; check --ray-address") from error
-        try:
-            nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-            self.count = sum(map(_num_workers, nodes))
-            if not self.count:
-                raise ConfigError(
-                    f"no node of the Ray cluster has a core and {BYTES_PER_PROCESS / 1e9:g} GB of memory; add one"
-                )
-            for node in filter(_num_workers, nodes):
-                self._check(node)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._is_connected:
+    of_cluster = {"address": address} if address else {"address": "local", "num_cpus": count}
+    handler, is_connected = signal.getsignal(signal.SIGTERM), ray.is_initialized()  # by the program that calls this one
+    try:
+        if not is_connected:
+            # Ray would wait for minutes.
+            if target := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address or ""):
+                socket.create_connection((target[1], int(target[2])), timeout=_SECONDS_TO_CONNECT).close()
+            ray.init(**of_cluster, log_to_driver=False, logging_level=logging.ERROR)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray's exits at once
+    except (OSError, RuntimeError, ValueError) as error:
+        place = f"at {address}" if address else "on this machine"
+        raise ConfigError(f"there is no Ray cluster {place}: {first_line(error)}; check --ray-address") from error
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"] and _num_workers(node)]  # type: ignore[no-untyped-call]
+        if not nodes:
+            raise ConfigError(
+                f"no node of the Ray cluster has a core and {BYTES_PER_PROCESS / 1e9:g} GB of memory; add one"
+            )
+        for node in nodes:
+            _check(node, [str(path) for path in shared])
+        yield Workers(sum(map(_num_workers, nodes)), _caller)
+    finally:
+        if not is_connected:
             ray.shutdown()
 
-    def _check(self, node: dict[str, Any]) -> None:
-        """Raise an error if a node lacks this release or what must be shared."""
-        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        call = ray.remote(_look_around).options(scheduling_strategy=on_node)
-        version, missing = _wait(call.remote(self._shared))
-        where = f"node {node['NodeManagerAddress']}"
-        if version != evenrank.__version__:
-            raise ConfigError(f"{where} has evenrank {version}; install {evenrank.__version__}, as here, on all nodes")
-        if missing:
-            raise DataError(
-                f"{where} does not see {missing[0]}; with --engine ray, choose input and output (for a URL, TMPDIR) on "
-                "storage that all nodes share"
-            )
 
-    def caller(self, function: Callable[[Any], Result]) -> Callable[[Any], Callable[[], Result]]:
-        """Return what starts a call of a function, which is sent to each node once, and returns what waits for it."""
-        shared: Any = ray.put(function)
-        call: Any = ray.remote(_call).options(memory=BYTES_PER_PROCESS)
-        return lambda task: partial(_result, call.remote(shared, task))
+def _check(node: dict[str, Any], shared: Sequence[str]) -> None:
+    """Raise an error if a node lacks this release or what must be shared."""
+    on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    version, missing = _wait(ray.remote(_look_around).options(scheduling_strategy=on_node).remote(shared))
+    where = f"node {node['NodeManagerAddress']}"
+    if version != evenrank.__version__:
+        raise ConfigError(f"{where} has evenrank {version}; install {evenrank.__version__}, as here, on all nodes")
+    if missing:
+        raise DataError(
+            f"{where} does not see {missing[0]}; with --engine ray, choose input and output (for a URL, TMPDIR) on "
+            "storage that all nodes share"
+        )
+
+
+def _caller(function: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
+    """Return what starts a call of a function, which is sent to each node once, and returns what waits for it."""
+    shared: Any = ray.put(function)
+    call: Any = ray.remote(_call).options(memory=BYTES_PER_PROCESS)
+    return lambda task: partial(_result, call.remote(shared, task))
 
 
 def _num_workers(node: dict[str, Any]) -> int:

@@ -28,9 +28,7 @@ class EventCounts(NamedTuple):
 
     hours: Counted  # of events, since 1970
     items: Mapping[str, Counted]  # by split
-    users: int
-    eval_users: int
-    cold_users: int
+    sums: Mapping[str, int]  # numbers of users by their names in Statistics
     first_ms: int
     last_ms: int
     newest_train: int  # time
@@ -43,15 +41,14 @@ def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> Even
         if rows.num_targets.any():  # the events before those to predict are in train too
             rows = replace(rows, begins=rows.ends - rows.num_targets)
         items[name] = np.unique(rows.values(ITEM_ID), return_counts=True)
-    train, has_eval = divided[TRAIN], EVAL in divided
+    train = divided[TRAIN]
     newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
-    eval_users = divided[EVAL].user_keys if has_eval else train.user_keys[:0]
+    eval_users = divided[EVAL].user_keys if EVAL in divided else train.user_keys[:0]
+    cold_users = int(np.isin(eval_users, train.user_keys, invert=True).sum())
     return EventCounts(
         hours=np.unique(times // _HOUR_MS, return_counts=True),
         items=items,
-        users=len(sequences),
-        eval_users=len(eval_users),
-        cold_users=int(np.isin(eval_users, train.user_keys, invert=True).sum()),
+        sums={"users": len(sequences), "eval_users": len(eval_users), "cold_users": cold_users},
         first_ms=int(times.min(initial=_LARGEST)),
         last_ms=int(times.max(initial=-_LARGEST)),
         newest_train=int(newest.max(initial=-_LARGEST)),
@@ -72,8 +69,7 @@ class EventCounter:
         self._split, self._by, self._overlap = split, by, overlap
         self._hours = ValueCounts()  # since 1970
         self._items, self._train_items = ValueCounts(num_items), ValueCounts(num_items)  # the latter if there is eval
-        self._events: Counter[str] = Counter()
-        self._users = self._eval_users = self._cold_users = 0
+        self._events, self._sums = Counter[str](), Counter[str]()
         self._first_ms, self._last_ms, self._newest_train = _LARGEST, -_LARGEST, -_LARGEST
 
     def add(self, counts: EventCounts) -> None:
@@ -84,9 +80,7 @@ class EventCounter:
             if name == TRAIN and EVAL in counts.items:
                 self._train_items.add(*items)
             self._events[name] += int(items[1].sum())
-        self._users += counts.users
-        self._eval_users += counts.eval_users
-        self._cold_users += counts.cold_users
+        self._sums.update(counts.sums)
         self._first_ms = min(self._first_ms, counts.first_ms)
         self._last_ms = max(self._last_ms, counts.last_ms)
         self._newest_train = max(self._newest_train, counts.newest_train)
@@ -99,7 +93,9 @@ class EventCounter:
         width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
         bins = hours // width - hours[0] // width
         popularity, eval_items, cold_items, cold_item_events = ValueCounts(), 0, 0, 0
-        early_eval_events = _count_early(folder / EVAL, self._newest_train, self._overlap) if self._eval_users else 0
+        early_eval_events = (
+            _count_early(folder / EVAL, self._newest_train, self._overlap) if self._sums["eval_users"] else 0
+        )
         for items, num_events in self._items.pieces():
             popularity.add(num_events.astype(np.int64))
             if EVAL in self._events:
@@ -116,7 +112,6 @@ class EventCounter:
             split=self._split,
             by=self._by,
             events=dict(self._events),
-            users=self._users,
             items=num_items,
             first_ms=self._first_ms,
             last_ms=self._last_ms,
@@ -133,8 +128,7 @@ class EventCounter:
             eval_items=eval_items,
             cold_items=cold_items,
             cold_item_events=cold_item_events,
-            eval_users=self._eval_users,
-            cold_users=self._cold_users,
+            **self._sums,
         )
 
 

@@ -12,7 +12,8 @@ What stays in memory is a hash table of the keys, about 14 bytes per value.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,6 +34,9 @@ AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"
 Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values that an earlier vocabulary lacks
 _COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
 _MAX_HASHES = 2**62
+_ROWS_PER_GROUP = 1 << 20
+_DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
+_SHOWN = 3  # unknown values in an error message
 
 
 def parse_ids(text: str) -> dict[str, str]:
@@ -86,32 +90,8 @@ class Ids:
         if self.table is not None:
             return self.table.find(keys) + 1
         if self.size is not None:
-            return _hashed(keys, self.size)
+            return (mix64(keys.view(np.uint64)) % np.uint64(self.size)).astype(np.int64)
         return keys
-
-
-def _hashed(keys: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
-    return (mix64(keys.view(np.uint64)) % np.uint64(num_ids)).astype(np.int64)
-
-
-def kept_ids(kind: IdKind, *, distinct: int | None = None, largest: int | None = None) -> Ids:
-    """Return the rule by which integers are kept."""
-    summary = IdSummary(rule=KEEP, kind=kind, distinct=distinct, largest=largest)
-    return Ids(size=None, summary=summary)
-
-
-def hashed_ids(rule: str, kind: IdKind, keys: NDArray[np.int64]) -> Ids:
-    """Return the rule `hash:N`, and count those of the distinct `keys` [n] that share an id."""
-    num_ids = int(rule.partition(":")[2])
-    _, counts = np.unique(_hashed(keys, num_ids), return_counts=True)
-    collisions = int(counts[counts > 1].sum())
-    summary = IdSummary(rule=rule, kind=kind, distinct=len(keys), collisions=collisions)
-    return Ids(size=num_ids, summary=summary)
-
-
-_ROWS_PER_GROUP = 1 << 20
-_DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
-_SHOWN = 3  # unknown values in an error message
 
 
 def vocabulary_name(column: str) -> str:
@@ -164,11 +144,15 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
 
     `rule` is `auto`, `dense`, `keep` or `hash:N`; with the ids of an `earlier` vocabulary, theirs.
     """
+    summary = IdSummary(rule=rule, kind=column.kind)
     if rule == KEEP:
-        return kept_ids(column.kind)
+        return Ids(size=None, summary=summary)
     found = find_distinct(column, engine)
+    summary = replace(summary, distinct=found.size)
     if rule.startswith(HASH):
-        return hashed_ids(rule, column.kind, np.concatenate([keys_in(rows) for rows in found.read()]))
+        ids = Ids(size=int(rule.partition(":")[2]), summary=summary)
+        _, counts = np.unique(ids.encode(np.concatenate([keys_in(rows) for rows in found.read()])), return_counts=True)
+        return replace(ids, summary=replace(summary, collisions=int(counts[counts > 1].sum())))
     if rule == AUTO:
         least, largest = found.limits or (0, 0)
         chosen = choose(column.kind, distinct=found.size, least=least, largest=largest)
@@ -178,16 +162,16 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
                 "of the log at once"
             )
         if chosen == KEEP:
-            return kept_ids(column.kind, distinct=found.size, largest=largest)
+            return Ids(size=None, summary=replace(summary, rule=KEEP, largest=largest))
     return _write(folder / vocabulary_name(column.name), found, earlier, engine)
 
 
 def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engine) -> Ids:
     """Write a vocabulary, after the values of an earlier one if there is one, and return the ids."""
-    name, kind = found.column.name, found.column.kind
-    parts, num_known, size, unknown = found.merged(engine), 0, 0, _Unknown()
+    kind, parts, num_known, num_values, num_events, size = found.column.kind, found.merged(engine), 0, 0, 0, 0
     if earlier is not None and earlier.unknown:
-        parts, num_known = _after(earlier, found, parts, unknown), len(earlier.keys)
+        num_known = len(earlier.keys)
+        parts, num_values, num_events = _after(earlier, found, parts)
     keys = np.empty(num_known + found.size, dtype=np.int64)
     schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[kind])).schema
     encodings = {field.name: "DELTA_BINARY_PACKED" for field in schema if pa.types.is_integer(field.type)}
@@ -197,11 +181,6 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
             file.write_table(vocabulary_rows(size + 1, rows.get_column(VALUE), rows.get_column(COUNT)))
             keys[size : size + len(rows)] = keys_in(rows)
             size += len(rows)
-    if earlier is not None and earlier.unknown == "fail" and unknown.values:
-        raise DataError(
-            f"the vocabulary of {name} lacks {unknown.values:,} of the values, in {unknown.events:,} events, first "
-            f"{', '.join(map(repr, unknown.first))}; set unknown to append, oov or drop, or correct the log"
-        )
     keys = keys[:size]
     summary = IdSummary(
         rule=DENSE,
@@ -209,38 +188,33 @@ def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engi
         distinct=found.size,
         largest=None if kind == "text" else max(found.limits or (0,)),
         versions=_versions(None if earlier is None else earlier.summary, size, _digest(kind, keys)),
-        unknown_values=unknown.values,
-        unknown_events=unknown.events,
+        unknown_values=num_values,
+        unknown_events=num_events,
     )
     return Ids(size=size + 1, summary=summary, table=KeyTable(keys))
 
 
-@dataclass(slots=True)
-class _Unknown:
-    """Values that an earlier vocabulary lacks."""
-
-    values: int = 0
-    events: int = 0
-    first: list[Any] = field(default_factory=list)
-
-
 def _after(
-    earlier: EarlierIds, found: Distinct, parts: Iterable[pl.DataFrame], unknown: _Unknown
-) -> Iterator[pl.DataFrame]:
-    """Yield the values of an earlier vocabulary, then those that it lacks, which are counted."""
-    known = KeyTable(earlier.keys)
+    earlier: EarlierIds, found: Distinct, parts: Iterator[pl.DataFrame]
+) -> tuple[Iterator[pl.DataFrame], int, int]:
+    """Return the values of an earlier vocabulary, then those that it lacks; how many these are, and their events."""
+    known, num_values, num_events = KeyTable(earlier.keys), 0, 0
     counts = np.zeros(len(known), dtype=np.int64)
     for rows in found.read():
-        places = known.find(keys_in(rows))
-        counts[places[places >= 0]] += rows.get_column(COUNT).to_numpy()[places >= 0]
-    yield pl.DataFrame({VALUE: earlier.values, COUNT: counts, KEY: earlier.keys})
-    for rows in parts:
-        rows = rows.filter(known.find(keys_in(rows)) < 0)
-        unknown.values += len(rows)
-        unknown.events += int(rows.get_column(COUNT).sum())
-        unknown.first = unknown.first or rows.get_column(VALUE).head(_SHOWN).to_list()
-        if earlier.unknown != "oov":
-            yield rows.select(VALUE, COUNT, pl.Series(KEY, keys_in(rows)))
+        places, added = known.find(keys_in(rows)), rows.get_column(COUNT).to_numpy()
+        counts[places[places >= 0]] += added[places >= 0]
+        num_values += int(np.count_nonzero(places < 0))
+        num_events += int(added[places < 0].sum())
+    lacking = (rows.filter(known.find(keys_in(rows)) < 0) for rows in parts)
+    if earlier.unknown == "fail" and num_values:
+        first = next(filter(len, lacking)).get_column(VALUE).head(_SHOWN).to_list()
+        raise DataError(
+            f"the vocabulary of {found.column.name} lacks {num_values:,} of the values, in {num_events:,} events, "
+            f"first {', '.join(map(repr, first))}; set unknown to append, oov or drop, or correct the log"
+        )
+    old = pl.DataFrame({VALUE: earlier.values, COUNT: counts, KEY: earlier.keys})
+    new = (rows.select(VALUE, COUNT, pl.Series(KEY, keys_in(rows))) for rows in lacking)
+    return chain([old], () if earlier.unknown == "oov" else new), num_values, num_events
 
 
 def _in_groups(parts: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:

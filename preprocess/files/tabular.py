@@ -102,21 +102,32 @@ def open_table(
             keys = _keys(line)
             present = [name for name in needed if name in keys or name not in folders]
             own, constants = _locate_columns(path, present, needed, folders)
-            return _text_table(path, partial(_parse_json, names=own), own, constants)
-        if separator is None:
-            separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
-        fields = _divide(line, separator)
-        if not fields:
-            raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
-        if len(fields) != len(columns or fields):
-            counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
-            raise DataError(f"{path}: the first line has {counts}; correct one of them")
-        remedy = "choose one of them"
-        if not columns:
-            remedy += " or, if that is no header, give --columns (of --context, --context-header)"
-        own, constants = _locate_columns(path, columns or fields, needed, folders, remedy)
-        parse = partial(_parse_delimited, separator=separator, columns=columns or fields, names=own)
-        return _text_table(path, parse, own, constants, has_header=not columns, separator=separator)
+            parse, has_header = partial(_parse_json, names=own), False
+        else:
+            if separator is None:
+                separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
+            fields = _divide(line, separator)
+            if not fields:
+                raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
+            if len(fields) != len(columns or fields):
+                counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
+                raise DataError(f"{path}: the first line has {counts}; correct one of them")
+            remedy, has_header = "choose one of them", not columns
+            if has_header:
+                remedy += " or, if that is no header, give --columns (of --context, --context-header)"
+            own, constants = _locate_columns(path, columns or fields, needed, folders, remedy)
+            parse = partial(_parse_delimited, separator=separator, columns=columns or fields, names=own)
+        from_folders = [constant.meta.output_name() for constant in constants]
+        return Table(
+            path=path,
+            num_rows=estimate_lines(path),
+            dtypes=dict.fromkeys([*own, *from_folders], pl.String()),
+            blocks=partial(_read_text, path, parse, constants, has_header),
+            pieces=text_pieces(path),
+            has_types=False,
+            from_folders=from_folders,
+            separator=separator,
+        )
 
 
 def _keys(line: str) -> frozenset[str]:
@@ -201,28 +212,6 @@ def _divide(line: str, separator: str) -> list[str]:
         return next(csv.reader([line], delimiter=separator, strict=True), [])
     except csv.Error:
         return []
-
-
-def _text_table(
-    path: Path,
-    parse: _Parse,
-    names: Sequence[str],
-    constants: Sequence[pl.Expr],
-    *,
-    has_header: bool = False,
-    separator: str | None = None,
-) -> Table:
-    from_folders = [constant.meta.output_name() for constant in constants]
-    return Table(
-        path=path,
-        num_rows=estimate_lines(path),
-        dtypes=dict.fromkeys([*names, *from_folders], pl.String()),
-        blocks=partial(_read_text, path, parse, constants, has_header),
-        pieces=text_pieces(path),
-        has_types=False,
-        from_folders=from_folders,
-        separator=separator,
-    )
 
 
 def _read_text(

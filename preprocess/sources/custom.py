@@ -1,10 +1,9 @@
 """Logs in files of any layout -> interactions. Columns are found by name; all others are ignored."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import ParamSpec, TypeVar
 
 import polars as pl
 
@@ -35,9 +34,8 @@ from evenrank.preprocess.sources.features import Interactions, read_features
 _MAX_ACTION = 2**31 - 1
 _PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars
 
-Given = ParamSpec("Given")
-Built = TypeVar("Built")
 Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
+Described = tuple[list[pl.Expr], dict[str, pl.Expr]]  # columns and their checks
 
 
 def read_tabular(
@@ -70,18 +68,18 @@ def read_tabular(
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
     judged = {name: column for name, column in columns.items() if name not in fixed}
-    found = id_kinds(tables, judged, lambda table: _values(config, table)[1])
+    reading = _Rows(config=config, first_ms=first_ms, is_row=rules[ITEM_ID] == KEEP)
+    found = id_kinds(tables, judged, lambda table: reading.values(table)[1])
     kinds = {name: fixed.get(name) or found[name] for name in columns}
     may_differ = [name for name in columns if kinds[name] != "text" and (name in known or rules[name] != KEEP)]
     guessed = {name: columns[name] for name in may_differ}
+    reading = replace(reading, kinds=kinds, guessed=guessed)
     others = [file.path for file in config.feature_files.values()]
     names = [*((path, file.source) for path, file in files.items()), *((path, path.name) for path in others)]
-    is_row = rules[ITEM_ID] == KEEP
 
     def part(table: Table) -> EventPart:
-        _describe(table, config, kinds, is_row, first_ms)  # which raises an error now if a type is unsuitable
-        read = partial(_read, table, config, kinds, guessed, is_row, first_ms)
-        name, source = str(table.path), files[table.path].source
+        reading.describe(table)  # which raises an error now if a type is unsuitable
+        name, source, read = str(table.path), files[table.path].source, partial(reading.read, table)
         return EventPart(name=name, source=source, num_events=table.num_rows, read=read, pieces=table.pieces)
 
     return Interactions(
@@ -105,53 +103,62 @@ def read_tabular(
     )
 
 
-def _kept_by_types(build: Callable[Given, Built]) -> Callable[Given, Built]:
-    """Let a function return what it has returned for another table of the same types: files are many, types few."""
-    kept = lru_cache(maxsize=64)(lambda *key: list[Built]())
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """How the rows of a log become events."""
 
-    def built(*given: Given.args, **named: Given.kwargs) -> Built:
-        types = (value.dtypes if isinstance(value, Table) else value for value in given)
-        found = kept(*(tuple(value.items()) if isinstance(value, Mapping) else value for value in types))
-        if not found:
-            found.append(build(*given, **named))
-        return found[0]
+    config: TabularConfig
+    first_ms: Mapping[str, int]
+    is_row: bool  # whether ids of items are rows of a table
+    kinds: Mapping[str, IdKind] = field(default_factory=dict)  # of ids, once they are known
+    guessed: Mapping[str, str] = field(default_factory=dict)  # columns of ids that may turn out to be of another kind
+    valued: dict[object, Described] = field(default_factory=dict)  # by types: files are many, types few
+    described: dict[object, Described] = field(default_factory=dict)
 
-    return built
+    def values(self, table: Table) -> Described:
+        """Return all columns of events besides the ids, and their checks."""
+        types = tuple(table.dtypes.items())
+        if types not in self.valued:
+            self.valued[types] = _values(self.config, table)
+        return self.valued[types]
+
+    def describe(self, table: Table) -> Described:
+        """Return all columns of events, and their checks."""
+        types = tuple(table.dtypes.items())
+        if types not in self.described:
+            config, columns = self.config, {USER_ID: self.config.user_column, ITEM_ID: self.config.item_column}
+            values, checks = self.values(table)
+            for name, column in columns.items():
+                is_row = name == ITEM_ID and self.is_row
+                checks = checks | id_checks(table, column, self.kinds[name], is_row=is_row)
+            late = {f"{config.timestamp_column} {why}": values[1] >= least for why, least in self.first_ms.items()}
+            ids = (raw_id(table, column, self.kinds[name]).alias(name) for name, column in columns.items())
+            self.described[types] = [*ids, *values], checks | late
+        return self.described[types]
+
+    def read(self, table: Table, piece: Piece) -> Iterator[Events]:
+        """Yield the events of a piece of a file."""
+        for rows in table.read(_numbers(self.config, self.kinds), piece):
+            typed = replace(table, dtypes=rows.frame.schema)
+            events = rows.check(*self.describe(typed))
+            if events.num_bad:
+                passing = rows.frame.filter(pl.col(FAULT).is_null(), *self.values(typed)[1].values())
+                check_kinds(typed, passing, self.guessed, self.kinds)
+            yield events
 
 
-@_kept_by_types
-def _describe(
-    table: Table, config: TabularConfig, kinds: Mapping[str, IdKind], is_row: bool, first_ms: Mapping[str, int]
-) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
-    """Return all columns of events, and their checks; `is_row`: ids of items are rows of a table."""
-    values, checks = _values(config, table)
-    columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
-    for name, column in columns.items():
-        checks = checks | id_checks(table, column, kinds[name], is_row=name == ITEM_ID and is_row)
-    checks |= {f"{config.timestamp_column} {reason}": values[1] >= least for reason, least in first_ms.items()}
-    return [*(raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()), *values], checks
+def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl.DataType]:
+    """Return the types of the columns that are probably numbers in plain digits, also if a file has text."""
+    of_action = pl.Int64() if config.action_map == "" else pl.Float64()
+    is_text = {config.user_column: kinds[USER_ID] == "text", config.item_column: kinds[ITEM_ID] == "text"}
+    is_text[config.timestamp_column] = config.timestamp_unit not in PER_SECOND
+    is_text |= dict.fromkeys(config.action_columns, config.action_map.startswith("values:"))
+    numbers = {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
+    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype == "float32"}
+    return {name: dtype for name, dtype in numbers.items() if not is_text.get(name)}
 
 
-def _read(
-    table: Table,
-    config: TabularConfig,
-    kinds: Mapping[str, IdKind],
-    guessed: Mapping[str, str],
-    is_row: bool,
-    first_ms: Mapping[str, int],
-    piece: Piece,
-) -> Iterator[Events]:
-    for rows in table.read(_numbers(config, kinds), piece):
-        typed = replace(table, dtypes=rows.frame.schema)
-        events = rows.check(*_describe(typed, config, kinds, is_row, first_ms))
-        if events.num_bad:
-            passing = rows.frame.filter(pl.col(FAULT).is_null(), *_values(config, typed)[1].values())
-            check_kinds(typed, passing, guessed, kinds)
-        yield events
-
-
-@_kept_by_types
-def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
+def _values(config: TabularConfig, table: Table) -> Described:
     """Return all columns of events besides the ids, and their checks."""
     action, checks = _action(config, table)
     time = pl.lit(0, dtype=pl.Int64)
@@ -167,17 +174,6 @@ def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[st
         if config.weight and extra == parse_column(config.weight, is_feature=False):
             checks[f"{extra.name} is a negative weight"] = value >= 0
     return columns, checks
-
-
-def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl.DataType]:
-    """Return the types of the columns that are probably numbers in plain digits, also if a file has text."""
-    of_action = pl.Int64() if config.action_map == "" else pl.Float64()
-    is_text = {config.user_column: kinds[USER_ID] == "text", config.item_column: kinds[ITEM_ID] == "text"}
-    is_text[config.timestamp_column] = config.timestamp_unit not in PER_SECOND
-    is_text |= dict.fromkeys(config.action_columns, config.action_map.startswith("values:"))
-    numbers = {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
-    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype == "float32"}
-    return {name: dtype for name, dtype in numbers.items() if not is_text.get(name)}
 
 
 def _num_actions(config: TabularConfig) -> int | None:

@@ -347,7 +347,7 @@ SYNTHETIC = ("preprocess", "--dataset", "synthetic", "--split", "none", "--out",
 # Runs the command until the new folder is about to be put in place, prints a line, and waits there.
 STOPPED_COMMAND = """
 import signal
-from evenrank.preprocess.output import replace
+from evenrank.preprocess import replace
 def stop_here(partial, out, old):
     print("written", flush=True)
     signal.pause()
@@ -374,7 +374,7 @@ def test_a_signal_leaves_no_partial_output(tmp_path: Path, number: signal.Signal
 # Runs the command with a further signal to stop wherever its new or old folder is about to be removed.
 STOPPED_TWICE = """
 import os, signal
-from evenrank.preprocess.output import replace
+from evenrank.preprocess import replace
 remove = replace._remove
 def stop_again(partial):
     if partial.exists():

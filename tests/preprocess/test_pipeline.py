@@ -24,9 +24,9 @@ from evenrank.preprocess import (
     pipeline,
     preprocess,
 )
+from evenrank.preprocess import writer as writer_module
 from evenrank.preprocess.build import events
 from evenrank.preprocess.files import text as text_files
-from evenrank.preprocess.output import writer as writer_module
 from tests.preprocess.decoded import decode, read_rows
 
 HEADER = "userId,movieId,rating,timestamp\n"

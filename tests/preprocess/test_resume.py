@@ -19,9 +19,8 @@ import pytest
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
-from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, pipeline, preprocess
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, pipeline, preprocess, replace
 from evenrank.preprocess.files import text as text_files
-from evenrank.preprocess.output import replace
 from tests.preprocess.test_append import bytes_in
 
 
@@ -65,7 +64,7 @@ def _called_at_each_step(call: Callable[[], None]) -> Iterator[None]:
         call()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("build.events", "build.distinct", "engine", "output.writer"):
+        for module in ("build.events", "build.distinct", "engine", "writer"):
             patch.setattr(f"evenrank.preprocess.{module}.replacing", with_calls)
         patch.setattr(replace, "_put_in_place", put_with_calls)
         yield
@@ -279,8 +278,8 @@ def test_results_are_kept_unless_they_need_not_be(tmp_path: Path) -> None:
         return 2 * task
 
     for _ in range(2):
-        with engine.Threads(2) as threads:
-            on_threads = engine.Engine(threads, tmp_path)
+        with engine.threads(2) as workers:
+            on_threads = engine.Engine(workers, tmp_path)
             assert [*on_threads.map(double, range(3), stage="doubles")] == [(0, 0), (1, 2), (2, 4)]
             assert [*on_threads.map(double, range(2), stage="again", keep=False)] == [(0, 0), (1, 2)]
     assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2]

@@ -35,12 +35,14 @@ from evenrank.preprocess.build.inference_requests import RequestRule, request_ta
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
 from evenrank.preprocess.build.vocabulary import DENSE, Ids, vocabulary_name, vocabulary_rows
-from evenrank.preprocess.output.replace import ITEM_FEATURES_NAME
+from evenrank.preprocess.replace import ITEM_FEATURES_NAME
 from evenrank.preprocess.sources.features import FeatureLookup, Interactions, Seen
 
 # A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
 ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
+# Target size. Building the sequences of so many takes about 0.15 GB, or twice as much if most times are equal.
+EVENTS_PER_FILE = 1 << 21
 
 
 def split_file(split: str, index: int) -> str:
@@ -139,10 +141,6 @@ def _arrow_array(values: NDArray[np.number]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-# Target size. Building the sequences of so many takes about 0.15 GB, or twice as much if most times are equal.
-EVENTS_PER_FILE = 1 << 21
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeRules:
     """What becomes of events, the same for all ranges of a dataset."""
@@ -161,19 +159,13 @@ class RangeRules:
     extra_events: Mapping[str, str]  # types of the further columns of events
 
 
-class RangeSummary(NamedTuple):
-    """What the manifest says of a range."""
+class WrittenRange(NamedTuple):
+    """What was written of a range, and what is in it."""
 
     files: Mapping[str, DataFile]  # by split; one without rows has none
     lengths: Mapping[str, NDArray[np.int64]]  # by split, the number of events of each row
     largest: Mapping[str, int]  # of user_id, item_id and action
     num_duplicates: int  # events
-
-
-class WrittenRange(NamedTuple):
-    """What was written of a range, and what is in it."""
-
-    summary: RangeSummary
     events: EventCounts
     requests: pa.Table | None
     users: Seen
@@ -210,9 +202,11 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
         if len(rows):
             files[split] = write_rows(rules.folder, name, schema_of(rules, split), rows, context)
     known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
-    largest = {name: int(values.max(initial=-1)) for name, values in columns.items()}
     return WrittenRange(
-        RangeSummary(files, lengths, largest, num_duplicates),
+        files=files,
+        lengths=lengths,
+        largest={name: int(values.max(initial=-1)) for name, values in columns.items()},
+        num_duplicates=num_duplicates,
         events=count_events(sequences, divided),
         requests=None if rules.requests is None else request_table(sequences, rules.requests),
         users=Seen(known, unknown),

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.output.writer import split_schema, write_rows
 from evenrank.preprocess.sources.features import FeatureLookup, read_features
+from evenrank.preprocess.writer import split_schema, write_rows
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), st.sampled_from("cab")), max_size=3))

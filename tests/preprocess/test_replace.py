@@ -17,8 +17,7 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.datasets import open_store
 from evenrank.datasets.schema import read_manifest, sha256_of
-from evenrank.preprocess import Filters, PreprocessConfig, SyntheticConfig, preprocess
-from evenrank.preprocess.output import replace
+from evenrank.preprocess import Filters, PreprocessConfig, SyntheticConfig, preprocess, replace
 
 
 def _config(out: Path, num_users: int = 10) -> PreprocessConfig:
@@ -175,7 +174,7 @@ def test_a_dataset_is_there_after_each_step_of_its_replacement(
 _READ_ONLY = """
 import os, sys
 from pathlib import Path
-from evenrank.preprocess.output.replace import replace_folder
+from evenrank.preprocess.replace import replace_folder
 def write(run):
     (run / "dataset" / "train").mkdir(parents=True)
     (run / "dataset" / "train" / "part").write_text("rows")

@@ -20,7 +20,7 @@ from evenrank.core.files import is_trusted
 from evenrank.core.listing import list_files
 from evenrank.core.storage import CONNECTIONS, Remote
 from evenrank.datasets.schema import MANIFEST_NAME, Manifest, version_name
-from evenrank.preprocess.output.replace import (
+from evenrank.preprocess.replace import (
     DATASET_NAME,
     foreign_file_error,
     is_of_dataset,
