@@ -28,8 +28,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_at_least, check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.consistency import PlanCheck
-from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
+from evenrank.dataloader.balance.ranks.agree import PlanCheck, create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec

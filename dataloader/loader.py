@@ -19,8 +19,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.consistency import PlanCheck
-from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
+from evenrank.dataloader.balance.ranks.agree import PlanCheck, create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode

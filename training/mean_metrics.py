@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 
 _EXPONENTS = 2048  # the last is that of infinity, with a mantissa of 0, and NaN

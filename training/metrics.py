@@ -19,7 +19,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64
 from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import check_at_least, check_types
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.mean_metrics import MeanMetrics, check_weights, weights_of
 

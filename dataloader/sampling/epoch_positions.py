@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.consistency import PlanCheck
+from evenrank.dataloader.balance.ranks.agree import PlanCheck
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import check_dist_type, dist_type

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_at_least, check_types
-from evenrank.dataloader.balance.ranks.consistency import compare_settings
+from evenrank.dataloader.balance.ranks.agree import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.performance import ModelFlops, Work
 
