@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.balance.exchange.device import ExchangeDevice
+from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice
 from evenrank.dataloader.balance.exchange.exchange import Exchange, StepInFlight
 from evenrank.dataloader.balance.exchange.fields import sample_bytes, sections_of
-from evenrank.dataloader.balance.exchange.layout import ALIGNMENT, lay_out
+from evenrank.dataloader.balance.exchange.layout import lay_out
 from evenrank.dataloader.balance.partition.strategies import Assignment
 from evenrank.dataloader.balance.ranks.metadata import HEADER, new_message, started_steps
 from evenrank.dataloader.batches.padding import pad_batch
