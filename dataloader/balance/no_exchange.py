@@ -18,9 +18,8 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced
-from evenrank.dataloader.balance.step_windows import assign_to_steps
-from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced, warm_up
+from evenrank.dataloader.balance.step_samples import assign_to_steps
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.collate.gather import SampleLengths
@@ -112,7 +111,7 @@ class LocalPlanner:
     def assign_to_steps(
         self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
     ) -> NDArray[np.int64]:
-        """Assign the samples of a window of full steps to its steps; see `step_windows.assign_to_steps`."""
+        """Assign the samples of a window of full steps to its steps; see `step_samples.assign_to_steps`."""
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
         world_size, config = self._world_size, self._config
         num_steps = num_samples // (world_size * self._schema.batch_size)
