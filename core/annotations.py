@@ -4,15 +4,23 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache, reduce
-from itertools import chain
 from operator import or_
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-Fault = tuple[Any, Any]
-"""The rule that a value breaks, or None if it is of another type, and the part of the value that does."""
 _UNIONS, _SEQUENCES = (Union, UnionType), (tuple, Sequence)
+
+
+class Fault(NamedTuple):
+    """What is wrong with a value."""
+
+    rule: Any
+    """The one that is broken; None: it is of another type."""
+    value: Any
+    """Or the part of it that breaks the rule."""
+    place: str = ""
+    """Of the part in a mapping, such as `['item_id']`."""
 
 
 @lru_cache(maxsize=1024)
@@ -27,7 +35,7 @@ def fault_finder(kind: Any) -> Callable[[Any], Fault | None]:
 
         def of_rules(value: Any) -> Fault | None:
             broken = (rule for rule in rules if value is not None and not rule.allows(value))
-            return of_type(value) or next(((rule, value) for rule in broken), None)
+            return of_type(value) or next((Fault(rule, value) for rule in broken), None)
 
         return of_rules
     if origin in _UNIONS:
@@ -35,20 +43,23 @@ def fault_finder(kind: Any) -> Callable[[Any], Fault | None]:
 
         def of_option(value: Any) -> Fault | None:
             faults = [find(value) for find in options]
-            return None if None in faults else next((fault for fault in faults if fault and fault[0]), faults[0])
+            return None if None in faults else next((fault for fault in faults if fault and fault.rule), faults[0])
 
         return of_option
     is_a = _type_test(origin, arguments)
     if not arguments or origin not in (*_SEQUENCES, Mapping):
-        return lambda value: None if is_a(value) else (None, value)
+        return lambda value: None if is_a(value) else Fault(None, value)
     finders = [fault_finder(one) for one in arguments if one is not ...]
 
     def of_parts(value: Any) -> Fault | None:
         if not is_a(value):
-            return None, value
-        parts = chain(*value.items()) if origin is Mapping else value
-        faults = (finders[index % len(finders)](part) for index, part in enumerate(parts))
-        return next(filter(None, faults), None)
+            return Fault(None, value)
+        if origin is Mapping:
+            find_in_key, find = finders
+            faults = ((f"[{key!r}]", find_in_key(key) or find(one)) for key, one in value.items())
+        else:
+            faults = (("", finders[index % len(finders)](part)) for index, part in enumerate(value))
+        return next((fault._replace(place=place + fault.place) for place, fault in faults if fault), None)
 
     return of_parts
 

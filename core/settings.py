@@ -192,10 +192,10 @@ def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name:
     type, or breaks a rule of its annotation. Returns those that it has, by name.
     """
     checked = {}
-    for key, kind in _parameters(make).items():
+    for key, parameter in _signature(make).parameters.items():
         if key in arguments:
             checked[key] = arguments[key]
-            check_value(f"{name or make.__name__}: {key}", arguments[key], kind)
+            check_value(f"{name or make.__name__}: {key}", arguments[key], parameter.annotation)
     return checked
 
 
@@ -203,10 +203,10 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     """Raise a ConfigError, which begins with `name`, unless a value is of a type and keeps the rules of it."""
     if (fault := fault_finder(kind)(value)) is None:
         return
-    rule, part = fault
-    plain, hint = without_rules(kind), _hint(part, rule.names) if isinstance(rule, OneOf) else ""
+    plain, rule, hint = without_rules(kind), fault.rule, ""
     if rule is not None:
-        expected, value = str(rule), part
+        name, expected, value = name + fault.place, str(rule), fault.value
+        hint = _hint(value, rule.names, 1) if isinstance(rule, OneOf) else ""
     elif get_origin(plain) is Literal:
         expected = str(OneOf([*map(str, get_args(plain))]))
     else:  # without the modules of types
@@ -223,9 +223,9 @@ def show(value: object) -> str:
     return " ".join(reprlib.repr(value).split("\n"))
 
 
-def _hint(given: object, known: Iterable[str]) -> str:
+def _hint(given: object, known: Iterable[str], most: int = 3) -> str:
     """Return which of the known names may be meant, as the end of a message; empty if none is close."""
-    meant = difflib.get_close_matches(str(given), known)
+    meant = difflib.get_close_matches(str(given), known, n=most)
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
@@ -306,10 +306,8 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
         signature.bind(**settings)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; its settings are {', '.join(signature.parameters)}") from error
-    made = dict(settings)
-    for key, kind in _parameters(make).items():
-        if key in made:
-            made[key] = converted(made[key], kind)
+    kinds = {key: parameter.annotation for key, parameter in signature.parameters.items()}
+    made = {key: converted(value, kinds.get(key)) for key, value in settings.items()}
     check_types(make, made, name)
     return make(**made)
 
@@ -346,12 +344,6 @@ def help_texts(record: Any) -> dict[str, str]:
 
 
 _signature = cache(inspect.signature)
-
-
-@cache
-def _parameters(make: Callable[..., object]) -> dict[str, Any]:
-    """Return the types of parameters by name."""
-    return {key: parameter.annotation for key, parameter in _signature(make).parameters.items()}
 
 
 def _is_default(field: "dataclasses.Field[Any]", value: object) -> bool:

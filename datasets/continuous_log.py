@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, StateError
-from evenrank.core.settings import Bounds, check_types
+from evenrank.core.settings import Bounds, Count, OneOf, check_types
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets import schema
 from evenrank.datasets.foreign import ListReader
@@ -87,10 +87,10 @@ class LogSource(Protocol):
 
 
 def describe_log(
-    vocabulary_sizes: Mapping[str, int],
+    vocabulary_sizes: Mapping[str, Count],
     *,
     floats: Sequence[str] = (),
-    extra_events: Mapping[str, str] | None = None,
+    extra_events: Mapping[str, Annotated[str, OneOf(schema.EXTRA_DTYPES)]] | None = None,
 ) -> Manifest:
     """Return the manifest of a log of which no dataset was made.
 
@@ -105,12 +105,7 @@ def describe_log(
         raise ConfigError(f"vocabulary_sizes must have {ITEM_ID}, they have {', '.join(vocabulary_sizes) or 'nothing'}")
     labelled = [name for name in vocabulary_sizes if name not in (USER_ID, *EVENT_DTYPES)]
     schema.check_new_names([*labelled, *floats, *extra_events])
-    for name, size in vocabulary_sizes.items():
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"vocabulary_sizes[{name!r}] must be an integer of at least 1, got {size!r}")
-    for name, dtype in extra_events.items():
-        if dtype not in schema.EXTRA_DTYPES:
-            raise ConfigError(f"extra_events[{name!r}] must be one of {', '.join(schema.EXTRA_DTYPES)}, got {dtype!r}")
+    check_types(describe_log, {"vocabulary_sizes": vocabulary_sizes, "extra_events": extra_events})
     manifest = Manifest(
         dataset="log",
         contextual={**dict.fromkeys(labelled, "int64"), **dict.fromkeys(floats, schema.FLOAT)},

@@ -64,7 +64,8 @@ def _register_on_some_ranks(rank: int, world_size: int, name: str, missing: int)
         Balancer(RandomBatches(CONFIG, num_batches=1), config)
 
 
-UNKNOWN = "no strategy is called 'mine'; known are none, karmarkar-karp, lpt-swap, min-move"
+UNKNOWN = "BalanceConfig: strategy must be one of none, karmarkar-karp, lpt-swap, min-move, got 'mine'; did you mean "
+UNKNOWN += "min-move?"
 DIFFERENT = "strategy differs between ranks: mine of rank 0 on rank 0, mine of rank 1 on rank 1"
 
 

@@ -31,7 +31,6 @@ from evenrank.dataloader.balance.partition.strategies import (
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-
 EXCHANGES = ("all-to-all", "all-gather")
 
 BALANCER, BUILD_LOADER = Only("Balancer"), Only("build_loader")

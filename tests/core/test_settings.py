@@ -1,15 +1,31 @@
 """Every option of every public record is checked against its annotation, at one place."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
 
+from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_types
+from evenrank.core.settings import (
+    PER_RANK,
+    AllBut,
+    AppliesTo,
+    Bounds,
+    Count,
+    Needs,
+    OneOf,
+    Positive,
+    Settings,
+    check_types,
+    help_texts,
+    shared_options,
+)
 from evenrank.dataloader import (
     ElasticSampler,
     JaggedCollate,
@@ -86,7 +102,10 @@ def test_an_option_of_another_type_is_an_error_of_one_line(
     make(**options)
     for field in dataclasses.fields(record):
         # Whether an object that is no distribution can draw is not known.
-        for wrong in [*([] if "Distribution" in str(field.type) else [object()]), *WRONG.get(field.type, [])]:
+        for wrong in [
+            *([] if "Distribution" in str(field.type) else [object()]),
+            *WRONG.get(without_rules(field.type), []),
+        ]:
             with pytest.raises(ConfigError, match=rf"\b{field.name} must be ") as raised:
                 make(**{**options, field.name: wrong})
             assert "\n" not in str(raised.value)
@@ -165,3 +184,43 @@ def test_arguments_are_checked_as_records_are(call: Callable[[Any], Any], messag
         with pytest.raises(ConfigError) as raised:
             call(wrong)
         assert message in str(raised.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options(Settings):
+    name: Annotated[str, OneOf(("thread", "process"))] = "thread"
+    """How it runs."""
+    share: Annotated[float, Bounds(at_least=0, below=1)] = 0.5
+    window: Count | None = None
+    stride: Annotated[Count | None, Needs("window")] = None
+    port: Annotated[int, AppliesTo(name=("process",))] = 0
+    log: Annotated[bool, AppliesTo(name=AllBut(("thread",))), PER_RANK] = False
+    weights: Mapping[str, Positive] = dataclasses.field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "tread"}, "name must be one of thread, process, got 'tread'; did you mean thread?"),
+        ({"share": 1}, "share must be at least 0 and below 1, got 1"),
+        ({"share": math.nan}, "share must be at least 0 and below 1, got nan"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"stride": 2}, "stride=2 has no effect without window; give both, or leave it out"),
+        ({"port": 80}, "port=80 applies to name='process', not to name='thread'; leave it out"),
+        ({"log": True}, "log=True applies to options other than name='thread', not to name='thread'; leave it out"),
+        ({"weights": {"a": math.inf}}, "weights['a'] must be above 0 and finite, got inf"),
+        ({"window": -(10**50)}, "window must be at least 1, got an integer of 167 bits"),
+    ],
+)
+def test_a_broken_rule_is_an_error_with_the_record_the_option_and_its_value(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        _Options(**options)
+    assert str(raised.value) == f"_Options: {message}"
+
+
+def test_rules_that_are_kept_and_help_are_those_of_the_declaration() -> None:
+    assert _Options(name="process", port=80, log=True, window=3, stride=2).stride == 2
+    assert shared_options(_Options(), "any").keys() == {"name", "share", "window", "stride", "port", "weights"}
+    assert help_texts(_Options) == {"name": "How it runs."}
+    assert str(Bounds(above=-math.inf, below=1 << 40)) == "below 2^40"
+    assert str(Bounds(at_least=-(1 << 63))) == "at least -2^63"

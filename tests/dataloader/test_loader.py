@@ -88,13 +88,16 @@ def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_o
             {"order": "random"},
             r"LoaderConfig: order must be of type .*\['shuffle', 'rows'\], TimeWindows, Requests\], got 'random'",
         ),
-        ({"num_tasks": 32}, "num_tasks must be at most 31"),
+        ({"num_tasks": 32}, "LoaderConfig: num_tasks must be at least 0 and at most 31, got 32"),
         ({"context": "age"}, r"LoaderConfig: context must be of type tuple\[str, \.\.\.\] \| None, got 'age'"),
         ({"extra_events": "price"}, r"extra_events must be of type tuple\[str, \.\.\.\], got 'price'"),
         ({"prefetch": 0}, "prefetch must be at least 1, got 0"),
         *(
-            ({"seed": seed}, "seed must be an integer from -9223372036854775808 to 92233720368547758")
-            for seed in (1 << 63, 0.5, True, None)
+            ({"seed": seed}, rf"LoaderConfig: seed must be {expected}, got {seed}")
+            for seed, expected in (
+                (1 << 63, r"at least -2\^63 and below 2\^63"),
+                *((wrong, "of type int") for wrong in (0.5, True, None)),
+            )
         ),
         ({}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
     ],
@@ -139,7 +142,9 @@ def test_mixtures_with_unequal_features_or_another_order_are_refused(small_datas
         _loaders(Mixture(weights={small_dataset: 1, other: 1}), 1)
     with pytest.raises(ConfigError, match="mixtures are always shuffled; order must be 'shuffle', got 'rows'"):
         _loaders(Mixture(weights={small_dataset: 1}), 1, order="rows")
-    with pytest.raises(ConfigError, match="a mixture needs at least one dataset"):
+    with pytest.raises(
+        ConfigError, match=r"Mixture: weights must be of at least one dataset, as \{folder: weight\}, got \{\}"
+    ):
         Mixture(weights={})
 
 

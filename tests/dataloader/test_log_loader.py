@@ -341,7 +341,7 @@ def test_loaders_of_logs_are_refused_with_the_reason(tmp_path: Path) -> None:
         build(log, LoaderConfig(batch_size=2), rank=0, world_size=1, follow=True)
     with pytest.raises(ConfigError, match="a log is read as it grows; pass follow=True"):
         build(log, LoaderConfig(batch_size=2, order="rows"), rank=0, world_size=1)
-    with pytest.raises(ConfigError, match="poll_seconds must be positive, got 0"):
+    with pytest.raises(ConfigError, match="StreamConfig: poll_seconds must be above 0 and finite, got 0"):
         StreamConfig(poll_seconds=0)
     with pytest.raises(ConfigError, match="nothing"):
         _loaders(log, 1, context=("nothing",))

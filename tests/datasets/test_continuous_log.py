@@ -183,7 +183,7 @@ def test_a_file_whose_writer_died_is_a_warning_and_then_an_error(
         log.end()
     (tmp_path / "1.parquet").write_bytes(whole)
     assert log.end() == (3, False)
-    with pytest.raises(ConfigError, match="incomplete_seconds must be positive, got 0"):
+    with pytest.raises(ConfigError, match="FolderLog: incomplete_seconds must be above 0, got 0"):
         FolderLog(tmp_path, MANIFEST, incomplete_seconds=0)
 
 
@@ -321,7 +321,7 @@ def test_logs_that_cannot_be_opened_are_refused(tmp_path: Path, s3: S3, rich_dat
     wrong: list[tuple[dict[str, int], dict[str, Any], str]] = [
         ({"action": 3}, {}, "vocabulary_sizes must have item_id, they have action"),
         ({"item_id": 3, "label": 2}, {}, "label"),
-        ({"item_id": 0}, {}, r"vocabulary_sizes\['item_id'\] must be an integer of at least 1, got 0"),
+        ({"item_id": 0}, {}, r"vocabulary_sizes\['item_id'\] must be at least 1, got 0"),
         ({"item_id": 3}, {"extra_events": {"dwell": "text"}}, r"extra_events\['dwell'\] must be one of .*, got 'text'"),
     ]
     for sizes, types, fault in wrong:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import reprlib
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
@@ -178,8 +177,7 @@ class Scalars(Writer):
 
     def __init__(self, log: Callable[[dict[str, float], int], object], *, every: int = 10, window: int = 100) -> None:
         super().__init__(every, window)
-        if not callable(log):
-            raise ConfigError(f"log must be a function of numbers and a step, got {reprlib.repr(log)}")
+        check_types(Scalars, {"log": log})
         self._log = log
 
     def _write(self, steps: Sequence[StepMetrics]) -> None:

@@ -169,7 +169,7 @@ def _balance_with(rank: int, world_size: int, options: dict[int, dict[str, Any]]
 
 def test_an_argument_that_is_invalid_on_one_rank_or_all_is_an_error_on_all(ranks: RankPool) -> None:
     failures = ranks.try_run(3, _balance_with, {1: {"strategy": "best"}})
-    message = "no strategy is called 'best'; known are none, karmarkar-karp, lpt-swap, min-move"
+    message = "BalanceConfig: strategy must be one of none, karmarkar-karp, lpt-swap, min-move, got 'best'"
     own, of_others = ("ConfigError", message), ("RankError", f"rank 1 failed: {message}")
     assert [(failure.type_name, failure.message) for failure in failures] == [of_others, own, of_others]
     for failure in ranks.try_run(3, _balance_with, {rank: {"max_tokens_per_rank": 3} for rank in range(3)}):

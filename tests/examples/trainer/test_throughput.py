@@ -118,10 +118,10 @@ def test_intervals_that_differ_or_have_no_steps_are_errors(ranks: RankPool) -> N
     assert [(f.type_name, f.message) for f in ranks.try_run(2, _differ)] == [("RankError", message)] * 2
     for number, failure in enumerate(ranks.try_run(2, _mistake_of_one)):
         assert failure.type_name == ("ConfigError" if number else "RankError")
-        assert "peak_flops must be positive, got 0" in failure.message
+        assert "ThroughputMeter: peak_flops must be above 0, got 0" in failure.message
     with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
         ThroughputMeter(MODEL, every=0)
-    with pytest.raises(ConfigError, match="peak_flops must be positive, got 0"):
+    with pytest.raises(ConfigError, match="ThroughputMeter: peak_flops must be above 0, got 0"):
         ThroughputMeter(MODEL, every=1, peak_flops=0)
 
 

@@ -225,7 +225,7 @@ def test_any_function_gets_the_numbers_and_the_step(window: int | None) -> None:
 
 
 def test_what_cannot_be_called_is_refused_when_the_writer_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"log must be a function of numbers and a step, got 'https"):
+    with pytest.raises(ConfigError, match=r"Scalars: log must be of type Callable.*, got 'https"):
         Scalars("https://tracker")  # type: ignore[arg-type]
 
 

@@ -1,0 +1,59 @@
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+
+from evenrank.core.annotations import converted, declared_rules, fault_finder, without_rules
+from evenrank.core.settings import Bounds, Count, NonNegative, Valid
+
+TWO = Valid(lambda value: len(value) == 2, "two of them")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "fault"),
+    [
+        (int, 3, None),
+        (int, True, (None, True, "")),
+        (float, 3, None),
+        (float, np.float64(3), None),
+        (Path, "a", None),
+        (Any, object, None),
+        (Literal[1, "a"], "a", None),
+        (Literal[1, "a"], True, (None, True, "")),
+        (Count, 0, (Bounds(at_least=1), 0, "")),
+        (Count, "1", (None, "1", "")),
+        (Count | None, None, None),
+        (Count | None, 0, (Bounds(at_least=1), 0, "")),
+        (Annotated[Count | None, TWO], None, None),
+        (tuple[Count, ...], (1, 0), (Bounds(at_least=1), 0, "")),
+        (tuple[Count, ...], (), None),
+        (tuple[Count, str], (1, "a"), None),
+        (tuple[Count, str], (1, 1), (None, 1, "")),
+        (tuple[int, int], (1, 2, 3), (None, (1, 2, 3), "")),
+        (Sequence[Count], [2, 1], None),
+        (Annotated[Sequence[NonNegative], TWO], [0], (TWO, [0], "")),
+        (Mapping[str, Count], {"a": 1, "b": 0}, (Bounds(at_least=1), 0, "['b']")),
+        (Mapping[str, Count], {1: 1}, (None, 1, "[1]")),
+        (Annotated[float, Bounds(above=0)], math.nan, (Bounds(above=0), math.nan, "")),
+    ],
+)
+def test_a_fault_is_the_rule_that_is_broken_with_the_part_that_breaks_it(kind: Any, value: Any, fault: Any) -> None:
+    assert fault_finder(kind)(value) == fault
+
+
+def test_rules_are_found_in_all_parts_of_a_type_and_can_be_left_out() -> None:
+    kind = Annotated[Mapping[str, tuple[Count, ...]] | None, TWO]
+    assert list(declared_rules(kind)) == [TWO, Bounds(at_least=1)]
+    assert without_rules(kind) == Mapping[str, tuple[int, ...]] | None
+
+
+def test_lists_and_seconds_of_files_become_tuples_and_times_where_they_are_the_type() -> None:
+    assert converted([1, 0], tuple[Count, ...]) == (1, 0)  # which is checked later
+    assert converted(["a"], tuple[int, ...]) == ["a"]
+    assert converted([1], Sequence[int]) == [1]
+    assert converted(1.5, timedelta) == timedelta(seconds=1.5)
+    assert converted("x", timedelta) == "x"
