@@ -138,7 +138,7 @@ def walk_epoch(
             on_stage(f"opening {config.split}")
             from evenrank.dataloader import build_loader
             from evenrank.dataloader.balance import Balancer
-            from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
+            from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 
             build = partial(build_loader, path, config, rank=rank, world_size=world_size)
             loader = create_on_all_ranks(lambda _: build(), group=None, world_size=world_size, balance=balance)

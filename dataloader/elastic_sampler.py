@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Sampler
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import Count, NonNegative, Seed, check_types
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
+from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
 from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
+from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.batches.tensors import outside_inference_mode

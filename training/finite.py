@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import RankError
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
 

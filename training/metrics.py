@@ -22,7 +22,7 @@ from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.hashing import mix64
 from evenrank.core.numba_cache import compiled
 from evenrank.core.settings import Count, Valid, check_types
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 
 _EXPONENTS = 2048  # the last is that of infinity, with a mantissa of 0, and NaN

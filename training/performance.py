@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import Count, check_types
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import SequenceBatch
 from evenrank.datasets.schema import ACTION, ITEM_ID

@@ -16,7 +16,6 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
@@ -27,14 +26,14 @@ from evenrank.dataloader.balance.config import BalanceConfig, timeout_of
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
 from evenrank.dataloader.balance.ranks.connection import Connection
-from evenrank.dataloader.balance.ranks.handshake import RankReport, handshake
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import StepPlanner
-from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain, start_together
+from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
@@ -183,7 +182,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         if batch is not None:
             self._source.is_bypassed = True
             batch = batch.clone()  # the caller may fill its buffers again before the background reads them
-        start_together(self._start, [handle := Handle(batch)])
+        self._start([handle := Handle(batch)])
         return handle
 
     def launch(self, handle: Handle) -> Handle:
@@ -289,5 +288,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         except Exception as error:  # the loader's own error, which this step's all-gather reports to all ranks
             return Handle(None, error)
 
-    def _start(self, loaded: Sequence[Handle]) -> Future[None]:
-        return self._connection.submit(self._planner.plan, loaded)
+    def _start(self, steps: Sequence[Handle]) -> None:
+        """Start steps whose metadata is gathered at once."""
+        group = self._connection.submit(self._planner.plan, steps)
+        for step in steps:
+            step.group = group

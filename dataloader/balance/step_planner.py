@@ -6,6 +6,7 @@ one that left, and an error reaches all ranks.
 
 import dataclasses
 import functools
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,12 +22,12 @@ from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.ranks import consistency, metadata
+from evenrank.dataloader.balance.ranks import agree, metadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
 from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
-from evenrank.dataloader.batches.schema import BatchSchema
+from evenrank.dataloader.batches.schema import BatchSchema, schema_of
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,7 @@ class StepPlanner:
             return
         known, errors = self._gather_metadata(self._schema, steps)
         gather_seconds = (time.perf_counter() - started) / len(steps)
-        are_in_step = not errors and consistency.are_in_step(known)
+        are_in_step = not errors and agree.are_in_step(known)
         plans: list[NDArray[np.int32]] = []
         error: Exception | None = None
         failure: Exception | None = None
@@ -62,8 +63,8 @@ class StepPlanner:
         for index, of_step in enumerate(known):
             if not are_in_step:
                 try:
-                    consistency.raise_reported_errors([of_rank[index] for of_rank in errors if index < len(of_rank)])
-                    consistency.check_headers(of_step)
+                    agree.raise_reported_errors([of_rank[index] for of_rank in errors if index < len(of_rank)])
+                    agree.check_headers(of_step)
                 except RankError as raised:  # on all ranks
                     error = raised
                     break
@@ -77,7 +78,7 @@ class StepPlanner:
                     failure = raised
         if num_steps:
             known = known[:num_steps]
-            if differing := consistency.confirm(self.group, plans, failure, known, self.config.strategy):
+            if differing := agree.confirm(self.group, plans, failure, known, self.config.strategy):
                 num_steps, error = differing
         if error is not None:
             for step in steps[num_steps:]:
@@ -117,27 +118,34 @@ class StepPlanner:
 
     def _common_schema(self, first: Handle) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
-        invariants, error = self._try_invariants(first.error)
-        schema, error = consistency.report_schema(first.loaded, error)
-        if schema is not None:  # of a batch that may be the shorter one at the end of an epoch
-            schema = dataclasses.replace(schema, batch_size=max(schema.batch_size, self.batch_size))
+        schema, error, (invariants, raised) = None, first.error, self._try_invariants()
+        error = error or raised
+        if first.loaded is not None and error is None:
+            try:
+                own = schema_of(first.loaded)
+                pickle.dumps(own)
+                empty_batch(own)  # needed once this rank has no more batches
+                # Of a batch that may be the shorter one at the end of an epoch.
+                schema = dataclasses.replace(own, batch_size=max(own.batch_size, self.batch_size))
+            except Exception as raised:  # reported to all ranks
+                error = raised
         report = schema, None if error is None else one_line(error), invariants
         schemas, errors, settings = zip(*metadata.all_gather_objects(self.group, report), strict=True)
-        consistency.raise_reported_errors(errors)
-        consistency.check_settings(settings)  # before schemas, which can differ because a setting does
-        return consistency.common_schema(schemas, self.config.batch_size)
+        agree.raise_reported_errors(errors)
+        agree.check_settings(settings)  # before schemas, which can differ because a setting does
+        return agree.common_schema(schemas, self.config.batch_size)
 
-    def _try_invariants(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
+    def _try_invariants(self) -> tuple[Mapping[str, Any], Exception | None]:
         try:
-            return self.rank_invariants(), error
-        except Exception as raised:
-            return {}, error or raised
+            return self.rank_invariants(), None
+        except Exception as raised:  # reported to all ranks
+            return {}, raised
 
     def _gather_metadata(
         self, schema: BatchSchema, steps: Sequence[Handle]
     ) -> tuple[metadata.StepMetadata, Sequence[Sequence[str | None]]]:
         """Return the metadata of n steps, [n, W], and of each rank the error of each; none if no rank has any."""
-        invariants, error = self._try_invariants(None)
+        invariants, error = self._try_invariants()
         loader_hash = metadata.hash63({name: value for name, value in invariants.items() if name != "rank"})
         message, raised = read_steps(steps, schema, self.config, world_size=self.group.world_size, error=error)
         message[: len(steps)]["loader_hash"] = loader_hash
@@ -147,7 +155,7 @@ class StepPlanner:
             texts = [None if error is None else one_line(error) for error in raised]
             errors = metadata.all_gather_objects(self.group, texts)
         if not known[0]["status"].any() and (known[0]["loader_hash"] != loader_hash).any():
-            consistency.check_settings(metadata.all_gather_objects(self.group, invariants))
+            agree.check_settings(metadata.all_gather_objects(self.group, invariants))
         return known, errors
 
 
@@ -165,7 +173,7 @@ def read_steps(
     for index, batch in enumerate(step.loaded for step in steps):
         if batch is not None and errors[index] is None:
             try:
-                of_rows = consistency.check_batch(batch, schema)
+                of_rows = agree.check_batch(batch, schema)
             except Exception as raised:
                 errors[index] = raised
                 continue

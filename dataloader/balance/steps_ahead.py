@@ -69,14 +69,10 @@ class Handle:
         return self.prepared
 
 
-Start = Callable[[Sequence[Handle]], "Future[None]"]
-"""Plans steps in the background."""
-
-
 class StepsAhead:
     """The steps of an iteration, in order, of which `lookahead` are started ahead of the one that is taken."""
 
-    def __init__(self, load: Callable[[], Handle], start: Start, lookahead: int) -> None:
+    def __init__(self, load: Callable[[], Handle], start: Callable[[Sequence[Handle]], None], lookahead: int) -> None:
         self._load = load
         self._start = start
         self._lookahead = lookahead
@@ -99,17 +95,10 @@ class StepsAhead:
     def _load_one(self) -> None:
         self._loaded.append(self._load())
         if len(self._loaded) == self._next_group:
-            start_together(self._start, self._loaded)
+            self._start(self._loaded)
             self.started.extend(self._loaded)
             self._num_started += len(self._loaded)
             self._loaded = []
-
-
-def start_together(start: Start, loaded: Sequence[Handle]) -> None:
-    """Start steps whose metadata is gathered at once."""
-    group = start(loaded)
-    for handle in loaded:
-        handle.group = group
 
 
 def drain(handles: Iterable[Handle]) -> None:

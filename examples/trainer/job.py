@@ -14,7 +14,7 @@ import typer
 from torch import nn
 
 from evenrank.dataloader import Loader, TimeWindowLoader
-from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.agree import gather_checked
 from trainer.balance_log import BalanceLog
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.settings import Bounds, Count, check_types
-from evenrank.dataloader.balance.ranks.consistency import compare_settings
+from evenrank.dataloader.balance.ranks.agree import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.performance import ModelFlops, Work
 

@@ -23,7 +23,7 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.balance.ranks.consistency import check_settings
+from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.routing import KeyMap
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT

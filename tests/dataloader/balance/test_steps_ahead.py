@@ -17,11 +17,12 @@ class _Recorder:
         self.num_loaded += 1
         return Handle(None)
 
-    def start(self, loaded: Sequence[Handle]) -> "Future[None]":
-        self.groups.append(len(loaded))
+    def start(self, steps: Sequence[Handle]) -> None:
+        self.groups.append(len(steps))
         planned: Future[None] = Future()
         planned.set_result(None)
-        return planned
+        for step in steps:
+            step.group = planned
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 5, 20])
@@ -60,10 +61,10 @@ def test_steps_come_in_order_with_the_plan_of_their_group() -> None:
 def test_the_error_of_a_step_is_raised_for_it_and_all_after_it() -> None:
     error = ValueError("no such sample")
 
-    def start(loaded: Sequence[Handle]) -> "Future[None]":
-        for handle in loaded[1:]:
-            handle.error = error
-        return _Recorder().start(loaded)
+    def start(steps: Sequence[Handle]) -> None:
+        _Recorder().start(steps)
+        for step in steps[1:]:
+            step.error = error
 
     ahead = StepsAhead(lambda: Handle(None), start, 8)
     handles = [ahead.take() for _ in range(8)]

@@ -25,7 +25,7 @@ from evenrank.dataloader import (
     build_stream_loader,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.balance.ranks.consistency import check_settings
+from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.negatives import NegativeSampler
 from evenrank.dataloader.routing import KeyMap

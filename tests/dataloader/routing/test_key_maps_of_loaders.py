@@ -19,7 +19,7 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig
-from evenrank.dataloader.balance.ranks.consistency import check_settings
+from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.routing import MODES, KeyMap, Mode, map_features
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.batch_bits import bits_of

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError, RankLostError
+from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
 from evenrank.dataloader.balance.ranks.connection import FailureNote
-from evenrank.dataloader.balance.ranks.handshake import RankReport, handshake
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, within
 from evenrank.training.watch import Arrivals
 from tests.stopped_store import store_server

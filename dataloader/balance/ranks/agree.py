@@ -4,6 +4,10 @@ Settings are compared when loaders and Balancers are created, schemas before the
 every step of a Balancer: a rank that planned differently would send other bytes than its peers expect, so samples would
 be lost, or Gloo would abort the process. A rank that failed would leave its peers waiting for bytes.
 
+The handshake of settings comes before any process group is created, through the store, which needs neither a device nor
+a backend: rank 0 validates every rank's report and broadcasts the result. A rank with invalid or different arguments
+would otherwise leave the others waiting in the creation of a group.
+
 Without an exchange, ranks plan alone, and `PlanCheck` compares their plans now and then. A cost or a strategy that
 returns something else on one rank, such as a cost fitted to that rank's own times, leaves out some samples, and others
 are trained on twice, without an error anywhere. So each rank keeps a running hash of its plans, which is compared
@@ -18,17 +22,20 @@ import hashlib
 import itertools
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.distributed_c10d import Store
 
-from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
+from evenrank.core.errors import ConfigError, RankError, RankLostError, first_line, one_line
+from evenrank.dataloader.balance.config import timeout_of
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.metadata import (
     StepMetadata,
@@ -36,13 +43,16 @@ from evenrank.dataloader.balance.ranks.metadata import (
     all_gather_objects,
     common_word,
 )
-from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, within
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Group, Members, members_of, within
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
+from evenrank.dataloader.state.node import HasRankInvariants
 
 Batch = TypeVar("Batch")
+Created = TypeVar("Created")
+Loader = TypeVar("Loader", bound=HasRankInvariants)
 
+_HANDSHAKE_WAIT = timedelta(seconds=10)  # at a time, as the next one
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
 _MASK = (1 << 61) - 1
@@ -115,17 +125,125 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def report_schema(batch: JaggedBatch | None, error: Exception | None) -> tuple[BatchSchema | None, Exception | None]:
-    """Return the schema of a rank's first batch, or the error of its loader or of the schema; both None: no batch."""
-    if batch is None or error is not None:
-        return None, error
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What a rank reports of the Balancer or loader that it creates."""
+
+    error: str | None = None  # why it cannot be created, in one line; None if it can
+    settings: Mapping[str, Any] = field(default_factory=dict)  # must be the same on all ranks, see `check_settings`
+    hardware: str | None = None  # identifies the device if no other rank can use it
+    num_batches: int | None = None  # batches of an epoch of its loader, if the loader knows
+    host: str = field(default_factory=lambda: socket.gethostname())  # name of its host
+
+
+def validate_reports(reports: Sequence[RankReport]) -> int | None:
+    """Return the steps of an epoch, or raise a RankError if a rank failed or two are inconsistent.
+
+    These are the batches of the rank with the most; None if a loader does not know them.
+    """
+    raise_reported_errors([report.error for report in reports])
+    check_settings([report.settings for report in reports])
+    rank_of_device: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        if report.hardware is not None and (other := rank_of_device.setdefault(report.hardware, rank)) != rank:
+            raise RankError(
+                f"ranks {other} and {rank} use the same GPU of host {report.host}; call "
+                "torch.cuda.set_device(local_rank) first, or pass each rank its own device"
+            )
+    numbers = [report.num_batches for report in reports if report.num_batches is not None]
+    return max(numbers) if len(numbers) == len(reports) else None
+
+
+def handshake(
+    make: Callable[[], tuple[Created, RankReport]], members: Members, timeout: timedelta, *, of: str = "Balancer"
+) -> tuple[Created, int | None]:
+    """Return what `make` creates, once it does so on all ranks, and the steps of an epoch (see `validate_reports`).
+
+    Collective: every rank must call this. Whatever can be wrong on one rank alone is checked in `make`: its error is
+    raised on this rank, while the others raise a RankError with it. `of` names what every rank creates, for the message
+    if one has not.
+    """
+    created, error = None, None
     try:
-        schema = schema_of(batch)
-        pickle.dumps(schema)
-        empty_batch(schema)  # needed once this rank has no more batches
+        created, report = make()
     except Exception as raised:  # reported to all ranks
-        return None, raised
-    return schema, None
+        error, report = raised, RankReport(error=one_line(raised))
+    try:
+        if members.store is None:
+            num_steps = validate_reports([report])
+        else:
+            # Rank 0 gets the time to name the ranks that are late.
+            num_steps = within(timeout + _HANDSHAKE_WAIT, lambda: _handshake(report, members, timeout, of))
+    except RankError:
+        if error is not None:
+            raise error from None
+        raise
+    assert created is not None
+    return created, num_steps
+
+
+def _handshake(report: RankReport, members: Members, timeout: timedelta, of: str) -> int | None:
+    store = members.store
+    assert store is not None
+    keys = [f"report/{rank}" for rank in range(members.world_size)]
+    store.set(keys[members.rank], _as_text(report))
+    deadline = time.monotonic() + timeout.total_seconds()
+    result: int | str | None  # a message if reports are invalid
+    if members.rank == 0:
+        try:
+            result = validate_reports([_get(store, key, rank, deadline, of) for rank, key in enumerate(keys)])
+        except Exception as error:  # raised on all ranks below
+            result = one_line(error)
+        store.set("result", _as_text(result))
+    else:
+        result = _get(store, "result", 0, deadline + _HANDSHAKE_WAIT.total_seconds(), of)
+    if isinstance(result, str):
+        raise RankError(result)
+    return result
+
+
+def _as_text(value: object) -> str:
+    return pickle.dumps(value).hex()  # stores take strings
+
+
+def _get(store: Store, key: str, rank: int, deadline: float, of: str) -> Any:
+    while True:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        try:
+            store.wait([key], min(_HANDSHAKE_WAIT, left))
+            return pickle.loads(bytes.fromhex(store.get(key).decode()))
+        except RuntimeError as error:
+            reason = first_line(error)
+        store.check([key])  # raises if the store is lost
+        if time.monotonic() >= deadline:
+            raise RankError(
+                f"rank {rank} has not created its {of} in time ({reason}); create one on every rank of the group, "
+                "in the same order, or raise timeout"
+            )
+
+
+def create_on_all_ranks(
+    make: Callable[[Members], Loader], *, group: Group | None, world_size: int, balance: object
+) -> Loader:
+    """Return the loader that `make` creates, once it does so on all ranks, with the same rank invariants.
+
+    `make` checks `balance`, which may be anything. Collective: every rank must call this; without a process group, it
+    only calls `make`.
+    """
+    members = members_of(group, timeout := timeout_of(balance), "loader")
+    if members.store is None:
+        return make(members)
+
+    def create() -> tuple[Loader, RankReport]:
+        if members.world_size != world_size:
+            raise ConfigError(
+                f"the loader is created for world_size {world_size!r}, but {members.world_size} ranks would balance "
+                "together; pass the data-parallel ranks as group, and their number as world_size"
+            )
+        loader = make(members)
+        return loader, RankReport(settings=dict(loader.rank_invariants()))
+
+    return handshake(create, members, timeout, of="loader")[0]
 
 
 def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None = None) -> BatchSchema | None:
@@ -197,10 +315,14 @@ class PlanCheck:
     """
 
     def __init__(self, members: Members | None, timeout: timedelta) -> None:
-        self._members = None if members is None or members.store is None else members
+        self._members = members or Members(rank=0, world_size=1, store=None)
         self._timeout = timeout
         self._process = os.getpid()  # a fork shares the connection to the store
         self._latest = PlannedIteration(number=0, epoch=0)
+
+    def _store(self) -> Store | None:
+        is_alone = self._members.store is None or self._process != os.getpid()
+        return None if is_alone else self._members.substore("plans")
 
     def begin_epoch(self, epoch: int, num_steps: int) -> PlannedIteration:
         """Compare the steps of an iteration with those of ranks that have begun it."""
@@ -211,9 +333,9 @@ class PlanCheck:
 
     def end_epoch(self, iteration: PlannedIteration) -> None:
         """Wait for all ranks, and compare the plans of the iteration. Collective: every rank must call this."""
-        if self._members is None or self._process != os.getpid():
+        if (store := self._store()) is None:
             return
-        store, world_size, epoch = self._members.substore("plans"), self._members.world_size, iteration.epoch
+        world_size, epoch = self._members.world_size, iteration.epoch
         self._compare(f"{iteration.number}/end", f"at the end of epoch {epoch}", iteration.plans[1], self._timeout)
         ranks, complete = (f"{iteration.number}/{name}" for name in ("ranks", "complete"))
 
@@ -241,8 +363,8 @@ class PlanCheck:
         try:
             yield from batches
         except Exception as error:
-            if self._members is not None and self._process == os.getpid():
-                store, key = self._members.substore("plans"), f"{self._latest.number}/{_NOTE}"
+            if (store := self._store()) is not None:
+                key = f"{self._latest.number}/{_NOTE}"
                 text = f"rank {self._members.rank} failed: {one_line(error)}"
                 with contextlib.suppress(RuntimeError):  # the store is lost
                     within(10 * _WAIT, lambda: store.compare_set(key, "", text))
@@ -257,9 +379,9 @@ class PlanCheck:
             self._compare(f"{iteration.number}/steps/{steps}", where, total, 10 * _WAIT)
 
     def _compare(self, key: str, where: str, total: int, timeout: timedelta) -> None:
-        if self._members is None or self._process != os.getpid():
+        if (store := self._store()) is None:
             return
-        store, rank = self._members.substore("plans"), self._members.rank
+        rank = self._members.rank
 
         def exchange() -> tuple[str, str]:
             note = store.get(_NOTE).decode() if store.check([_NOTE]) else ""
