@@ -83,7 +83,7 @@ def demo_command(
 
 def _compile(strategy: str) -> None:
     """Compile the loops of a strategy, for all ranks, while the data are made."""
-    from evenrank.dataloader.balance.warmup import warm_up
+    from evenrank.dataloader.balance.partition.strategies import warm_up
 
     warm_up(strategy)
 

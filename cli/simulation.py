@@ -20,9 +20,8 @@ from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, unbalanced
-from evenrank.dataloader.balance.step_windows import assign_to_steps
-from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, unbalanced, warm_up
+from evenrank.dataloader.balance.step_samples import assign_to_steps
 from evenrank.datasets.distributions import DISTRIBUTIONS, Distribution, parse_distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
 from evenrank.datasets.store import open_store

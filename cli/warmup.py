@@ -51,7 +51,7 @@ def _plan(folder: Path) -> None:
     from evenrank.cli.reports.dataset_data import count_values, routing_loads
     from evenrank.cli.simulation import LengthSource, simulate
     from evenrank.dataloader.balance import BalanceConfig
-    from evenrank.dataloader.balance.warmup import warm_up
+    from evenrank.dataloader.balance.partition.strategies import warm_up
 
     source = LengthSource(lengths=np.arange(8))
     for strategy in STRATEGIES:
@@ -84,9 +84,9 @@ def _train(folder: Path) -> None:
     """Lay out an exchange, and load steps of synthetic data, packed and not, if they could be made."""
     from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
     from evenrank.dataloader.balance import BalanceConfig
-    from evenrank.dataloader.balance.warmup import warm_up
+    from evenrank.dataloader.balance.exchange.exchange import warm_up
 
-    warm_up("none", exchanges=True)
+    warm_up()
     if (folder / "data").exists():
         candidates: dict[str, Any] = {"batch_size": 2, "max_num_candidates": 1, "negatives": Negatives(count=1)}
         orders = (TimeWindows(every="1w"), Requests())

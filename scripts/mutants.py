@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
 FOLDERS = ("core", "datasets", "preprocess", "dataloader", "training", "cli")
 # What only GPUs run, what draws, and what leaves the package.
-NOT_MUTATED = "__init__|gpu_|/warmup|reports/|routing/(bucketize|owners)|metrics/writers|"
+NOT_MUTATED = "__init__|/warmup|reports/|routing/(bucketize|owners)|metrics/writers|"
 NOT_MUTATED += "training/(pipelines|embedding_caches|throughput)"
 # Rooms where a silent fault costs most have twice as many.
 SENSITIVE = ("agree", "layout", "state/", "collate/", "preprocess/")

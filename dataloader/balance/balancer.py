@@ -25,7 +25,9 @@ from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig, timeout_of
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
+from evenrank.dataloader.balance.exchange.exchange import warm_up as warm_up_exchange
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
 from evenrank.dataloader.balance.ranks.connection import Connection
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
@@ -34,7 +36,6 @@ from evenrank.dataloader.balance.ranks.process_group import Group, Members, memb
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain
-from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
 from evenrank.dataloader.state.node import EpochNode
@@ -49,7 +50,8 @@ def _check(
     """Check this rank's arguments; return what is made of them, and what ranks compare before they create groups."""
     check_types(Balancer, {"config": config})
     config.check(exchanges=True)
-    warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None, exchanges=True)
+    warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None)
+    warm_up_exchange()
     source = LoaderAdapter(
         batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + MAX_STEPS
     )

@@ -18,9 +18,8 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced
-from evenrank.dataloader.balance.step_windows import assign_to_steps
-from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced, warm_up
+from evenrank.dataloader.balance.step_samples import assign_to_steps
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.collate.gather import SampleLengths

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.no_exchange import LocalPlanner
-from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
-from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows
+from evenrank.dataloader.balance.step_samples import PackedSchedule, WindowedOrder, Windows, clip_tokens, pack
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
 from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SkippedSamples

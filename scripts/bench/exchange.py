@@ -45,10 +45,10 @@ from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.exchange.layout import Layout
+from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.steps_ahead import Handle
-from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform

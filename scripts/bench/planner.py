@@ -26,8 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.partition.strategies import STRATEGIES, Assignment, lower_bound, partition
-from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.partition.strategies import STRATEGIES, Assignment, lower_bound, partition, warm_up
 from evenrank.datasets.distributions import Lognormal, Zipf
 
 Ints = NDArray[np.int64]

@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of
+from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of, copy_ranges
 from evenrank.dataloader.balance.exchange.fields import Views, make_fields, plan_views, sections_of, tensors_of
-from evenrank.dataloader.balance.exchange.layout import Layout, lay_out, write_host_buffer
+from evenrank.dataloader.balance.exchange.layout import Layout, Sections, lay_out, write_host_buffer
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.batches.schema import BatchSchema
+from evenrank.dataloader.batches.schema import BatchSchema, describe_lengths
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 
 
@@ -162,3 +162,15 @@ class Exchange:
         if work is not None:
             with self._group.guard():
                 work.wait()
+
+
+def warm_up() -> None:
+    """Call the compiled functions of an exchange once, with its dtypes; see that of `partition`."""
+    none, one, rows = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 1), -1, dtype=np.int32)
+    no_bytes, no_fields = np.empty(0, dtype=np.uint8), np.empty((0, 3), dtype=np.int64)
+    sections = Sections(none, none, none, one, no_bytes, no_fields, none, none, -1, 0)
+    lengths = np.zeros((1, 1, 1), dtype=np.int64)
+    describe_lengths(lengths[0], 0)
+    layout = lay_out(sections, rows, lengths, 0, False, 0)
+    write_host_buffer(layout, sections, none, lengths[0], rows[0], 0, np.empty(layout.host_bytes, dtype=np.uint8))
+    copy_ranges(np.empty((0, 4), dtype=np.int64), one, 0)

@@ -30,6 +30,10 @@ DEFAULT_TOLERANCE: Final = 0.001
 OnOverflow = Literal["raise", "warn"]
 Tolerance = Annotated[float, Bounds(at_least=0, below=1)]
 
+_COMPILED = ("karmarkar-karp", "lpt-swap", "min-move")
+# Just below the 32 MiB up to which glibc raises its thresholds; see mallopt(3), M_MMAP_THRESHOLD.
+_LARGE_BLOCK = 31 << 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionProblem:
@@ -281,3 +285,18 @@ def _within_token_limit(
     # The same message in every step, so that Python shows it once.
     warnings.warn(f"max_tokens_per_rank = {max_tokens:,} is exceeded in some steps", TokenLimitWarning, stacklevel=3)
     return rank_of
+
+
+def warm_up(strategy: str, *, limits_tokens: bool = False) -> None:
+    """Call the compiled functions of a plan once, with its dtypes, so that a background thread compiles nothing.
+
+    Seconds on the first run after an installation; milliseconds once the functions are cached on disk. A user's own
+    strategy is not called: it may raise, which a step reports on all ranks. `limits_tokens`: the steps have a limit.
+    """
+    costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
+    partition(costs, 2, strategy=strategy if strategy in _COMPILED else "none", tokens=tokens)
+    if limits_tokens:  # balanced by cost alone, a rank has 190
+        partition(costs, 2, tokens=tokens, max_tokens_per_rank=160)
+    # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With low
+    # ones, the arrays of a plan cause page faults in every step: a third of its time for 1,024 ranks.
+    np.empty(_LARGE_BLOCK, dtype=np.uint8)

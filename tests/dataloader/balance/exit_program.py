@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from evenrank.dataloader.balance import BalanceConfig, Balancer  # noqa: E402
-from evenrank.dataloader.balance.warmup import warm_up  # noqa: E402
+from evenrank.dataloader.balance.partition.strategies import warm_up  # noqa: E402
 from tests.dataloader.balance.costs import rich_tokens  # noqa: E402
 from tests.dataloader.rich_batch import rich_batch  # noqa: E402
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, PaddedCost
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows, assign_to_steps
+from evenrank.dataloader.balance.step_samples import WindowedOrder, Windows, assign_to_steps
 from evenrank.datasets.distributions import Lognormal
 from evenrank.datasets.order import RowOrder, SampleOrder, Samples
 from tests.dataloader.balance.costs import Ints, one_per_sample

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.partition.strategies import warm_up
 from tests.dataloader.balance.costs import COST, rich_tokens
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.rich_batch import rich_batch

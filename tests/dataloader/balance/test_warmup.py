@@ -10,8 +10,7 @@ from numba.core.dispatcher import Dispatcher
 
 from evenrank.dataloader.balance.exchange import device, layout
 from evenrank.dataloader.balance.partition import strategies
-from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.partition.strategies import partition, warm_up
 
 _PLAN_AFTER_WARM_UP = """
 import numpy as np
@@ -23,12 +22,14 @@ from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.steps_ahead import Handle
-from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.partition.strategies import warm_up
+from evenrank.dataloader.balance.exchange.exchange import warm_up as warm_up_exchange
 from tests.dataloader.balance.costs import rich_tokens
 from tests.dataloader.rich_batch import rich_batch
 
 for strategy in STRATEGIES:
-    warm_up(strategy, limits_tokens=True, exchanges=True)
+    warm_up(strategy, limits_tokens=True)
+warm_up_exchange()
 rng = np.random.default_rng(0)
 costs, tokens = rng.integers(0, 1 << 40, 512), rng.integers(0, 1000, 512)
 batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
