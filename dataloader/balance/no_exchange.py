@@ -111,7 +111,7 @@ class LocalPlanner:
     def assign_to_steps(
         self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
     ) -> NDArray[np.int64]:
-        """Assign the samples of a window of full steps to its steps; see `step_windows.assign_to_steps`."""
+        """Assign the samples of a window of full steps to its steps; see `step_samples.assign_to_steps`."""
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
         world_size, config = self._world_size, self._config
         num_steps = num_samples // (world_size * self._schema.batch_size)

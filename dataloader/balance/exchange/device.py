@@ -94,7 +94,10 @@ class _CudaDevice(ExchangeDevice):
         if device.index is not None and device.index >= (count := torch.cuda.device_count()):
             raise ConfigError(f"device is {device}, but this host has {count} CUDA devices; pass cuda:0..{count - 1}")
         if triton is None:
-            raise ConfigError(f"device is {device}, but Triton, which comes with CUDA builds of PyTorch, is missing")
+            raise ConfigError(
+                f"device is {device}, but Triton, which comes with CUDA builds of PyTorch, is not installed; install "
+                "it, or pass device=None"
+            )
         super().__init__()
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         # Not the index, which is 0 on all ranks if each of them sees its own device only.
