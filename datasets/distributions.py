@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import check_record
+from evenrank.core.settings import check_record, without_rules
 from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
 from evenrank.datasets.store import open_store
@@ -299,7 +299,7 @@ def parse_parameters(name: str, make: Callable[..., Made], pairs: str, text: str
             raise ConfigError(f"{name} has no parameter {key!r} (in {text!r}); known: {', '.join(parameters)}")
         if key in values:
             raise ConfigError(f"{name} has {key} twice (in {text!r}); give it once")
-        values[key] = _parse_value(key, value, parameters[key].annotation, text)
+        values[key] = _parse_value(key, value, without_rules(parameters[key].annotation), text)
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in values:
             raise ConfigError(f"{name} needs {key} (in {text!r}); write {name}:{key}=...")

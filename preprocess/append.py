@@ -15,13 +15,13 @@ from evenrank.core.listing import list_files
 from evenrank.datasets.event_statistics import Statistics, read_statistics
 from evenrank.datasets.schema import USER_ID, Manifest, SourceFile, read_manifest, sha256_of
 from evenrank.preprocess.build.buckets import num_range_bits
-from evenrank.preprocess.build.filters import Filters
 from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP
 from evenrank.preprocess.build.splits import parse_split
 from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.files.table import wrap_read_errors
 from evenrank.preprocess.files.times import utc_text
+from evenrank.preprocess.options import Filters
 from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
 from evenrank.preprocess.sources.interactions import Interactions
 

@@ -14,12 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import replacing
-
-EngineName = Literal["local", "ray"]
 
 _MEMINFO = "/proc/meminfo"
 Task = TypeVar("Task")

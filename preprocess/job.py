@@ -31,7 +31,7 @@ from evenrank.preprocess.append import OF_LOG, Base, check_source
 from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.distinct import Column
-from evenrank.preprocess.build.filters import Filters, drop_unknown, k_core, keep_lengths
+from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.ids import Ids
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.key_table import KeyTable, TextValues
@@ -41,6 +41,7 @@ from evenrank.preprocess.build.vocabulary import EarlierIds, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
 from evenrank.preprocess.files.times import check_era, utc_text
+from evenrank.preprocess.options import Filters
 from evenrank.preprocess.output.ranges import EVENTS_PER_FILE, RangeRules, RangeSummary, schema_of, write_range
 from evenrank.preprocess.output.replace import DATASET_NAME
 from evenrank.preprocess.output.resume import WORK_NAME

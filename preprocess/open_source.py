@@ -13,12 +13,13 @@ from evenrank.preprocess.build.buckets import Columns
 from evenrank.preprocess.build.ids import KEEP
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.config import PreprocessConfig
+from evenrank.preprocess.options import SyntheticConfig
 from evenrank.preprocess.sources.catalog import CATALOG, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.sources.interactions import Interactions
-from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
+from evenrank.preprocess.sources.synthetic import draw_interactions
 
 
 def open_source(
@@ -36,7 +37,8 @@ def open_source(
     """
     if config.dataset == SYNTHETIC and config.expand is not None:
         expansion = parse_expansion(config.expand)
-        base_config = replace(config, dataset=expansion.base, split="none")
+        chosen = {name: getattr(config, name) for name in ("out", "raw_dir", "engine")}
+        base_config = PreprocessConfig(dataset=expansion.base, split="none", **chosen)
         base = open_source(base_config, rules=rules, show_progress=show_progress)
         return expand_interactions(base, expansion, seed=config.seed)
     if config.dataset == SYNTHETIC:
@@ -44,7 +46,8 @@ def open_source(
     log = config.custom
     if config.dataset in CATALOG:
         public = CATALOG[config.dataset]
-        log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
+        raw_dir = config.raw_dir.absolute() if config.engine == "ray" else config.raw_dir
+        log = public.log_in(ensure_raw_files(public, raw_dir, show_progress=show_progress))
         rules, known = dict.fromkeys(rules, KEEP), {}  # all ids are integers
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")

@@ -64,7 +64,6 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
     return replace(
         config,
         custom=custom,
-        raw_dir=shared(config.raw_dir),
         split=f"file:{copies.path_of(listed)}" if listed is not None and is_url(listed) else config.split,
         vocabulary=config.vocabulary and copies.dataset_of(config.vocabulary, needs_rows=False),
     )

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.buckets import Columns, Run, write_run
 from evenrank.preprocess.build.key_table import TextValues, keys_of
 from evenrank.preprocess.files.table import OPEN_QUOTE, BadRow, EventPart, Piece, first_bad_rows
-
-OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
+from evenrank.preprocess.options import OnError
 
 EVENTS_PER_RUN = 1 << 21
 

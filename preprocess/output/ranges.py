@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from evenrank.datasets.schema import ACTION, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, DataFile
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.count_events import EventCounts, count_events
-from evenrank.preprocess.build.filters import Filters, cut_windows
+from evenrank.preprocess.build.filters import cut_windows
 from evenrank.preprocess.build.ids import Ids
-from evenrank.preprocess.build.inference_requests import RequestRule, request_table
+from evenrank.preprocess.build.inference_requests import request_table
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
+from evenrank.preprocess.options import Filters, RequestRule
 from evenrank.preprocess.output.earlier_rows import EarlierRows, keep_file
 from evenrank.preprocess.output.writer import split_file, split_schema, write_rows
 from evenrank.preprocess.sources.features import FeatureLookup, Seen

@@ -29,7 +29,7 @@ def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:
         config,
         out="",
         overwrite=False,
-        raw_dir=config.raw_dir.absolute(),
+        raw_dir=Path("raw"),
         engine="local",
         ray_address=None,
         memory_limit=None,
@@ -41,6 +41,7 @@ def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:
     return {
         "evenrank": evenrank.__version__,
         "options": repr(same),
+        "raw_dir": str(config.raw_dir.absolute()),
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
         "start of the machine": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
     }
