@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -16,37 +16,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenrank.cli import console, options
+from evenrank.cli import console, options, settings_options
 from evenrank.cli.gains import Gain, describe_settings, print_gains
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.datasets.schema import MAX_HISTORY_LENGTH
+from evenrank.core.settings import NonNegative, OneOf, Option, Settings
 
 if TYPE_CHECKING:
     from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
     from evenrank.dataloader.balance import BalanceConfig, StepMetrics
 
 
-def inspect_balance_command(
-    ctx: typer.Context,
-    path: options.DatasetFolder,
-    split: options.Split = "train",
-    batch_size: options.BatchSize = options.BATCH_SIZE,
-    max_history_length: options.MaxHistoryLength = MAX_HISTORY_LENGTH,
-    max_num_candidates: Annotated[
-        int, options.step_option(help="How many of each user's last events are candidates.", metavar="EVENTS")
-    ] = 0,
-    strategy: Annotated[
-        str,
-        options.balance_option(
-            help=f"Balancing strategy: one of {', '.join(options.STRATEGIES)}.",
-            **options.one_of(*options.STRATEGIES, metavar="NAME"),
-        ),
-    ] = "lpt-swap",
-    cost: options.CostName = "hstu",
-    hidden: options.Hidden = options.LAYERS.hidden,
-    heads: options.Heads = options.LAYERS.heads,
-    layers: options.Layers = options.LAYERS.layers,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InspectBalanceOptions(Settings):
+    """What is iterated over, and how it is balanced."""
+
+    path: Annotated[Path, Option("PATH", is_argument=True)]
+    """Folder or URL written by `evenrank preprocess`."""
+    samples: options.StepOptions = field(default_factory=options.StepOptions)
+    max_num_candidates: Annotated[NonNegative, Option("EVENTS")] = 0
+    """How many of each user's last events are candidates."""
+    strategy: Annotated[str, OneOf(options.STRATEGIES), Option("NAME", panel="Balancing")] = "lpt-swap"
+    """Balancing strategy."""
+    model: options.CostOptions = field(default_factory=options.CostOptions)
+
+
+OPTIONS = settings_options.options_of(InspectBalanceOptions)
+
+
+@settings_options.command_of(OPTIONS)
+def inspect_balance_command(ctx: typer.Context) -> None:
     """Iterate over one epoch through the Balancer; run it under torchrun.
 
     Prints how long ranks are idle before and after balancing, and checks that each sample was seen exactly once and
@@ -59,12 +57,12 @@ def inspect_balance_command(
     if missing := [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ConfigError(
             f"{missing[0]} is not set, because torchrun has not started this process; run "
-            f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {path}"
+            f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {ctx.params['path']}"
         )
 
-    options.check_conditions(ctx, options.HAS_LAYERS)
-    shape = options.CostShape(hidden, heads, layers)
-    model = options.make_cost(cost, shape)
+    chosen = settings_options.chosen(InspectBalanceOptions, ctx, OPTIONS)
+    path, samples, shape = chosen.path, chosen.samples, chosen.model.shape
+    model = options.make_cost(chosen.model.cost, shape)
     with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
@@ -72,19 +70,16 @@ def inspect_balance_command(
         from evenrank.dataloader import LoaderConfig
         from evenrank.dataloader.balance import BalanceConfig
 
-        config = LoaderConfig(
-            batch_size=batch_size,
-            split=split,
-            max_history_length=max_history_length,
-            max_num_candidates=max_num_candidates,
-        )
+        config = LoaderConfig(**asdict(samples), max_num_candidates=chosen.max_num_candidates)
         on_stage("waiting for the other ranks")
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         is_first = dist.get_rank() == 0
-        walk = walk_epoch(path, config, BalanceConfig(cost=model, strategy=strategy), show_progress=is_first)
+        walk = walk_epoch(path, config, BalanceConfig(cost=model, strategy=chosen.strategy), show_progress=is_first)
         if is_first:
-            console.print_result(f"{path}: {describe_settings(batch_size, max_history_length, cost, shape)}")
+            console.print_result(
+                f"{path}: {describe_settings(samples.batch_size, samples.max_history_length, chosen.model.cost, shape)}"
+            )
             print_gains([walk.gain(dist.get_world_size())])
             console.print_result(
                 f"{walk.num_samples:,} samples in {len(walk.metrics):,} steps on {dist.get_world_size()} ranks: each "

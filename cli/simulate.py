@@ -1,13 +1,15 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
 import dataclasses
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenrank.cli import console, options
+from evenrank.cli import console, options, settings_options
 from evenrank.core.errors import ConfigError
+from evenrank.core.settings import AppliesTo, Bounds, Needs, NonNegative, Option, Parsed, Settings, Where
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
@@ -19,95 +21,92 @@ _MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
 _TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 _MAX_INTERPRETED = 1 << 14  # samples of all rows, which plain Python balances in 1 s; compiling takes longer
 _IDLE = 0.01  # share of idle time from which on the table is followed by what would help
-_CONDITIONS = (
-    options.HAS_LAYERS,
-    options.Condition(("split",), "datasets", ("source",), lambda v: options.is_dataset(v["source"])),
-    options.Condition(
-        ("tolerance",),
-        f"--strategy {' and '.join(_TOLERANT_STRATEGIES)}",
-        ("strategy",),
-        lambda v: not set(_TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(v["strategy"])),
-    ),
-    options.Condition(
-        ("max_history_length",), "lengths of histories", ("source",), lambda v: not v["source"].endswith(".jsonl")
-    ),
-    options.Condition(
-        ("fixed_ms",),
-        "costs without a fixed time of their own",
-        ("cost",),
-        lambda v: v["cost"] in options.costs_by_name() or (":" in v["cost"] and not v["cost"].startswith("padded:")),
-    ),
-    options.needing("fixed_ms", "step_ms"),
-    options.needing("step_ms", "fixed_ms"),
-)
+_Milliseconds = Annotated[float, Bounds(at_least=0), Option("MILLISECONDS")]
 
 
-def simulate_command(
-    ctx: typer.Context,
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Lengths of histories: a folder written by `evenrank preprocess`, a .npy or .parquet file with one "
-            "column of lengths, the .jsonl log of a run, or a distribution such as lognormal:mean=512,std=512 or "
-            "zipf:exponent=1.2.",
-            show_default=False,
-        ),
-    ],
-    ranks: Annotated[
-        str, options.step_option(help="Numbers of ranks, comma-separated.", metavar="COUNT,...")
-    ] = ",".join(map(str, options.RANKS)),
-    batch_size: options.BatchSize = options.BATCH_SIZE,
+def _needs_fixed_time(cost: str) -> bool:
+    return cost in options.costs_by_name() or (":" in cost and not cost.startswith("padded:"))
+
+
+def _parse_world_sizes(text: str) -> list[int]:
+    try:
+        world_sizes = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--ranks must be comma-separated integers such as 8,64, got {text!r}") from error
+    if min(world_sizes) < 1:
+        raise ConfigError(f"--ranks must be at least 1, got {min(world_sizes)}")
+    return world_sizes
+
+
+def _parse_strategies(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in options.STRATEGIES]:
+        raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(options.STRATEGIES)}")
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(Settings):
+    """What is simulated."""
+
+    source: Annotated[str, Option("SOURCE", is_argument=True)]
+    """Lengths of histories: a folder written by `evenrank preprocess`, a .npy or .parquet file with one column of
+    lengths, the .jsonl log of a run, or a distribution such as lognormal:mean=512,std=512 or zipf:exponent=1.2."""
+    ranks: Annotated[str, Parsed(_parse_world_sizes), Option("COUNT,...", panel="Steps")] = ",".join(
+        map(str, options.RANKS)
+    )
+    """Numbers of ranks, comma-separated."""
+    samples: options.StepOptions = field(default_factory=options.StepOptions)
+    steps: Annotated[int, Bounds(at_least=1, at_most=1_000_000), Option("COUNT")] = options.MIN_STEPS
+    """Steps to draw for each row of the table."""
+    seed: Annotated[NonNegative, Option("NUMBER")] = 0
+    """Seed of the drawn steps."""
     strategy: Annotated[
         str,
-        options.balance_option(
-            help=f"Strategies, comma-separated: {', '.join(options.STRATEGIES)}.",
-            **options.one_of(*options.STRATEGIES, metavar="NAME,..."),
-        ),
-    ] = ",".join(options.STRATEGIES),
+        Parsed(_parse_strategies),
+        Option("NAME,...", panel="Balancing", completions=lambda: options.STRATEGIES),
+    ] = ",".join(options.STRATEGIES)
+    """Strategies, comma-separated: none, karmarkar-karp, lpt-swap, min-move."""
     tolerance: Annotated[
         float | None,
-        options.balance_option(
-            metavar="FRACTION",
-            help="Relative tolerance above the lower bound at which balancing stops; the larger, the less min-move "
-            "moves. Default: that of training, 0.001.",
-            show_default=False,
+        Bounds(at_least=0, below=1),
+        Option("FRACTION"),
+        AppliesTo(
+            strategy=Where(
+                " or ".join(_TOLERANT_STRATEGIES), lambda text: not {*_TOLERANT_STRATEGIES}.isdisjoint(text.split(","))
+            )
         ),
-    ] = None,
-    window: Annotated[
-        int,
-        options.balance_option(
-            help="Steps whose samples may change steps, as in BalanceConfig.", metavar="STEPS", min=1, max=1000
-        ),
-    ] = 1,
-    steps: Annotated[
-        int,
-        options.step_option(help="Steps to draw for each row of the table.", metavar="COUNT", min=1, max=1_000_000),
-    ] = options.MIN_STEPS,
-    split: options.Split = "train",
-    max_history_length: options.MaxHistoryLength = MAX_HISTORY_LENGTH,
-    cost: options.CostName = "hstu",
-    hidden: options.Hidden = options.LAYERS.hidden,
-    heads: options.Heads = options.LAYERS.heads,
-    layers: options.Layers = options.LAYERS.layers,
-    step_ms: Annotated[
-        float | None,
-        options.cost_option(
-            help="Time of a step without balancing, of which --fixed-ms is a part.", metavar="MILLISECONDS", min=0
-        ),
-    ] = None,
-    fixed_ms: Annotated[
-        float | None,
-        options.cost_option(
-            metavar="MILLISECONDS",
-            help="Time of a step that balancing cannot change: all-reduce, optimizer, embeddings. The table is then of "
-            "the whole step; with a measured cost, it always is.",
-            min=0,
-        ),
-    ] = None,
-    seed: Annotated[int, options.step_option(help="Seed of the drawn steps.", metavar="NUMBER", min=0)] = 0,
-    as_json: options.Json = False,
-) -> None:
+    ] = None
+    """Relative tolerance above the lower bound at which balancing stops; the larger, the less min-move moves. None:
+    that of training, 0.001."""
+    window: Annotated[int, Bounds(at_least=1, at_most=1000), Option("STEPS")] = 1
+    """Steps whose samples may change steps, as in BalanceConfig."""
+    model: options.CostOptions = field(default_factory=options.CostOptions)
+    step_ms: Annotated[_Milliseconds | None, Needs("fixed_ms")] = None
+    """Time of a step without balancing, of which `fixed_ms` is a part."""
+    fixed_ms: Annotated[_Milliseconds | None, Needs("step_ms")] = None
+    """Time of a step that balancing cannot change: all-reduce, optimizer, embeddings. The table is then of the whole
+    step; with a measured cost, it always is."""
+
+
+@dataclass(kw_only=True)
+class _Command:
+    """What options apply to that a record shares with other commands, or that depend on the source."""
+
+    split: Annotated[str, AppliesTo(source=Where("datasets", options.is_dataset))] = "train"
+    max_history_length: Annotated[
+        int, AppliesTo(source=Where("lengths of histories", lambda source: not source.endswith(".jsonl")))
+    ] = MAX_HISTORY_LENGTH
+    fixed_ms: Annotated[float | None, AppliesTo(cost=Where("without a fixed time of its own", _needs_fixed_time))] = (
+        None
+    )
+
+
+OPTIONS = settings_options.options_of(SimulateOptions, _Command)
+
+
+@settings_options.command_of(OPTIONS)
+def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
     """Show what balancing would gain on any number of ranks, without GPUs or processes.
 
     Draws steps from lengths of histories, and balances each with the planner that training uses. That is compiled
@@ -120,8 +119,10 @@ def simulate_command(
         evenrank simulate lognormal:mean=512 --strategy min-move --tolerance 0.01
         evenrank simulate zipf:exponent=1.2 --ranks 8 --steps 10
     """
-    options.check_conditions(ctx, *_CONDITIONS)
-    world_sizes = _parse_world_sizes(ranks)
+    chosen = settings_options.chosen(SimulateOptions, ctx, OPTIONS)
+    source, window, step_ms, fixed_ms = chosen.source, chosen.window, chosen.step_ms, chosen.fixed_ms
+    batch_size, shape = chosen.samples.batch_size, chosen.model.shape
+    world_sizes, strategies = _parse_world_sizes(chosen.ranks), _parse_strategies(chosen.strategy)
     if max(world_sizes) * batch_size * window > _MAX_SAMPLES:
         raise ConfigError(
             f"{max(world_sizes):,} ranks with --batch-size {batch_size:,} and --window {window} are more than "
@@ -129,8 +130,7 @@ def simulate_command(
         )
     if step_ms is not None and fixed_ms is not None and fixed_ms >= step_ms:
         raise ConfigError(f"--fixed-ms {fixed_ms:g} is a part of --step-ms {step_ms:g}, so it must be less")
-    strategies = _parse_strategies(strategy)
-    steps = -(-steps // window) * window  # whole windows: of part of one, other samples come before than after
+    steps = -(-chosen.steps // window) * window  # whole windows: of part of one, other samples come before than after
     is_small = sum(world_sizes) * len(strategies) * batch_size * steps <= _MAX_INTERPRETED
 
     from evenrank.core.compiled import interpreted
@@ -142,25 +142,24 @@ def simulate_command(
     from evenrank.cli.simulation import open_source
     from evenrank.dataloader.balance import BalanceConfig
 
-    shape = options.CostShape(hidden, heads, layers)
-    model = options.make_cost(cost, shape)
+    model = options.make_cost(chosen.model.cost, shape)
     with console.stages() as on_stage:
         on_stage(f"opening {source}")
-        lengths = open_source(source, split, max_history_length)
-    chosen: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
+        lengths = open_source(source, chosen.samples.split, chosen.samples.max_history_length)
+    tolerance: dict[str, Any] = {} if chosen.tolerance is None else {"tolerance": chosen.tolerance}
     fixed_share = 0.0 if step_ms is None or fixed_ms is None else fixed_ms / step_ms
     drawn = _Draws(
-        lengths, batch_size=batch_size, steps=steps, seed=seed, fixed_share=fixed_share, is_timed=not is_small
+        lengths, batch_size=batch_size, steps=steps, seed=chosen.seed, fixed_share=fixed_share, is_timed=not is_small
     )
     balances = [  # where every sample stays, it also stays in its step
-        BalanceConfig(cost=model, strategy=name, window=1 if name == "none" else window, **chosen)
+        BalanceConfig(cost=model, strategy=name, window=1 if name == "none" else window, **tolerance)
         for name in strategies
     ]
     for balance in balances:
         balance.check(exchanges=False)
     with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
         gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
-    settings = batch_size, None if lengths.of_tokens else max_history_length, cost, shape
+    settings = batch_size, None if lengths.of_tokens else chosen.samples.max_history_length, chosen.model.cost, shape
     repeated = [world_size for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]
     console.print_result(
         f"{source}: {steps} steps of {describe_settings(*settings)}" + f"; windows of {window} steps" * (window > 1),
@@ -242,20 +241,3 @@ def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> No
 
 def _time_per_sample(gain: "Gain") -> float:
     return gain.unit * gain.summary.heaviest_after / gain.summary.samples
-
-
-def _parse_world_sizes(text: str) -> list[int]:
-    try:
-        world_sizes = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--ranks must be comma-separated integers such as 8,64, got {text!r}") from error
-    if min(world_sizes) < 1:
-        raise ConfigError(f"--ranks must be at least 1, got {min(world_sizes)}")
-    return world_sizes
-
-
-def _parse_strategies(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in options.STRATEGIES]:
-        raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(options.STRATEGIES)}")
-    return names

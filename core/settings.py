@@ -17,10 +17,11 @@ import dataclasses
 import difflib
 import inspect
 import math
+import pkgutil
 import re
 import reprlib
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -99,11 +100,12 @@ class Valid:
 class Parsed:
     """A text whose form a function checks, which raises a ConfigError with the text and the forms that it knows."""
 
-    parse: Callable[[Any], object]
+    parse: Callable[[Any], object] | str
+    """The function or, if its module is slow to import, its name: `package.module:function`."""
 
     def allows(self, value: Any) -> bool:
         """Return True, or raise the ConfigError of the function."""
-        self.parse(value)
+        (pkgutil.resolve_name(self.parse) if isinstance(self.parse, str) else self.parse)(value)
         return True
 
 
@@ -127,16 +129,8 @@ class AppliesTo:
     Of several options, one is enough; several of these rules must all hold.
     """
 
-    def __init__(self, **values: Collection[Any]) -> None:
+    def __init__(self, **values: Container[Any]) -> None:
         self.values = values
-
-    def __str__(self) -> str:
-        """Return the options with their values, as in a call."""
-        texts = []
-        for name, allowed in self.values.items():
-            listed = " or ".join(f"{name}={one!r}" for one in allowed)
-            texts.append(f"options other than {listed}" if isinstance(allowed, AllBut) else listed)
-        return " or ".join(texts)
 
 
 class AllBut(tuple[Any, ...]):
@@ -144,6 +138,35 @@ class AllBut(tuple[Any, ...]):
 
     def __contains__(self, value: object) -> bool:
         return not super().__contains__(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The values of an option that a function accepts, and a text that says which these are, for `AppliesTo`."""
+
+    text: str
+    accepts: Callable[[Any], bool]
+
+    def __contains__(self, value: object) -> bool:
+        return self.accepts(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How commands show an option, where that does not follow from its declaration."""
+
+    metavar: str = ""
+    name: str = ""
+    panel: str = ""
+    """Heading above it, which is also that of the options below."""
+    completions: Callable[[], Iterable[str]] = tuple
+    """Returns beginnings of values, for shells."""
+    is_argument: bool = False
+    """Whether it is given by its position."""
+    paths: str = "(?!)"
+    """Pattern of the paths in its text, which are relative to the folder of the file that has it."""
+    parse: Callable[[Any], Any] | None = None
+    """Makes the value of its text, or of its texts if there may be several."""
 
 
 PER_RANK = "per rank"
@@ -182,7 +205,8 @@ def check_settings(record: Any) -> None:
             object.__setattr__(record, field.name, converted(value, field.type))
     values = {field.name: getattr(record, field.name) for field in fields}
     check_types(type(record), values)
-    check_use(type(record), values, [field.name for field in fields if not _is_default(field, values[field.name])])
+    given = [field.name for field in fields if not _is_default(field, values[field.name])]
+    check_use(rules_of(type(record)), values, given, place=f"{type(record).__name__}: ")
 
 
 def check_types(make: Callable[..., object], arguments: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
@@ -229,28 +253,55 @@ def _hint(given: object, known: Iterable[str], most: int = 3) -> str:
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
+class Wording:
+    """How messages show options: as arguments in Python."""
+
+    def option(self, name: str) -> str:
+        """Return an option without a value."""
+        return name
+
+    def given(self, name: str, value: Any) -> str:
+        """Return an option as it was given."""
+        return f"{name}={show(value)}"
+
+    def values(self, name: str, allowed: Any) -> str:
+        """Return an option with the values that a rule allows."""
+        if isinstance(allowed, Where):
+            return f"{name}={allowed.text}"
+        listed = " or ".join(f"{name}={one!r}" for one in allowed)
+        if isinstance(allowed, AllBut):
+            return name if allowed == (None,) else f"options other than {listed}"
+        return listed
+
+
 def check_use(
-    record: Any, values: Mapping[str, Any], given: Iterable[str], shown: Callable[[str], str] | None = None
+    rules: Mapping[str, list[Any]],
+    values: Mapping[str, Any],
+    given: Iterable[str],
+    wording: Wording | None = None,
+    place: str = "",
 ) -> None:
     """Check that options that were given have an effect together with the others.
 
     Args:
-        record: the dataclass, whose annotations have the rules `Needs` and `AppliesTo`.
-        values: of all its options, by name.
+        rules: of all options by name, of which `Needs` and `AppliesTo` count.
+        values: of all options.
         given: names of those that were given, maybe with their defaults.
-        shown: how a message shows an option with its value; None: as `name=value`, after the name of the dataclass.
+        wording: of messages; None: as in Python.
+        place: what messages begin with.
     """
-    rules = rules_of(record)
-    place = "" if shown else f"{record.__name__}: "
-    shown = shown or (lambda name: f"{name}={show(values[name])}")
+    say = wording or Wording()
     for name in given:
         for rule in rules[name]:
-            if isinstance(rule, Needs) and not values[rule.other]:
-                raise ConfigError(
-                    f"{place}{shown(name)} has no effect without {rule.other}; give both, or leave it out"
-                )
+            shown = f"{place}{say.given(name, values[name])}"
+            # Zero of a number of events is none of it, but zero seconds are a time.
+            if isinstance(rule, Needs) and not (needed := values[rule.other]) and not isinstance(needed, float):
+                raise ConfigError(f"{shown} has no effect without {say.option(rule.other)}; give both, or leave it out")
             if isinstance(rule, AppliesTo) and (other := _excluded_by(rules, rule, values)) is not None:
-                raise ConfigError(f"{place}{shown(name)} applies to {rule}, not to {shown(other)}; leave it out")
+                wanted = " or ".join(say.values(*one) for one in rule.values.items())
+                raise ConfigError(
+                    f"{shown} applies to {wanted}, not to {say.given(other, values[other])}; leave it out"
+                )
 
 
 def _excluded_by(rules: Mapping[str, list[Any]], rule: AppliesTo, values: Mapping[str, Any]) -> str | None:
@@ -310,9 +361,6 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
     made = {key: converted(value, kinds.get(key)) for key, value in settings.items()}
     check_types(make, made, name)
     return make(**made)
-
-
-check_record = check_settings
 
 
 def check_keys(place: object, keys: Iterable[str], known: Collection[str]) -> None:

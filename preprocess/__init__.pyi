@@ -1,10 +1,8 @@
-from .build.filters import Filters
-from .build.inference_requests import RequestRule
 from .config import PreprocessConfig
 from .log_config import TabularConfig
+from .options import Drift, Filters, RequestRule, SyntheticConfig
 from .pipeline import preprocess
 from .sources.catalog import DATASETS
-from .sources.synthetic import Drift, SyntheticConfig
 
 __all__ = [
     "DATASETS",

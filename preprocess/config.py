@@ -1,98 +1,100 @@
-"""`PreprocessConfig`: what to preprocess, how, and where to write it."""
+"""`PreprocessConfig`: what to preprocess, how, and where to write it. Imports nothing heavy."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_record
+from evenrank.core.settings import AllBut, AppliesTo, Bounds, Needs, OneOf, Option, Parsed, Settings, Where
 from evenrank.core.storage import is_url
-from evenrank.preprocess.build.events import OnError
-from evenrank.preprocess.build.filters import Filters
-from evenrank.preprocess.build.inference_requests import RequestRule
-from evenrank.preprocess.build.splits import parse_split
-from evenrank.preprocess.build.vocabulary import parse_ids, parse_unknown
-from evenrank.preprocess.engine import EngineName
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.sources.catalog import CUSTOM, DATASETS
-from evenrank.preprocess.sources.fractal import parse_expansion
-from evenrank.preprocess.sources.synthetic import SyntheticConfig
+from evenrank.preprocess.options import EngineName, Filters, OnError, RequestRule, SyntheticConfig
+from evenrank.preprocess.sources.catalog import CUSTOM, DATASETS, SYNTHETIC
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreprocessConfig:
+class PreprocessConfig(Settings):
     """What to preprocess, how, and where to write it."""
 
-    dataset: str
+    dataset: Annotated[str, OneOf(DATASETS), Option("NAME", panel="Dataset")]
     """One of `DATASETS`."""
-    out: Path | str
+    out: Annotated[Path | str, Option("FOLDER")]
     """Folder or URL of the new dataset, which replaces an existing one."""
     overwrite: bool = False
-    """Whether to replace a folder that contains something else than a dataset."""
-    append: bool = False
-    """Whether the events are later ones for the dataset that is at `out`, which becomes as if all were preprocessed at
-    once, with the ids that its features have; its log is not read again. All other options are those by which it was
-    made. Files that it has already change nothing."""
-    raw_dir: Path = Path("raw")
-    """Folder with a folder or an archive of raw files per public dataset. Missing ones are downloaded into it."""
-    split: str = "user:0.3"
-    """`user:FRACTION`, `leave-last:N`, `time:TIME`, `time:last:DURATION`, `file:PATH` or `none`; see
-    `evenrank.preprocess.build.splits`."""
-    allow_empty: bool = False
-    """Whether a split by time or file may leave train or eval without rows, and a log may begin or end in 1970."""
-    seed: int = 0
-    """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
-    ids: str = ""
-    """Rules for the ids of users and items, such as `dense` or `item=dense,user=keep`; see
-    `evenrank.preprocess.build.vocabulary`. Default: `auto` for custom logs, `dense` for public datasets, else `keep`.
-    """
-    vocabulary: Path | None = None
-    """An earlier dataset, whose ids are kept, also at a URL; None: ids begin anew."""
-    unknown: str = ""
-    """What to do about values that the vocabulary lacks, such as `drop` or `item=oov,user=append`: number them after
-    the known ones (`append`, the default), give all of them the id 0 (`oov`), leave out their events, or `fail`."""
-    filters: Filters = field(default_factory=Filters)
-    on_error: OnError = "fail"
-    """What to do about rows that cannot be read: raise an error, or skip and count them."""
+    """Replace a folder that contains something else than a dataset."""
+    append: Annotated[bool, AppliesTo(dataset=(CUSTOM,)), AppliesTo(vocabulary=(None,))] = False
+    """Add the events, which are later ones, to the dataset at `out`, which becomes as if all were preprocessed at once,
+    with the ids that its features have; its log is not read again. Repeat the other options by which it was made. Files
+    that it has already change nothing."""
+    raw_dir: Annotated[
+        Path, Option("FOLDER"), AppliesTo(dataset=AllBut((SYNTHETIC, CUSTOM)), expand=AllBut((None,)))
+    ] = Path("raw")
+    """Folder of the raw files of public datasets, laid out as their archives unpack (FOLDER/ml-20m/ratings.csv), or of
+    the official archives. Missing files are downloaded into it."""
+    on_error: Annotated[OnError, AppliesTo(dataset=AllBut((SYNTHETIC,)), expand=AllBut((None,)))] = "fail"
+    """What to do about rows that cannot be read: `fail`, or `skip` and count them."""
     engine: EngineName = "local"
-    """Where the work is done: `local`, on threads of this process; `ray`, on processes of a Ray cluster."""
-    ray_address: str | None = None
-    """Of a running Ray cluster, such as `auto`; None: one of this machine is started and ended."""
-    memory_limit: float | None = None
-    """GB that decide, with the cores of this machine, how many threads or processes there are; None: half of the memory
-    that is free."""
+    """Where the work is done: `local`, on threads of this process; `ray`, on the nodes of a Ray cluster. What is
+    written is the same. A run that was killed goes on where it was when it is started again."""
+    ray_address: Annotated[str | None, Option("ADDRESS"), AppliesTo(engine=("ray",))] = None
+    """Of a running Ray cluster, such as `auto`. None: one of this machine is started and ended."""
+    memory_limit: Annotated[float | None, Option("GB"), AppliesTo(ray_address=(None,), engine=("local",))] = None
+    """Memory of this machine, in GB, that decides, with its cores, how many threads or processes there are. None: half
+    of what is free."""
+    split: Annotated[
+        str,
+        Parsed("evenrank.preprocess.build.splits:parse_split"),
+        Option("RULE", panel="Splits and filters", paths="(?<=^file:).+"),
+    ] = "user:0.3"
+    """What goes to eval: `user:FRACTION`, that fraction of the users; `leave-last:N`, the last N events of each user;
+    `time:2015`, `time:2015-01-06`, `time:1420070400` or ISO 8601, the events from that time on; `time:last:7d` (or h,
+    w), those of the last 7 days; `file:PATH`, the users in a text file (.txt) or in a table with the log's column of
+    users, or the events of a second log; or `none`."""
+    seed: Annotated[
+        int,
+        Bounds(at_least=0, below=1 << 62),
+        Option("NUMBER"),
+        AppliesTo(split=Where("user:FRACTION", lambda split: split.startswith("user:")), dataset=(SYNTHETIC,)),
+    ] = 0
+    """Seed of the split by user and of synthetic data."""
+    allow_empty: bool = False
+    """Accept a log that begins or ends in 1970, and an empty train or eval with `time:` and `file:`."""
+    filters: Filters = field(default_factory=Filters)
     requests: RequestRule | None = None
-    """Rule for requests.parquet; None: do not write it."""
-    synthetic: SyntheticConfig | None = None
-    """Size and distributions of dataset `synthetic`; None: the defaults."""
-    expand: str | None = None
-    """NAME:UxI or NAME:UxI:RATE: dataset `synthetic` is a fractal expansion; see `preprocess.sources.fractal`."""
-    custom: TabularConfig | None = None
+    """Rule for requests.parquet. None: do not write it."""
+    ids: Annotated[
+        str,
+        Parsed("evenrank.preprocess.build.vocabulary:parse_ids"),
+        AppliesTo(vocabulary=(None,)),
+        Option("RULE", panel="Ids", completions=lambda: ("auto", "dense", "keep")),
+    ] = ""
+    """Ids of users and items: `dense`, numbered by first appearance, with a vocabulary; `keep`, the integers of the
+    log; `hash:N`, a hash below N; `auto`, `dense` or `keep` by their range. For both, or `item=RULE,user=RULE`.
+    Default: `dense` for public datasets, `auto` for custom ones, else `keep`."""
+    vocabulary: Annotated[Path | None, Option("FOLDER")] = None
+    """Earlier dataset, also at a URL, whose ids are kept, for a later log. None: ids begin anew."""
+    unknown: Annotated[
+        str,
+        Parsed("evenrank.preprocess.build.vocabulary:parse_unknown"),
+        Needs("vocabulary"),
+        Option("RULE", completions=lambda: ("append", "oov", "drop", "fail")),
+    ] = ""
+    """What to do about values that `vocabulary` lacks: `append` them to it (the default); `oov`, give them the id 0;
+    `drop` their events; or `fail`. For both, or `item=RULE,user=RULE`."""
+    custom: Annotated[TabularConfig | None, AppliesTo(dataset=(CUSTOM,))] = None
     """Files and columns of dataset `custom`."""
+    synthetic: Annotated[SyntheticConfig | None, AppliesTo(dataset=(SYNTHETIC,)), AppliesTo(expand=(None,))] = None
+    """Size and distributions of dataset `synthetic`. None: the defaults."""
+    expand: Annotated[
+        str | None,
+        Parsed("evenrank.preprocess.sources.fractal:parse_expansion"),
+        Option("NAME:UxI[:RATE]"),
+        AppliesTo(dataset=(SYNTHETIC,)),
+    ] = None
+    """In place of synthetic data, MovieLens with U times the users and I times the items, by fractal expansion."""
 
-    def __post_init__(self) -> None:
-        check_record(self)
-        if self.dataset not in DATASETS:
-            raise ConfigError(f"unknown dataset {self.dataset!r}; known: {', '.join(DATASETS)}")
-        parse_split(self.split)
-        if parse_ids(self.ids) and self.vocabulary is not None:
-            raise ConfigError(
-                f"ids {self.ids!r} and vocabulary {self.vocabulary} both define the ids; give one of them"
-            )
-        if parse_unknown(self.unknown) and self.vocabulary is None:
-            raise ConfigError(f"unknown {self.unknown!r} has no effect without vocabulary; give both")
-        if self.append and (self.dataset != CUSTOM or self.vocabulary is not None):
-            raise ConfigError(f"append is for dataset {CUSTOM!r} without vocabulary; leave it out")
-        if self.expand is not None:
-            parse_expansion(self.expand)
-        if not 0 <= self.seed < 2**62:
-            raise ConfigError(f"seed must be between 0 and 2^62 - 1, got {self.seed}")
+    def _check(self) -> None:
         if any("\ud800" <= character <= "\udfff" for character in str(self.out)):  # how Python keeps other bytes
             raise ConfigError(f"the name of the folder {self.out} is not UTF-8; choose another name")
         if is_url(self.raw_dir):
             raise ConfigError(f"raw_dir {self.raw_dir} is a URL; choose a folder of this host")
-        if self.ray_address is not None and self.engine != "ray":
-            raise ConfigError(f"ray_address {self.ray_address!r} has no effect without engine='ray'; give both")
-        if self.ray_address is not None and self.memory_limit is not None:
-            raise ConfigError(
-                f"memory_limit {self.memory_limit} is of this machine, not of a Ray cluster; leave it out"
-            )

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import replacing
-
-EngineName = Literal["local", "ray"]
 
 _MEMINFO = "/proc/meminfo"
 Task = TypeVar("Task")

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_record
+from evenrank.core.settings import AppliesTo, Needs, Option, Parsed, Settings, Where
 from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
@@ -86,67 +86,77 @@ def parse_action_map(text: str) -> tuple[str, tuple[Any, ...]]:
     )
 
 
+_Name = Annotated[str, Option("COLUMN")]
+_Names = Annotated[tuple[str, ...], Option("COLUMN,...")]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TabularConfig:
+class TabularConfig(Settings):
     """The files of a custom dataset and the names of their columns. The suffix of a file determines its format."""
 
-    events: tuple[Path, ...]
-    """Files, patterns such as `logs/*.csv.gz`, or folders, whose files are read in sorted order: delimited text (.csv,
-    .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz, .zst or .bz2, or .parquet. A folder
-    `day=1` adds a column `day`. A `Path` may be one of a URL, here and below: `Path("s3://bucket/logs/*.csv.gz")`."""
-    user_column: str
+    events: Annotated[tuple[Path, ...], Option("PATH", panel="Logs (--dataset custom)")]
+    """Files, quoted patterns such as 'logs/*.csv.gz', or folders, whose files are read in sorted order, also at a URL
+    (s3://, gs://): delimited text (.csv, .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz,
+    .zst or .bz2, or .parquet. A folder `day=1` adds a column `day`."""
+    user_column: _Name = "user_id"
     """Column of user ids: integers or strings; blanks around them do not count, and `7.0` is 7."""
-    item_column: str
+    item_column: _Name = "item_id"
     """Column of item ids: integers or strings."""
-    timestamp_column: str = ""
-    """Column of event times; empty only with the unit `row`."""
-    timestamp_unit: TimestampUnit = "auto"
+    timestamp_column: _Name = ""
+    """Column of times. Default: none, which only the unit `row` allows."""
+    timestamp_unit: Annotated[TimestampUnit, Option("UNIT")] = "auto"
     """Unit of numeric times, counted from 1970: `s`, `ms`, `us` or `ns`; `iso` for ISO 8601 text, in UTC unless it has
     an offset; `date` for 2015-01-06 or 20150106; `auto`: as the first values look. Parquet's date and time types need
     no unit. `row`: there are no times, and rows count as seconds."""
-    action_columns: tuple[str, ...] = ()
-    """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
-    action_map: str = ""
-    """How the one action column becomes an action; empty: it is an integer from 0 on. `stars`: 1 to 5 become 0 to 4;
-    `half-stars`: 0.5 to 5 become 0 to 9; `bins:2.5,4`: the number of these limits that a number reaches;
-    `values:pv,cart,buy`: the position of the text in this list; `float`: a float32 column of events with its name, and
-    every action is 0."""
-    event_columns: tuple[str, ...] = ()
-    """Further columns of events: `NAME[:int|float][=FILL]`, float32, below 2^24, unless `int`, which is int64."""
-    label: str = ""
-    """One more of them, which the manifest names as the label; for LoaderConfig's `label` or `target`."""
-    weight: str = ""
-    """One more of them, which the manifest names as the weight; for LoaderConfig's `weight`."""
-    delimiter: str | None = None
-    """Separator of the fields of delimited events, one character or one character repeated; None: found by the first
+    action_columns: _Names = ()
+    """One column of actions, or several of 0 and 1, bits of the action, lowest bit first. Default: every action is
+    0."""
+    action_map: Annotated[
+        str,
+        Parsed(parse_action_map),
+        Option("RULE", completions=lambda: ("stars", "half-stars", "float")),
+        AppliesTo(action_columns=Where("COLUMN", lambda columns: len(columns) == 1)),
+    ] = ""
+    """How one action column becomes an action. `stars`: 1 to 5 become 0 to 4; `half-stars`: 0.5 to 5 become 0 to 9;
+    `bins:2.5,4`: the number of these limits that a number reaches; `values:pv,cart,buy`: the position of the text in
+    this list; `float`: a float32 column of events with its name, and every action is 0. Default: it is an integer from
+    0 on."""
+    event_columns: _Names = ()
+    """More columns of events: COLUMN[:int|float][=FILL], such as `dwell:int=0`; float32, below 2^24, unless `int`,
+    which is int64."""
+    label: _Name = ""
+    """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
+    weight: _Name = ""
+    """One more of them, which the manifest names as the weight; for `LoaderConfig.weight`."""
+    delimiter: Annotated[str | None, Option("CHARACTER")] = None
+    """Separator of the fields of delimited events, one character or one character repeated. None: found by the first
     line among comma, tab, semicolon, `|` and `::`."""
-    columns: tuple[str, ...] = ()
-    """Names of all columns of delimited events without a header; empty: the first line has them."""
-    context: Path | None = None
-    """File with the users' features: `user_column` and `context_columns`, one row per user."""
-    context_columns: tuple[str, ...] = ()
-    """Columns of `context` that are contextual features: `NAME[:id|float|list]`; lists are divided by `|`, or JSON."""
-    context_header: tuple[str, ...] = ()
-    """Names of all columns of `context` without a header, divided like the events; empty: the first line has them."""
-    item_features: Path | None = None
-    """File with features of items: `item_column` and `item_columns`, one row per item."""
-    item_columns: tuple[str, ...] = ()
-    """Columns of `item_features`: `NAME[:id|float|list]`."""
-    item_features_as: ItemFeaturesAs = "events"
-    """`events`: columns of events; `table`: item_features.parquet, one row per item, also with lists."""
+    columns: _Names = ()
+    """All columns of delimited events without a header. Default: the first line has them."""
+    context: Annotated[Path | None, Option("FILE", panel="Features (--dataset custom)")] = None
+    """File with features of users, one row per user: `user_column` and `context_columns`."""
+    context_columns: Annotated[_Names, Needs("context")] = ()
+    """Columns of `context` that are features: COLUMN[:id|float|list], such as country,age:float; lists are divided by
+    `|`, or JSON."""
+    context_header: Annotated[_Names, Needs("context")] = ()
+    """All columns of `context` without a header, divided like the events. Default: the first line has them."""
+    item_features: Annotated[Path | None, Option("FILE")] = None
+    """File with features of items, one row per item: `item_column` and `item_columns`."""
+    item_columns: Annotated[_Names, Needs("item_features")] = ()
+    """Columns of `item_features` that are features: COLUMN[:id|float|list]."""
+    item_features_as: Annotated[ItemFeaturesAs, Needs("item_features")] = "events"
+    """What becomes of them. `events`: columns of events; `table`: item_features.parquet, one row per item, also with
+    lists."""
 
-    def __post_init__(self) -> None:
-        check_record(self)
+    def _check(self) -> None:
         if not self.events:
             raise ConfigError("events is empty; give at least one file")
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
             raise ConfigError("give either timestamp_column or timestamp_unit 'row', for logs in order without times")
         if len(self.action_columns) > _MAX_FLAGS:
             raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
-        if parse_action_map(self.action_map)[0] and len(self.action_columns) != 1:
-            raise ConfigError(f"action_map {self.action_map!r} needs one action column, got {len(self.action_columns)}")
         for path, columns in (("context", "context_columns"), ("item_features", "item_columns")):
-            if (getattr(self, path) is None) != (not getattr(self, columns)):
+            if getattr(self, path) is not None and not getattr(self, columns):
                 raise ConfigError(f"{path} and {columns} go together; give both or none")
         if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
             raise ConfigError(f"delimiter must be a punctuation mark or a tab, or one repeated, got {self.delimiter!r}")

@@ -29,13 +29,14 @@ from evenrank.preprocess.engine import Workers, check_not_forked, num_workers, t
 from evenrank.preprocess.files.places import Copies, copies_in
 from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.job import WORK_NAME, Job
+from evenrank.preprocess.options import SyntheticConfig
 from evenrank.preprocess.replace import DATASET_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, SYNTHETIC
 from evenrank.preprocess.sources.custom import read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files
 from evenrank.preprocess.sources.features import Interactions, number_features
 from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
-from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
+from evenrank.preprocess.sources.synthetic import draw_interactions
 from evenrank.preprocess.upload import replace_remote
 
 _PLAN_NAME = "plan.json"
@@ -51,7 +52,7 @@ def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:
         config,
         out="",
         overwrite=False,
-        raw_dir=config.raw_dir.absolute(),
+        raw_dir=Path("raw"),
         engine="local",
         ray_address=None,
         memory_limit=None,
@@ -63,6 +64,7 @@ def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:
     return {
         "evenrank": evenrank.__version__,
         "options": repr(same),
+        "raw_dir": str(config.raw_dir.absolute()),
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
         "start of the machine": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
     }
@@ -107,7 +109,8 @@ def open_source(
     """
     if config.dataset == SYNTHETIC and config.expand is not None:
         expansion = parse_expansion(config.expand)
-        base_config = replace(config, dataset=expansion.base, split="none")
+        chosen = {name: getattr(config, name) for name in ("out", "raw_dir", "engine")}
+        base_config = PreprocessConfig(dataset=expansion.base, split="none", **chosen)
         base = open_source(base_config, rules=rules, show_progress=show_progress)
         return expand_interactions(base, expansion, seed=config.seed)
     if config.dataset == SYNTHETIC:
@@ -115,7 +118,8 @@ def open_source(
     log = config.custom
     if config.dataset in CATALOG:
         public = CATALOG[config.dataset]
-        log = public.log_in(ensure_raw_files(public, config.raw_dir, show_progress=show_progress))
+        raw_dir = config.raw_dir.absolute() if config.engine == "ray" else config.raw_dir
+        log = public.log_in(ensure_raw_files(public, raw_dir, show_progress=show_progress))
         rules, known = dict.fromkeys(rules, KEEP), {}  # all ids are integers
     if log is None:
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
@@ -175,7 +179,6 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
     return replace(
         config,
         custom=custom,
-        raw_dir=shared(config.raw_dir),
         split=f"file:{copies.path_of(listed)}" if listed is not None and is_url(listed) else config.split,
         vocabulary=config.vocabulary and copies.dataset_of(config.vocabulary, needs_rows=False),
     )

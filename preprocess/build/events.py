@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from evenrank.core.files import replacing
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
 from evenrank.preprocess.files.table import OPEN_QUOTE, BadRow, EventPart, Piece, first_bad_rows
+from evenrank.preprocess.options import OnError
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 
@@ -145,8 +146,6 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
         return values.astype(np.int32)
     return values
 
-
-OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 
 EVENTS_PER_RUN = 1 << 21
 

@@ -1,61 +1,22 @@
 """Filters of events and users (k-core, shortest and longest history), and windows of long histories."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_record
 from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.key_table import KeyTable, encode_keys, random_seed
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.engine import Engine
+from evenrank.preprocess.options import Filters
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
 _UNKNOWN, _RARE, _LENGTH = 1, 2, 3  # reasons to leave out events
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filters:
-    """Which events and users to keep, and how to cut long histories. All values are numbers of events."""
-
-    min_user_events: int = 1
-    """k-core: users with fewer events are removed, repeatedly, until no user and no item has too few."""
-    min_item_events: int = 1
-    """k-core: items with fewer events are removed, repeatedly, until no user and no item has too few."""
-    min_length: int = 1
-    """Users with fewer events are left out, counting after the k-core."""
-    max_length: int | None = None
-    """Users with more events are left out, counting after the k-core; None: no limit."""
-    window: int | None = None
-    """Users with more events get several rows of at most this length; None: one row per user."""
-    stride: int | None = None
-    """Distance between the starts of consecutive windows; None: `window`."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        for name, value in asdict(self).items():
-            if value is not None and not 1 <= value <= _MAX_EVENTS:
-                raise ConfigError(f"{name} must be between 1 and {_MAX_EVENTS}, got {value}")
-        if self.max_length is not None and self.max_length < self.min_length:
-            raise ConfigError(
-                f"max_length must be at least min_length, got max_length={self.max_length} and "
-                f"min_length={self.min_length}"
-            )
-        if self.stride is not None and self.window is None:
-            raise ConfigError(f"stride {self.stride} has no effect without window; set both")
-        if self.window is not None and self.stride is not None and self.stride > self.window:
-            raise ConfigError(f"stride must be at most window ({self.window}), or events are lost; got {self.stride}")
-
-    @property
-    def overlap(self) -> int:
-        """Number of events that a window shares with the one before."""
-        return 0 if self.window is None or self.stride is None else self.window - self.stride
 
 
 def drop_unknown(buckets: Buckets, known: Mapping[str, KeyTable], engine: Engine) -> int:

@@ -1,34 +1,16 @@
 """Timed prefixes of histories, for replaying inference traffic: when users make requests, and their history by then."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_record
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import REQUEST_COLUMNS, TIMESTAMP_MS
 from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.options import RequestRule
 
 REQUEST_SCHEMA = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in REQUEST_COLUMNS])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestRule:
-    """When a user makes a request: at the first event, then at each event late enough after the last request."""
-
-    seconds: float
-    """Minimum time between two requests of a user, in seconds."""
-    by_date: bool = False
-    """Whether the histories and requests of each UTC day are separate."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        if not 0 < self.seconds < 1e9:
-            raise ConfigError(f"seconds between requests must be above 0 and below 10^9, got {self.seconds:g}")
 
 
 def request_table(sequences: Sequences, rule: RequestRule) -> pa.Table:

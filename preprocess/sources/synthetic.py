@@ -1,7 +1,5 @@
 """Interactions drawn from distributions: skewed, reproducible data for demonstrations, tests and benchmarks."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -9,81 +7,18 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import check_record
-from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names, user_hash
+from evenrank.datasets.distributions import draw_actions
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.files.table import EventPart, Events, Piece
+from evenrank.preprocess.options import CATEGORY, Drift, SyntheticConfig
 from evenrank.preprocess.sources.features import NO_FEATURES, Features, Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000
 _USERS_PER_BLOCK = 16_384
 _START_MS = 30 * _DAY_MS  # from the first start of a history to the last
-_MAX_USERS = 1_000_000_000  # their features are drawn at once
-_MAX_ITEMS = 100_000_000  # whose categories are in memory
 _MAX_EVENTS_PER_BLOCK = 1 << 30
-CATEGORY = "category"
 _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drift:
-    """How users and items evolve, so that what was learned from older days fits the next day less.
-
-    A user has events of one category mostly, and of another one after some time. Which category many users change to is
-    a fashion, which changes too. New items appear during the first 30 days.
-    """
-
-    categories: int = 20
-    """Of items, in turn: item i has the category 1 + (i - low) mod `categories`, `low` being the lowest item."""
-    days: float = 7.0
-    """Mean time until a user's interest changes, which is distributed exponentially; also how long a fashion lasts."""
-    share: float = 0.8
-    """Of events with an item of the category that interests the user; others have any."""
-    new_items: float = 0.3
-    """Share of items that appear after the start; the first one of each category is always there."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        limits = {"categories": (1, _MAX_ITEMS), "days": (0.01, 1e6), "share": (0, 1), "new_items": (0, 0.9)}
-        for name, (low, high) in limits.items():
-            if not low <= (value := getattr(self, name)) <= high:
-                raise ConfigError(f"{name} of drift must be between {low:,} and {high:,}, got {value}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyntheticConfig:
-    """The size and the distributions of a synthetic dataset. Users are 1..num_users."""
-
-    num_users: int = 20_000
-    lengths: Distribution = field(default_factory=Lognormal)
-    """Number of events per user."""
-    items: Distribution = field(default_factory=lambda: Zipf(exponent=1.05, high=50_000))
-    """Item ids of events; under a Zipf distribution, ids are ranks of popularity."""
-    actions: Distribution = field(default_factory=lambda: Uniform(low=0, high=4))
-    """Actions of events, 0..2^31-1."""
-    contextual: Mapping[str, Distribution] = field(default_factory=lambda: {"segment": Uniform(low=1, high=8)})
-    """Ids of each contextual feature, by name, at least 0; one value per user, 0 for missing."""
-    drift: Drift | None = None
-    """None: nothing evolves. Otherwise events have a column `category` too, and `items` are Zipf."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-        if not 1 <= self.num_users <= _MAX_USERS:
-            raise ConfigError(f"num_users must be between 1 and {_MAX_USERS:,}, got {self.num_users}")
-        check_new_names([*self.contextual, *[CATEGORY] * (self.drift is not None)])
-        if self.drift is not None and not self.drift.categories <= len(self.catalogue) <= _MAX_ITEMS:
-            raise ConfigError(
-                f"drift needs Zipf-distributed items, {self.drift.categories} (one per category) to {_MAX_ITEMS:,} of "
-                f"them, got {self.items}; change one of them"
-            )
-
-    @property
-    def catalogue(self) -> range:
-        """The items of a Zipf distribution with a largest one, otherwise none."""
-        if isinstance(self.items, Zipf) and self.items.high is not None:
-            return range(self.items.low, self.items.high + 1)
-        return range(0)
 
 
 def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:

@@ -88,7 +88,7 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("preprocess --dataset ml-2m", "unknown dataset 'ml-2m'; known: ml-latest-small, ml-1m, ml-20m, "),
+        ("preprocess --dataset ml-2m", "--dataset must be one of ml-latest-small, ml-1m, ml-20m, "),
         ("preprocess --dataset synthetic --eval-fraction 7", "invalid split 'user:7.0'; expected user:FRACTION (0 "),
         (
             "preprocess --dataset synthetic --eval-fraction 0.5 --split user:0.3",
@@ -99,36 +99,35 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         *(
             (
                 f"preprocess --dataset {other} {option}",
-                f"{option.split()[0]} applies to {where}, not to --dataset {other}",
+                f"{option} applies to {where}, not to --dataset {other}; leave it out",
             )
             for option, where, other in (
-                ("--users 20000", "--dataset synthetic without --expand", "custom"),
-                ("--items 5", "--dataset synthetic without --expand", "ml-1m"),
-                ("--lengths zipf", "--dataset synthetic without --expand", "all"),
+                ("--users 20000", "--dataset synthetic", "custom"),
+                ("--items 5", "--dataset synthetic", "ml-1m"),
+                ("--lengths zipf", "--dataset synthetic", "all"),
                 ("--expand ml-1m:2x2", "--dataset synthetic", "ml-1m"),
                 ("--events a.csv", "--dataset custom", "ml-1m"),
                 ("--label a", "--dataset custom", "all"),
                 ("--timestamp-unit s", "--dataset custom", "synthetic"),
                 ("--context a.csv", "--dataset custom", "synthetic"),
-                ("--raw-dir raw", "public datasets and to --expand", "custom"),
-                ("--on-error fail", "datasets that are read from files", "synthetic"),
+                ("--raw-dir raw", "--dataset other than synthetic or custom or commands with --expand", "custom"),
+                ("--on-error fail", "--dataset other than synthetic or commands with --expand", "synthetic"),
             )
         ),
         (
             "preprocess --dataset ml-1m --split leave-last:1 --seed 0",
-            "--seed applies to --split user:FRACTION and to --dataset synthetic, not to --dataset ml-1m with --split "
-            "leave-last:1; change one of them",
+            "--seed 0 applies to --split user:FRACTION or --dataset synthetic, not to --split leave-last:1; leave it o",
         ),
         (
             "preprocess --dataset synthetic --expand ml-1m:2x2 --users 9",
-            "--users applies to --dataset synthetic without --expand, not to --dataset synthetic with --expand ml-1m:2",
+            "--users 9 applies to commands without --expand, not to --expand ml-1m:2x2; leave it out",
         ),
         (
             "preprocess --dataset synthetic --expand ml-1m",
             "'ml-1m' is no expansion of MovieLens; write it like ml-20m:",
         ),
-        ("preprocess --dataset synthetic --by-date", "--by-date applies to --requests SECONDS, which is missing; add "),
-        ("preprocess --dataset synthetic --stride 4", "--stride applies to --window, which is missing; add it"),
+        ("preprocess --dataset synthetic --by-date", "--by-date has no effect without --requests; give both, "),
+        ("preprocess --dataset synthetic --stride 4", "--stride 4 has no effect without --window; give both, "),
         (
             "simulate nowhere",
             "'nowhere' is no source of lengths; pass a folder written by `evenrank preprocess`, a .npy ",
@@ -144,11 +143,11 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ("simulate empty.jsonl", "empty.jsonl has no lengths; choose another"),
         (
             "simulate run.jsonl --max-history-length 512",
-            "--max-history-length applies to lengths of histories, not to run.jsonl; change one of them",
+            "--max-history-length 512 applies to lengths of histories, not to run.jsonl; leave it out",
         ),
-        ("simulate run.jsonl --split train", "--split applies to datasets, not to run.jsonl; change one of them"),
-        ("simulate zipf --fixed-ms 5", "--fixed-ms applies to --step-ms, which is missing; add it"),
-        ("simulate zipf --step-ms 5", "--step-ms applies to --fixed-ms, which is missing; add it"),
+        ("simulate run.jsonl --split train", "--split train applies to datasets, not to run.jsonl; leave it out"),
+        ("simulate zipf --fixed-ms 5", "--fixed-ms 5 has no effect without --step-ms; give both, or leave it out"),
+        ("simulate zipf --step-ms 5", "--step-ms 5 has no effect without --fixed-ms; give both, or leave it out"),
         ("simulate zipf --step-ms 5 --fixed-ms 5", "--fixed-ms 5 is a part of --step-ms 5, so it must be less"),
         ("simulate zipf --window 999 --ranks 4096", "4,096 ranks with --batch-size 32 and --window 999 are more than"),
         (
@@ -165,7 +164,7 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ("fit nowhere.jsonl", "nowhere.jsonl cannot be read: No such file or directory; "),
         ("fit run.jsonl", "run.jsonl has no measured times; train with a StepTimer(JsonLines(...), ...) as on_step"),
         ("fit timed.jsonl", "timed.jsonl does not say which tokens its cost counts; record the run with a cost of the"),
-        ("simulate zipf --cost cost.json --fixed-ms 1 --step-ms 9", "--fixed-ms applies to costs without a fixed time"),
+        ("simulate zipf --cost cost.json --fixed-ms 1 --step-ms 9", "--fixed-ms 1 applies to --cost without a fixed"),
         (
             "simulate zipf --fixed-ms 99.99999999999 --step-ms 100",
             "the fixed time is too long beside that of the samples",
@@ -175,15 +174,15 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         ("simulate zipf --ranks 0", "--ranks must be at least 1, got 0"),
         ("simulate zipf --strategy best", "unknown strategy 'best'; known: none, karmarkar-karp, lpt-swap"),
         ("simulate zipf --hidden 10 --heads 3", "--hidden must be a multiple of --heads, got --hidden 10 and --heads"),
-        ("simulate zipf --tolerance 2", "tolerance must be at least 0 and below 1, got 2.0"),
-        ("simulate zipf --split train", "--split applies to datasets, not to zipf; change one of them"),
+        ("simulate zipf --tolerance 2", "--tolerance must be at least 0 and below 1, got 2.0"),
+        ("simulate zipf --split train", "--split train applies to datasets, not to zipf; leave it out"),
         (
             "simulate zipf --strategy none,karmarkar-karp --tolerance 0.01",
-            "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy none,karmarkar-karp;",
+            "--tolerance 0.01 applies to --strategy lpt-swap or min-move, not to --strategy none,karmarkar-karp;",
         ),
         (
             "simulate zipf --layers 8 --cost c.json",
-            "--layers applies to the costs hstu, self-attention and padded, not ",
+            "--layers 8 applies to --cost hstu, self-attention or padded, not to --cost c.json; leave it out",
         ),
         ("simulate zipf --cost none.json", "none.json cannot be read as a measured cost"),
         ("simulate zipf --cost padded:none.json", "none.json cannot be read as a measured cost"),

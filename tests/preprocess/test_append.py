@@ -185,7 +185,7 @@ def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
     ("options", "message"),
     [
         ({"split": "user:0.5"}, r"^split is 'user:0\.5', and was 'none' when .*out was made; append with the same opt"),
-        ({"seed": 7}, r"^seed is 7, and was 0 when"),
+        ({"seed": 7}, r"^seed=7 applies to split=user:FRACTION or dataset='synthetic', not to split='none'"),
         ({"ids": "keep"}, r"^the rule of user_id is keep, and the ids of .*out are dense; give --ids as for that"),
         (
             {"filters": Filters(min_length=2)},
@@ -307,5 +307,5 @@ def test_integers_after_texts_are_texts(tmp_path: Path) -> None:
 
 def test_only_logs_of_users_without_a_vocabulary_are_appended(tmp_path: Path) -> None:
     config = PreprocessConfig(dataset="custom", out=tmp_path / "out", append=True)
-    with pytest.raises(ConfigError, match="append is for dataset 'custom' without vocabulary"):
+    with pytest.raises(ConfigError, match="append=True applies to vocabulary=None, not to vocabulary="):
         dataclasses.replace(config, vocabulary=tmp_path / "out")

@@ -12,9 +12,10 @@ from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.build.events import Buckets, Columns, num_range_bits, write_run
-from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
+from evenrank.preprocess.build.filters import cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.engine import Engine, threads
+from evenrank.preprocess.options import Filters
 
 BEGIN = 1_700_000_000
 DTYPES = {"user_id": "int64", "item_id": "int64"}
@@ -128,9 +129,9 @@ def test_windows_cover_every_event_in_as_few_rows_as_they_can(length: int, windo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_length": 0}, "min_length must be between 1 and 2147483647, got 0"),
+        ({"min_length": 0}, "min_length must be at least 1 and at most 2147483647, got 0"),
         ({"min_length": 5, "max_length": 4}, "must be at least min_length, got max_length=4 and min_length=5"),
-        ({"stride": 4}, "stride 4 has no effect without window; set both"),
+        ({"stride": 4}, "stride=4 has no effect without window; give both, or leave it out"),
         ({"window": 4, "stride": 5}, r"stride must be at most window \(4\), or events are lost; got 5"),
     ],
 )

@@ -621,7 +621,7 @@ def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"action_map": "stars"}, "action_map 'stars' needs one action column, got 0"),
+        ({"action_map": "stars"}, "action_map='stars' applies to action_columns=COLUMN, not to action_columns=()"),
         ({"action_map": "halves", "action_columns": ("a",)}, "invalid action_map 'halves'; expected stars, half-stars"),
         ({"action_map": "bins:2,1", "action_columns": ("a",)}, "invalid action_map 'bins:2,1'"),
         ({"action_map": "bins:", "action_columns": ("a",)}, "invalid action_map 'bins:'"),

@@ -422,7 +422,10 @@ FILE = Path("f.csv")
     ("options", "message"),
     [
         (of_items(FILE, "b", "genres:list"), "item_columns has 'genres:list', no column of events; set item_features_"),
-        ({"item_columns": ("a",)}, "item_features and item_columns go together; give both or none"),
+        (
+            {"item_columns": ("a",)},
+            "item_columns=('a',) has no effect without item_features; give both, or leave it out",
+        ),
         ({"context": FILE}, "context and context_columns go together; give both or none"),
         ({"item_features_as": "rows"}, "item_features_as must be one of events, table, got 'rows'"),
         ({"context": FILE, "context_columns": ("a", "a:float")}, "column 'a' is given twice"),

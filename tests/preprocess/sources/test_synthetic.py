@@ -38,7 +38,7 @@ def test_every_feature_follows_its_distribution(tmp_path: Path) -> None:
 def test_a_mistake_names_the_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no feature can be called 'length'"):
         SyntheticConfig(contextual={"length": Uniform()})
-    with pytest.raises(ConfigError, match="num_users must be between 1 and 1,000,000,000, got 0"):
+    with pytest.raises(ConfigError, match="num_users must be at least 1 and at most 1000000000, got 0"):
         SyntheticConfig(num_users=0)
     synthetic = SyntheticConfig(num_users=10, lengths=Uniform(low=2**62, high=2**62))
     message = "users 1 to 10 have 46,116,860,184,273,879,040 events, more than 1,073,741,824"
@@ -189,12 +189,12 @@ def test_drifting_data_do_not_depend_on_the_number_of_threads_but_on_the_seed(tm
 
 def test_mistakes_of_drift_name_the_value() -> None:
     for name, value, rule in (
-        ("categories", 0, "between 1 and 100,000,000, got 0"),
-        ("days", 0, "between 0.01 and 1,000,000.0, got 0"),
-        ("share", 1.5, "between 0 and 1, got 1.5"),
-        ("new_items", float("nan"), "between 0 and 0.9, got nan"),
+        ("categories", 0, "1 and at most 100000000, got 0"),
+        ("days", 0, "0.01 and at most 1000000.0, got 0"),
+        ("share", 1.5, "0 and at most 1, got 1.5"),
+        ("new_items", float("nan"), "0 and at most 0.9, got nan"),
     ):
-        with pytest.raises(ConfigError, match=f"{name} of drift must be {rule}"):
+        with pytest.raises(ConfigError, match=f"Drift: {name} must be at least {rule}"):
             Drift(**dict[str, Any]({name: value}))
     for items in (Uniform(), Zipf(high=None), Zipf(high=19)):
         with pytest.raises(ConfigError, match=r"drift needs Zipf-distributed items, 20 \(one per category\) to"):
