@@ -236,7 +236,7 @@ class RankingMetrics(MeanMetrics):
 class _ErrorMetrics(MeanMetrics):
     _terms: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]]  # from scores and targets, float64 [n, num_tasks]
 
-    def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_tasks: Count = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
         check_types(type(self), {"num_tasks": num_tasks})
         self._suffixes = [""] if num_tasks == 1 else [f"_{task}" for task in range(num_tasks)]
         names = [name + suffix for name in self._terms for suffix in self._suffixes]

@@ -185,7 +185,10 @@ def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
     ("options", "message"),
     [
         ({"split": "user:0.5"}, r"^split is 'user:0\.5', and was 'none' when .*out was made; append with the same opt"),
-        ({"seed": 7}, r"^seed=7 applies to split=user:FRACTION or dataset='synthetic', not to split='none'"),
+        (
+            {"seed": 7},
+            r"^PreprocessConfig: seed=7 applies to split=user:FRACTION or dataset='synthetic', not to split='none'",
+        ),
         ({"ids": "keep"}, r"^the rule of user_id is keep, and the ids of .*out are dense; give --ids as for that"),
         (
             {"filters": Filters(min_length=2)},
