@@ -168,7 +168,7 @@ def _parameter(option: CommandOption, options: Mapping[str, CommandOption]) -> i
     if show.metavar and any(isinstance(rule, OneOf) for rule in option.rules):
         text += f" One of {', '.join(choices)}."
     kind, default = option.type, option.default
-    metavar = show.metavar or "|".join(choices) or None
+    metavar = show.metavar or "|".join(choices) or {bool: None, int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(kind)
     declared: dict[str, Any] = {"help": text, "metavar": metavar}
     declared |= {"show_default": False} if show.is_argument else {"rich_help_panel": show.panel or None}
     declared |= {"autocompletion": complete} if choices or show.completions is not tuple else {}
@@ -209,6 +209,8 @@ class Shown(Wording):
 
     def given(self, name: str, value: Any) -> str:
         """Return an option as it was given."""
+        if value is None:
+            return self.values(name, (None,))
         values = value if isinstance(value, list | tuple) else [value]
         text = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
         text = text.lower() if isinstance(value, bool) else text
@@ -239,8 +241,12 @@ def check_options(context: typer.Context, options: Mapping[str, CommandOption]) 
         option = options[name]
         if option.show.parse is None:
             given[name] = tuple(value) if option.is_list else value
-            where = f"{context.params['config_file']}: {name}" if source_of(context, name) == FILE else option.flag
-            check_value(where, given[name], option.kind)
+            is_in_file = source_of(context, name) == FILE
+            try:
+                check_value(name if is_in_file else option.flag, given[name], option.kind)
+            except ConfigError as error:
+                place = f"{context.params['config_file']}: " if is_in_file else ""
+                raise ConfigError(f"{place}{error}") from error
     check_use({name: list(option.rules) for name, option in options.items()}, raw, given, Shown(context, options))
     return given
 

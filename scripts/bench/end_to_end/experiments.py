@@ -25,11 +25,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from evenrank.core.errors import ConfigError, EvenrankError, escape_controls
-from evenrank.core.settings import check_keys
-from trainer.config import TrainConfig, types_of_settings
+from evenrank.core.settings import Bounds, Count, NonNegative, Settings, check_keys, rules_of
+from trainer.config import TrainConfig
 
 BASELINE, HSTU_COST = "none", "hstu"
 _RUN_KEYS: dict[str, type] = {
@@ -44,58 +44,42 @@ _RUN_KEYS: dict[str, type] = {
 }
 _INHERITED = ("cost", "gpus", "lengths", "item_rows", "user_rows")
 UNUSED_SETTINGS = ("data", "out")
-_LIMITS = {
-    "item_rows": 1,
-    "user_rows": 1,
-    "num_batches": 1,
-    "steps": 1,
-    "rounds": 1,
-    "warmup_steps": 0,
-    "skipped_steps": 0,
-    "seed": 0,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
+class Workload(Settings):
     """What every run of a table trains on, and how long."""
 
-    lengths: Mapping[str, str]
+    lengths: Mapping[str, Any]
     """Distributions of the events of a sample by name, each as `parse_distribution` takes it; one table for each."""
-    item_rows: int = 50_000_000
+    item_rows: Count = 50_000_000
     """Rows of the table of items."""
-    user_rows: int = 50_000_000
+    user_rows: Count = 50_000_000
     """Rows of the table of users."""
-    item_exponent: float = 1.05
+    item_exponent: Annotated[float, Bounds(at_least=0)] = 1.05
     """Item ids are drawn from a Zipf distribution with this exponent."""
-    user_exponent: float = 1.05
+    user_exponent: Annotated[float, Bounds(at_least=0)] = 1.05
     """The same of user ids."""
-    num_batches: int = 100
+    num_batches: Count = 100
     """Batches of a rank, drawn before the clock starts; steps cycle through them. The median of a batch's steps in a
     round ignores a late one only if there are at least three."""
-    steps: int = 1000
+    steps: Count = 1000
     """Timed steps with live balancing, in all rounds together; those with prepared and even batches are as many."""
-    rounds: int = 3
+    rounds: Count = 3
     """Times that live, prepared and even batches take turns, another kind first in each."""
-    warmup_steps: int = 100
+    warmup_steps: NonNegative = 100
     """Steps of each kind of batches before the first round. With fewer than `num_batches`, the other batches are
     trained for the first time in the first round, by one kind before the others."""
-    skipped_steps: int = 10
+    skipped_steps: NonNegative = 10
     """First steps of each segment that do not count."""
-    seed: int = 0
+    seed: NonNegative = 0
     """Of the draws."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if not self.lengths:
             raise ConfigError('lengths must name a distribution, as in `lognormal = "lognormal:mean=512,std=512"`')
         for name, text in self.lengths.items():
             _check_lengths(name, text)
-        for name, at_least in _LIMITS.items():
-            _check_number(name, getattr(self, name), at_least)
-        for name in ("item_exponent", "user_exponent"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not value >= 0:  # which NaN is not, either
-                raise ConfigError(f"{name} must be a number of at least 0, got {value!r}")
         if self.steps < self.rounds:
             raise ConfigError(f"steps must be at least rounds, got steps={self.steps} and rounds={self.rounds}")
 
@@ -226,7 +210,7 @@ def _base(place: str, name: str, before: dict[str, Run]) -> Run | None:
 
 
 def _settings(place: str, inherited: Mapping[str, Any], own: dict[str, Any]) -> TrainConfig:
-    check_keys(f"{place}, settings", own, [name for name in types_of_settings() if name not in UNUSED_SETTINGS])
+    check_keys(f"{place}, settings", own, [name for name in rules_of(TrainConfig) if name not in UNUSED_SETTINGS])
     try:
         return TrainConfig(**{**inherited, **own})
     except ConfigError as error:
@@ -263,11 +247,6 @@ def _table(place: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{place} must be a table of keys, got {value!r}")
     return value
-
-
-def _check_number(name: str, value: Any, at_least: int) -> None:
-    if type(value) is not int or value < at_least:
-        raise ConfigError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
 
 
 def _check_lengths(name: str, text: Any) -> None:

@@ -33,7 +33,7 @@ class WorkerTask:
     @property
     def distribution(self) -> str:
         """The distribution of the events of a sample, as `parse_distribution` takes it."""
-        return self.workload.lengths[self.lengths]
+        return str(self.workload.lengths[self.lengths])
 
     @property
     def gpus(self) -> int:

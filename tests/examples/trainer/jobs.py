@@ -5,16 +5,18 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from torchrec.distributed import comm
 
 from evenrank.core.errors import StateError
+from trainer import command
 from trainer.config import TrainConfig
 from trainer.job import train
 from trainer.loop import Training
@@ -23,6 +25,17 @@ from trainer.world import World
 
 SHARDED = {"embeddings": "sharded", "min_sharded_rows": 300, "pipeline": "sparse-dist"}
 SETTINGS = {"hidden": 16, "heads": 2, "layers": 1, "max_history_length": 40, "log_every": 4}
+
+
+def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of a command with a file and options."""
+    arguments = [] if file is None else ["--config", str(file)]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        arguments += [f"--{'no-' * (value is False)}{flag}", *([] if isinstance(value, bool) else [str(value)])]
+    app = typer.Typer(add_completion=False)
+    app.command()(command.command_of(lambda config: None))
+    return command.read_config(typer.main.get_command(app).make_context("train", arguments))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 import signal
 from itertools import chain
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError, DataError, RankError
+from evenrank.core.settings import check_use, rules_of
 from evenrank.dataloader.collate.semantic_ids import read_codes
 from evenrank.datasets import open_store, read_manifest
 from evenrank.training import BinaryAUC, ClassificationMetrics
@@ -25,7 +27,7 @@ from tests.examples.trainer.jobs import (
     train_on_cpu,
 )
 from tests.ranks import RankPool
-from trainer.config import TrainConfig, types_of_settings
+from trainer.config import TrainConfig
 from trainer.data import check_names
 from trainer.evaluation import ActionEvaluation
 from trainer.job import run_job
@@ -215,9 +217,10 @@ def _settings_looked_at(rank: int, world_size: int, options: dict[str, Any]) -> 
 def test_no_option_is_ignored(ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     options = settings(tmp_path, small_dataset, batch_size=12, max_steps=1, hidden=8, layers=1, **options)
     (seen,) = ranks.run(1, _settings_looked_at, options)
-    for name in types_of_settings().keys() - seen:
+    rules, chosen = rules_of(TrainConfig), dataclasses.asdict(TrainConfig(**options))
+    for name in rules.keys() - seen:
         with pytest.raises(ConfigError, match="applies to"):
-            TrainConfig(**options).check_that_apply([name])
+            check_use(rules, chosen, [name])
 
 
 @pytest.mark.parametrize("ways", [("all-to-all", "no-exchange"), ("no-exchange", "none", "all-to-all")])
