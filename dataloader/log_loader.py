@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Seed, show
+from evenrank.core.settings import Seed
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
@@ -117,7 +117,8 @@ class LogLoader(RankLoader[Batch]):
         store: object = self._source.read(first, end)
         returned = f"{type(self._source).__name__}.read({first}, {end}) returned"
         if not isinstance(store, SequenceStore):
-            raise ConfigError(f"{returned} {show(store)}; return a SequenceStore, as rows_of_table does")
+            found = "None" if store is None else f"a {type(store).__name__}"
+            raise ConfigError(f"{returned} {found}; return a SequenceStore, as rows_of_table does")
         if len(store) != end - first:
             raise ConfigError(f"{returned} {len(store)} records; return the {end - first} that are asked for")
         columns = {name: str(values.dtype) for name, values in {**store.rows, **store.events}.items()}

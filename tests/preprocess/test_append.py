@@ -187,7 +187,7 @@ def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
         ({"split": "user:0.5"}, r"^split is 'user:0\.5', and was 'none' when .*out was made; append with the same opt"),
         (
             {"seed": 7},
-            r"^PreprocessConfig: seed=7 applies to split=user:FRACTION or dataset='synthetic', not to split='none'",
+            r"^PreprocessConfig: seed=7 applies to split=user:FRACTION or dataset='synthetic', not to split=",
         ),
         ({"ids": "keep"}, r"^the rule of user_id is keep, and the ids of .*out are dense; give --ids as for that"),
         (

@@ -399,7 +399,7 @@ def test_the_split_of_a_user_does_not_depend_on_other_users(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": -1}, r"seed must be at least 0 and below 2^62, got -1"),
+        ({"seed": -1}, r"seed must be at least 0 and below 2\^62, got -1"),
         ({"on_error": "warn"}, "on_error must be one of fail, skip, got 'warn'"),
     ],
 )
