@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import re
@@ -64,6 +65,7 @@ def _hang_here(pipe: _Pipe, last_line: str) -> str:
 
 
 def test_the_stacks_of_a_stalled_process_are_written_and_the_next_stall_as_well() -> None:
+    gc.collect()  # stacks of at most 100 threads are written, and loaders that other tests left may still have theirs
     pipe = _Pipe()
     with StallWatch(SECONDS, file=pipe.writer) as watch:
         for count in (1, 2):
