@@ -43,13 +43,17 @@ class _Command:
     """Of their popularity; 0: all are as popular."""
 
 
+_CONFIG = (
+    'TOML file of options: columns = ["a", "b"], k_core = 5. Its paths, also of OUT, are relative to its folder. '
+    "Options of the command line win over it."
+)
 OPTIONS = settings_options.options_of(PreprocessConfig, _Command)
 
 
 @settings_options.command_of(OPTIONS)
 def preprocess_command(
     ctx: typer.Context,
-    config_file: Annotated[Path | None, settings_options.config_option(OPTIONS, panel="Dataset")] = None,
+    config_file: Annotated[Path | None, settings_options.config_option(OPTIONS, _CONFIG, panel="Dataset")] = None,
 ) -> None:
     """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.
 

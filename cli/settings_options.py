@@ -278,18 +278,14 @@ def make(
     return record(**arguments(record, ()) | others)
 
 
-def config_option(options: Mapping[str, CommandOption], panel: str | None = None) -> Any:
-    """Declare `--config`, a file with any of these options, for the parameter `config_file`."""
+def config_option(options: Mapping[str, CommandOption], text: str, panel: str | None = None) -> Any:
+    """Declare `--config`, a file with any of these options, for the parameter `config_file`; `text` is its help."""
 
     def read(context: typer.Context, file: Path | None) -> Path | None:
         if file is not None:  # the values become defaults, which are read after this option
             context.default_map = read_config(file, options)
         return file
 
-    text = (
-        'TOML file of options: columns = ["a", "b"], k_core = 5. Its paths, also of OUT, are relative to its folder. '
-    )
-    text += "Options of the command line win over it."
     return typer.Option("--config", callback=read, is_eager=True, help=text, metavar="FILE", rich_help_panel=panel)
 
 

@@ -13,6 +13,7 @@ from evenrank.core.errors import ConfigError, EvenrankError
 from trainer.config import TrainConfig
 
 OPTIONS = options_of(TrainConfig)
+_CONFIG = "TOML file with settings, under the names of these options; options override it."
 
 
 def read_config(context: typer.Context) -> TrainConfig:
@@ -33,7 +34,9 @@ def read_config(context: typer.Context) -> TrainConfig:
 def command_of(run: Callable[[TrainConfig], None]) -> Callable[..., None]:
     """Return a command for Typer that calls `run` with the settings; its help is the docstring of `run`."""
 
-    def command(ctx: typer.Context, config_file: Annotated[Path | None, config_option(OPTIONS)] = None) -> None:
+    def command(
+        ctx: typer.Context, config_file: Annotated[Path | None, config_option(OPTIONS, _CONFIG)] = None
+    ) -> None:
         try:
             run(read_config(ctx))
         except EvenrankError:
