@@ -353,6 +353,8 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
         ConfigError: a setting is unknown, missing, or not of the annotated type.
     """
     signature = _signature(make)
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        check_keys(name, settings, signature.parameters)
     try:
         signature.bind(**settings)
     except TypeError as error:

@@ -163,7 +163,7 @@ def test_a_config_is_made_from_the_options_in_a_file(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({}, "BalanceConfig: missing a required argument: 'cost'; its settings are cost, strategy, tolerance, max_"),
-        ({"cost": LINEAR, "windows": 2}, "BalanceConfig: got an unexpected keyword argument 'windows'; its settings"),
+        ({"cost": LINEAR, "windows": 2}, "BalanceConfig has the unknown key 'windows'; did you mean window"),
         ({"cost": LINEAR, "window": "2"}, "BalanceConfig: window must be of type int, got '2'"),
         ({"cost": LINEAR, "window": True}, "BalanceConfig: window must be of type int, got True"),
         ({"cost": LINEAR, "tolerance": "1"}, "BalanceConfig: tolerance must be of type float, got '1'"),
@@ -182,7 +182,7 @@ def test_a_config_is_made_from_the_options_in_a_file(tmp_path: Path) -> None:
         ({"cost": 7}, "no cost is called 7; known are hstu, self-attention, linear, padded, measured"),
         ({"cost": {"hidden": 8}}, "no cost is called None; known are hstu, self-attention, linear, padded, measured"),
         ({"cost": "linear"}, "the cost 'linear': missing a required argument: 'interleave_actions'; its settings are"),
-        ({"cost": LINEAR | {"wide": 1}}, "the cost 'linear': got an unexpected keyword argument 'wide'; its settings"),
+        ({"cost": LINEAR | {"wide": 1}}, "the cost 'linear' has the unknown key 'wide'; known keys are interleave_actions, "),
         ({"cost": LINEAR | {"max_tokens": 1.5}}, "the cost 'linear': max_tokens must be of type int, got 1.5"),
         ({"cost": LINEAR | {"max_tokens": 0}}, "the cost 'linear': max_tokens must be at least 1, got 0"),
         ({"cost": LINEAR | {"contextual": ["a", 1]}}, "the cost 'linear': contextual must be of type tuple[str, ...]"),
