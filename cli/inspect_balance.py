@@ -19,7 +19,8 @@ import typer
 from evenrank.cli import console, options, settings_options
 from evenrank.cli.gains import Gain, describe_settings, print_gains
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.core.settings import NonNegative, OneOf, Option, Settings
+from evenrank.core.rules import NonNegative, OneOf, Option
+from evenrank.core.settings import Settings
 
 if TYPE_CHECKING:
     from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch

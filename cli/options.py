@@ -14,7 +14,8 @@ import typer
 from evenrank.cli import console
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
-from evenrank.core.settings import AppliesTo, Bounds, Option, Settings, Where
+from evenrank.core.rules import AppliesTo, Bounds, Option, Where
+from evenrank.core.settings import Settings
 from evenrank.core.storage import is_url, local_path
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 

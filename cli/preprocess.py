@@ -9,7 +9,7 @@ import typer
 
 from evenrank.cli import console, settings_options
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import AllBut, AppliesTo, Bounds, OneOf, Option
+from evenrank.core.rules import AllBut, AppliesTo, Bounds, OneOf, Option
 from evenrank.core.storage import is_url, join, locate
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.options import Events

@@ -20,19 +20,8 @@ import typer
 from evenrank.core import files
 from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError, DataError, first_line
-from evenrank.core.settings import (
-    AllBut,
-    Needs,
-    OneOf,
-    Option,
-    Where,
-    Wording,
-    check_keys,
-    check_use,
-    check_value,
-    help_texts,
-    rules_of,
-)
+from evenrank.core.rules import AllBut, Needs, OneOf, Option, Where
+from evenrank.core.settings import Wording, check_keys, check_use, check_value, help_texts, rules_of
 from evenrank.core.storage import is_url
 
 Record = TypeVar("Record")

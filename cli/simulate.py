@@ -9,7 +9,8 @@ import typer
 
 from evenrank.cli import console, options, settings_options
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import AppliesTo, Bounds, Needs, NonNegative, Option, Parsed, Settings, Where
+from evenrank.core.rules import AppliesTo, Bounds, Needs, NonNegative, Option, Parsed, Where
+from evenrank.core.settings import Settings
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import PER_RANK, Bounds, Count, NonNegative, Seed, Settings
+from evenrank.core.rules import PER_RANK, Bounds, Count, NonNegative, Seed
+from evenrank.core.settings import Settings
 from evenrank.dataloader.batches.batch import Batch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.negatives import Negatives, NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes

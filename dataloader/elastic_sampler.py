@@ -22,7 +22,8 @@ from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader, Sampler
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Count, NonNegative, Seed, check_types
+from evenrank.core.rules import Count, NonNegative, Seed
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members

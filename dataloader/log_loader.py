@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Seed
+from evenrank.core.rules import Seed
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig

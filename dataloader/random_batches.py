@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
-from evenrank.core.settings import Count, NonNegative, Settings, check_types
+from evenrank.core.rules import Count, NonNegative
+from evenrank.core.settings import Settings, check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import PER_RANK, rules_of
+from evenrank.core.rules import PER_RANK
+from evenrank.core.settings import rules_of
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows

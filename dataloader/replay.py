@@ -7,7 +7,8 @@ from typing import Generic
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Positive, check_types
+from evenrank.core.rules import Positive
+from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch
 
 

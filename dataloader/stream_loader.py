@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, overload
 import numpy as np
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.core.settings import Bounds, Seed, check_types, show
+from evenrank.core.rules import Bounds, Seed
+from evenrank.core.settings import check_types, show
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.log_loader import LogLoader

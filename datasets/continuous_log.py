@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, StateError
-from evenrank.core.settings import Bounds, Count, OneOf, check_types
+from evenrank.core.rules import Bounds, Count, OneOf
+from evenrank.core.settings import check_types
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets import schema
 from evenrank.datasets.foreign import ListReader

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import Bounds, NonNegative, Positive, Settings
+from evenrank.core.rules import Bounds, NonNegative, Positive
+from evenrank.core.settings import Settings
 from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
 from evenrank.datasets.store import open_store

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64, mix_word
-from evenrank.core.settings import Count, NonNegative, Settings
+from evenrank.core.rules import Count, NonNegative
+from evenrank.core.settings import Settings
 
 # Rounds of the Feistel network. Four give a pseudo-random permutation in theory (Luby and Rackoff, 1988); six leave a
 # margin for the weaker round function and for the few bits of small domains.

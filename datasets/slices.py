@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError, StateError
-from evenrank.core.settings import Parsed, Settings, Valid
+from evenrank.core.rules import Parsed, Valid
+from evenrank.core.settings import Settings
 from evenrank.core.storage import locate
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.order import RowOrder, Samples

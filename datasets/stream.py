@@ -26,7 +26,8 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.core.settings import PER_RANK, Count, Positive, Settings
+from evenrank.core.rules import PER_RANK, Count, Positive
+from evenrank.core.settings import Settings
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.schema import (

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import AllBut, AppliesTo, Bounds, Needs, OneOf, Option, Parsed, Settings, Where
+from evenrank.core.rules import AllBut, AppliesTo, Bounds, Needs, OneOf, Option, Parsed, Where
+from evenrank.core.settings import Settings
 from evenrank.core.storage import is_url
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.options import EngineName, Filters, OnError, RequestRule, SyntheticConfig

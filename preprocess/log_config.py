@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import AppliesTo, Needs, Option, Parsed, Settings, Where
+from evenrank.core.rules import AppliesTo, Needs, Option, Parsed, Where
+from evenrank.core.settings import Settings
 from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]

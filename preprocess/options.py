@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Bounds, Needs, Option, Settings
+from evenrank.core.rules import Bounds, Needs, Option
+from evenrank.core.settings import Settings
 from evenrank.datasets.schema import check_new_names
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import griffe
 
-from evenrank.core.settings import Bounds, OneOf
+from evenrank.core.rules import Bounds, OneOf
 
 _RULES = {"Bounds": Bounds, "OneOf": OneOf}
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.core.settings import Count, check_types
+from evenrank.core.rules import Count
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.ranks.agree import compare_settings
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of

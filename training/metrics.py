@@ -21,7 +21,8 @@ from torch.nn.functional import logsigmoid
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.hashing import mix64
-from evenrank.core.settings import Count, Valid, check_types
+from evenrank.core.rules import Count, Valid
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 

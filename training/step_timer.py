@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Count, check_types
+from evenrank.core.rules import Count
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.core.settings import Bounds, Positive, check_types
+from evenrank.core.rules import Bounds, Positive
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, process_group_of, within
 from evenrank.dataloader.batches.batch import JaggedBatch

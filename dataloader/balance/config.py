@@ -6,18 +6,8 @@ from datetime import timedelta
 from typing import Annotated, Any, Self
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import (
-    PER_RANK,
-    Bounds,
-    Count,
-    Needs,
-    OneOf,
-    Only,
-    check_settings,
-    check_user,
-    construct,
-    shared_options,
-)
+from evenrank.core.rules import PER_RANK, Bounds, Count, Needs, OneOf, Only
+from evenrank.core.settings import check_settings, check_user, construct, shared_options
 from evenrank.dataloader.balance.costs.cost import Cost, describe_cost, resolve_cost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
-from evenrank.core.settings import Bounds
+from evenrank.core.rules import Bounds
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode

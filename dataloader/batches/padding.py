@@ -11,7 +11,8 @@ from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Count, check_types
+from evenrank.core.rules import Count
+from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode

@@ -13,7 +13,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, one_line
-from evenrank.core.settings import Count, check_types
+from evenrank.core.rules import Count
+from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import (
     JaggedBatch,
     LossKey,

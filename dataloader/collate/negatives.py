@@ -22,7 +22,8 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.core.hashing import mix_word
-from evenrank.core.settings import Bounds, Count, Needs, NonNegative, Settings
+from evenrank.core.rules import Bounds, Count, Needs, NonNegative
+from evenrank.core.settings import Settings
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.continuous_log import LogSource

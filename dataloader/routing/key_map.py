@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import MIX_MULTIPLIERS, MIX_SHIFTS, mix_word
-from evenrank.core.settings import Bounds, Settings
+from evenrank.core.rules import Bounds
+from evenrank.core.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor

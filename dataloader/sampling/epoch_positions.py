@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 from evenrank.core.errors import StateError
-from evenrank.core.settings import Bounds, Seed
+from evenrank.core.rules import Bounds, Seed
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.agree import PlanCheck

@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import Count, Positive, Settings, Valid
+from evenrank.core.rules import Count, Positive, Valid
+from evenrank.core.settings import Settings
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch, LossKey
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.core.settings import Bounds, Valid, check_value, show
+from evenrank.core.rules import Bounds, Valid
+from evenrank.core.settings import check_value, show
 from evenrank.datasets.schema import IdSummary
 
 # So that the samples that a mixture has drawn since the first epoch can be counted in int64.

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
-from evenrank.core.settings import Bounds, check_value
+from evenrank.core.rules import Bounds
+from evenrank.core.settings import check_value
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.state.checks import Epoch
 from evenrank.datasets.order import SampleOrder

@@ -8,17 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import (
-    AllBut,
-    AppliesTo,
-    Bounds,
-    Count,
-    NonNegative,
-    OneOf,
-    Parsed,
-    Settings,
-    rules_of,
-)
+from evenrank.core.rules import AllBut, AppliesTo, Bounds, Count, NonNegative, OneOf, Parsed
+from evenrank.core.settings import Settings, rules_of
 from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE
 from evenrank.dataloader.routing import MODES
 

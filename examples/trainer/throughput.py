@@ -8,7 +8,8 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 
-from evenrank.core.settings import Bounds, Count, check_types
+from evenrank.core.rules import Bounds, Count
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.ranks.agree import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.performance import ModelFlops, Work

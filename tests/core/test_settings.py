@@ -12,20 +12,8 @@ import pytest
 
 from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import (
-    PER_RANK,
-    AllBut,
-    AppliesTo,
-    Bounds,
-    Count,
-    Needs,
-    OneOf,
-    Positive,
-    Settings,
-    check_types,
-    help_texts,
-    shared_options,
-)
+from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Bounds, Count, Needs, OneOf, Positive
+from evenrank.core.settings import Settings, check_types, help_texts, shared_options
 from evenrank.dataloader import (
     ElasticSampler,
     JaggedCollate,

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import Bounds, Count, NonNegative, check_types, construct
+from evenrank.core.rules import Bounds, Count, NonNegative
+from evenrank.core.settings import check_types, construct
 from evenrank.dataloader.balance.costs.cost import register_cost
 from evenrank.dataloader.balance.costs.model_costs import TokenCost, attended_pairs
 from evenrank.datasets.schema import ITEM_ID

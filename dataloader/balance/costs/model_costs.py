@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.settings import Count, Positive, Settings
+from evenrank.core.rules import Count, Positive
+from evenrank.core.settings import Settings
 from evenrank.dataloader.balance.costs.cost import COST_BITS, register_cost
 from evenrank.datasets.schema import ACTION, ITEM_ID
 

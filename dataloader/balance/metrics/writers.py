@@ -24,7 +24,8 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.optional_imports import installed_versions, naming_extras
-from evenrank.core.settings import Count, check_types
+from evenrank.core.rules import Count
+from evenrank.core.settings import check_types
 from evenrank.core.storage import is_url, local_path
 from evenrank.dataloader.balance.metrics.log import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize

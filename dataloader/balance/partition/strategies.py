@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.registry import Registry
-from evenrank.core.settings import Bounds, Count, check_types
+from evenrank.core.rules import Bounds, Count
+from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.partition.lpt import karmarkar_karp, lpt_swap
 from evenrank.dataloader.balance.partition.parts import (
     PADDING,

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from evenrank.core.errors import ConfigError, EvenrankError, escape_controls
-from evenrank.core.settings import Bounds, Count, NonNegative, Settings, check_keys, rules_of
+from evenrank.core.rules import Bounds, Count, NonNegative
+from evenrank.core.settings import Settings, check_keys, rules_of
 from trainer.config import TrainConfig
 
 BASELINE, HSTU_COST = "none", "hstu"

@@ -182,7 +182,10 @@ def test_a_config_is_made_from_the_options_in_a_file(tmp_path: Path) -> None:
         ({"cost": 7}, "no cost is called 7; known are hstu, self-attention, linear, padded, measured"),
         ({"cost": {"hidden": 8}}, "no cost is called None; known are hstu, self-attention, linear, padded, measured"),
         ({"cost": "linear"}, "the cost 'linear': missing a required argument: 'interleave_actions'; its settings are"),
-        ({"cost": LINEAR | {"wide": 1}}, "the cost 'linear' has the unknown key 'wide'; known keys are interleave_actions, "),
+        (
+            {"cost": LINEAR | {"wide": 1}},
+            "the cost 'linear' has the unknown key 'wide'; known keys are interleave_actions, ",
+        ),
         ({"cost": LINEAR | {"max_tokens": 1.5}}, "the cost 'linear': max_tokens must be of type int, got 1.5"),
         ({"cost": LINEAR | {"max_tokens": 0}}, "the cost 'linear': max_tokens must be at least 1, got 0"),
         ({"cost": LINEAR | {"contextual": ["a", 1]}}, "the cost 'linear': contextual must be of type tuple[str, ...]"),
