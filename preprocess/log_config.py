@@ -123,7 +123,7 @@ class TabularConfig(Settings):
     this list; `float`: a float32 column of events with its name, and every action is 0. Default: it is an integer from
     0 on."""
     event_columns: _Names = ()
-    """More columns of events: COLUMN[:int|float][=FILL], such as `dwell:int=0`; float32, below 2^24, unless `int`,
+    """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; float32, below 2^24, unless `int`,
     which is int64."""
     label: _Name = ""
     """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
@@ -137,14 +137,14 @@ class TabularConfig(Settings):
     context: Annotated[Path | None, Option("FILE", panel="Features (--dataset custom)")] = None
     """File with features of users, one row per user: `user_column` and `context_columns`."""
     context_columns: Annotated[_Names, Needs("context")] = ()
-    """Columns of `context` that are features: COLUMN[:id|float|list], such as country,age:float; lists are divided by
+    """Columns of `context` that are features: `COLUMN[:id|float|list]`, such as country,age:float; lists are divided by
     `|`, or JSON."""
     context_header: Annotated[_Names, Needs("context")] = ()
     """All columns of `context` without a header, divided like the events. Default: the first line has them."""
     item_features: Annotated[Path | None, Option("FILE")] = None
     """File with features of items, one row per item: `item_column` and `item_columns`."""
     item_columns: Annotated[_Names, Needs("item_features")] = ()
-    """Columns of `item_features` that are features: COLUMN[:id|float|list]."""
+    """Columns of `item_features` that are features: `COLUMN[:id|float|list]`."""
     item_features_as: Annotated[ItemFeaturesAs, Needs("item_features")] = "events"
     """What becomes of them. `events`: columns of events; `table`: item_features.parquet, one row per item, also with
     lists."""
