@@ -22,7 +22,7 @@ from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.ranks import agree, metadata
+from evenrank.dataloader.balance.ranks import agree, compared_steps, metadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
 from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -55,7 +55,7 @@ class StepPlanner:
             return
         known, errors = self._gather_metadata(self._schema, steps)
         gather_seconds = (time.perf_counter() - started) / len(steps)
-        are_in_step = not errors and agree.are_in_step(known)
+        are_in_step = not errors and compared_steps.are_in_step(known)
         plans: list[NDArray[np.int32]] = []
         error: Exception | None = None
         failure: Exception | None = None
@@ -64,7 +64,7 @@ class StepPlanner:
             if not are_in_step:
                 try:
                     agree.raise_reported_errors([of_rank[index] for of_rank in errors if index < len(of_rank)])
-                    agree.check_headers(of_step)
+                    compared_steps.check_headers(of_step)
                 except RankError as raised:  # on all ranks
                     error = raised
                     break
@@ -78,7 +78,7 @@ class StepPlanner:
                     failure = raised
         if num_steps:
             known = known[:num_steps]
-            if differing := agree.confirm(self.group, plans, failure, known, self.config.strategy):
+            if differing := compared_steps.confirm(self.group, plans, failure, known, self.config.strategy):
                 num_steps, error = differing
         if error is not None:
             for step in steps[num_steps:]:
@@ -133,7 +133,7 @@ class StepPlanner:
         schemas, errors, settings = zip(*metadata.all_gather_objects(self.group, report), strict=True)
         agree.raise_reported_errors(errors)
         agree.check_settings(settings)  # before schemas, which can differ because a setting does
-        return agree.common_schema(schemas, self.config.batch_size)
+        return compared_steps.common_schema(schemas, self.config.batch_size)
 
     def _try_invariants(self) -> tuple[Mapping[str, Any], Exception | None]:
         try:
@@ -173,7 +173,7 @@ def read_steps(
     for index, batch in enumerate(step.loaded for step in steps):
         if batch is not None and errors[index] is None:
             try:
-                of_rows = agree.check_batch(batch, schema)
+                of_rows = compared_steps.check_batch(batch, schema)
             except Exception as raised:
                 errors[index] = raised
                 continue
