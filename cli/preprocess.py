@@ -13,7 +13,7 @@ from evenrank.core.rules import AllBut, AppliesTo, Bounds, OneOf, Option
 from evenrank.core.storage import is_url, join, locate
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.options import Events
-from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
+from evenrank.preprocess.read.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
 if TYPE_CHECKING:
     from evenrank.datasets.schema import IdSummary
@@ -73,7 +73,7 @@ def preprocess_command(
     from evenrank.datasets.event_statistics import read_statistics
     from evenrank.datasets.schema import ITEM_ID, USER_ID
     from evenrank.preprocess import preprocess
-    from evenrank.preprocess.files.times import UNITS
+    from evenrank.preprocess.read.times import UNITS
 
     dataset, out = values.pop("dataset"), values.pop("out", None)
     if dataset == CUSTOM:

@@ -28,10 +28,10 @@ from evenrank.datasets.schema import (
 from evenrank.preprocess.build.splits import EVAL, TRAIN, parse_split
 from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.files.table import EventPart, Events, Piece, wrap_read_errors
-from evenrank.preprocess.files.times import utc_text
 from evenrank.preprocess.options import Filters
-from evenrank.preprocess.sources.features import Interactions
+from evenrank.preprocess.read.features import Interactions
+from evenrank.preprocess.read.table import EventPart, Events, Piece, wrap_read_errors
+from evenrank.preprocess.read.times import utc_text
 
 _AT_ONCE = "preprocess all of the log at once"
 

@@ -10,7 +10,7 @@ from evenrank.core.settings import Settings
 from evenrank.core.storage import is_url
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.options import EngineName, Filters, OnError, RequestRule, SyntheticConfig
-from evenrank.preprocess.sources.catalog import CUSTOM, DATASETS, SYNTHETIC
+from evenrank.preprocess.read.catalog import CUSTOM, DATASETS, SYNTHETIC
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class PreprocessConfig(Settings):
     """Size and distributions of dataset `synthetic`. None: the defaults."""
     expand: Annotated[
         str | None,
-        Parsed("evenrank.preprocess.sources.fractal:parse_expansion"),
+        Parsed("evenrank.preprocess.read.fractal:parse_expansion"),
         Option("NAME:UxI[:RATE]"),
         AppliesTo(dataset=(SYNTHETIC,)),
     ] = None

@@ -49,11 +49,11 @@ from evenrank.preprocess.build.splits import IN_EVAL, SplitFacts, SplitRule, par
 from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
-from evenrank.preprocess.files.times import check_era, utc_text
 from evenrank.preprocess.options import Filters
+from evenrank.preprocess.read.download import source_files
+from evenrank.preprocess.read.features import FeatureLookup, Interactions, look_up_items
+from evenrank.preprocess.read.times import check_era, utc_text
 from evenrank.preprocess.replace import DATASET_NAME
-from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import FeatureLookup, Interactions, look_up_items
 from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
     RangeRules,

@@ -26,17 +26,17 @@ from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, parse_ids, parse_unknown, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Workers, check_not_forked, num_workers, threads
-from evenrank.preprocess.files.places import Copies, copies_in
-from evenrank.preprocess.files.raw_values import TextIdsError
 from evenrank.preprocess.job import WORK_NAME, Job
 from evenrank.preprocess.options import SyntheticConfig
+from evenrank.preprocess.read.catalog import CATALOG, CUSTOM, SYNTHETIC
+from evenrank.preprocess.read.download import ensure_raw_files
+from evenrank.preprocess.read.features import Interactions, number_features
+from evenrank.preprocess.read.fractal import expand_interactions, parse_expansion
+from evenrank.preprocess.read.log import read_tabular
+from evenrank.preprocess.read.places import Copies, copies_in
+from evenrank.preprocess.read.synthetic import draw_interactions
+from evenrank.preprocess.read.values import TextIdsError
 from evenrank.preprocess.replace import DATASET_NAME, replace_folder, wrap_write_errors
-from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, SYNTHETIC
-from evenrank.preprocess.sources.custom import read_tabular
-from evenrank.preprocess.sources.download import ensure_raw_files
-from evenrank.preprocess.sources.features import Interactions, number_features
-from evenrank.preprocess.sources.fractal import expand_interactions, parse_expansion
-from evenrank.preprocess.sources.synthetic import draw_interactions
 from evenrank.preprocess.upload import replace_remote
 
 _PLAN_NAME = "plan.json"

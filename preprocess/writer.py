@@ -36,8 +36,8 @@ from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
 from evenrank.preprocess.build.vocabulary import DENSE, Ids, vocabulary_name, vocabulary_rows
 from evenrank.preprocess.options import Filters, RequestRule
+from evenrank.preprocess.read.features import FeatureLookup, Interactions, Seen
 from evenrank.preprocess.replace import ITEM_FEATURES_NAME
-from evenrank.preprocess.sources.features import FeatureLookup, Interactions, Seen
 
 # A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
 ROWS_PER_GROUP = 512

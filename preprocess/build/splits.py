@@ -28,11 +28,11 @@ from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences
-from evenrank.preprocess.files.places import find_files
-from evenrank.preprocess.files.raw_values import id_checks, raw_id, with_ids
-from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
 from evenrank.preprocess.log_config import TabularConfig
+from evenrank.preprocess.read.places import find_files
+from evenrank.preprocess.read.tabular import open_table
+from evenrank.preprocess.read.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
+from evenrank.preprocess.read.values import id_checks, raw_id, with_ids
 
 TRAIN, EVAL = "train", "eval"
 IN_EVAL = "evenrank in_eval"  # column of events, if eval has its own log: 1 in that log, else 0

@@ -14,7 +14,7 @@ from evenrank.core.errors import DataError
 from evenrank.core.listing import list_files, matches
 from evenrank.datasets import open_store
 from evenrank.datasets.continuous_log import FolderLog, describe_log
-from evenrank.preprocess.files.places import find_files
+from evenrank.preprocess.read.places import find_files
 from tests.deep_folder import DEPTH, deep_folder
 from tests.privileges import unprivileged
 

@@ -26,7 +26,7 @@ from evenrank.preprocess import (
 )
 from evenrank.preprocess import writer as writer_module
 from evenrank.preprocess.build import events
-from evenrank.preprocess.files import text as text_files
+from evenrank.preprocess.read import text as text_files
 from tests.preprocess.decoded import decode, read_rows
 
 HEADER = "userId,movieId,rating,timestamp\n"

@@ -20,7 +20,7 @@ import pytest
 from evenrank.core import files
 from evenrank.core.errors import DataError
 from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, pipeline, preprocess, replace
-from evenrank.preprocess.files import text as text_files
+from evenrank.preprocess.read import text as text_files
 from tests.preprocess.test_append import bytes_in
 
 

@@ -22,9 +22,9 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64, mix_word
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
-from evenrank.preprocess.files.table import EventPart
-from evenrank.preprocess.sources.catalog import CATALOG
-from evenrank.preprocess.sources.features import Features, Interactions
+from evenrank.preprocess.read.catalog import CATALOG
+from evenrank.preprocess.read.features import Features, Interactions
+from evenrank.preprocess.read.table import EventPart
 
 _EVENTS_AT_ONCE = 1_000_000
 # Of the randomized SVD (Halko, Martinsson and Tropp, arXiv:0909.4061). Singular values of ratings hardly decrease:

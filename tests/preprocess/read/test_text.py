@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.files import text as text_files
-from evenrank.preprocess.files.table import WHOLE
-from evenrank.preprocess.files.text import DECIMAL, INTEGER, SKIPPED, parse_numbers, read_blocks, text_pieces
+from evenrank.preprocess.read import text as text_files
+from evenrank.preprocess.read.table import WHOLE
+from evenrank.preprocess.read.text import DECIMAL, INTEGER, SKIPPED, parse_numbers, read_blocks, text_pieces
 
 TEXTS = st.lists(st.sampled_from(["", "a,b", "é,1", "a longer line than others"]), max_size=12)
 

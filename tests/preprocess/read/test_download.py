@@ -15,8 +15,8 @@ import pytest
 import requests
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources.catalog import CATALOG, PublicArchive
-from evenrank.preprocess.sources.download import ensure_raw_files
+from evenrank.preprocess.read.catalog import CATALOG, PublicArchive
+from evenrank.preprocess.read.download import ensure_raw_files
 
 RATINGS = b"userId,movieId,rating,timestamp\n1,2,3.0,4\n"
 PURE = CATALOG["kuairand-pure"]

@@ -15,7 +15,10 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import FLOAT, ITEM_ID, MULTI_VALUED, USER_ID, IdKind, IdSummary, SourceFile, read_manifest
 from evenrank.preprocess.build.key_table import KeyTable, encode_keys, keys_of, random_seed
 from evenrank.preprocess.build.vocabulary import DENSE, Ids, label_ids, read_values, vocabulary_name
-from evenrank.preprocess.files.raw_values import (
+from evenrank.preprocess.log_config import TabularConfig, TimestampUnit
+from evenrank.preprocess.read.table import EventPart
+from evenrank.preprocess.read.tabular import open_table
+from evenrank.preprocess.read.values import (
     CASTS,
     MISSING_NUMBERS,
     MISSING_TEXTS,
@@ -28,9 +31,6 @@ from evenrank.preprocess.files.raw_values import (
     raw_id,
     with_ids,
 )
-from evenrank.preprocess.files.table import EventPart
-from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.log_config import TabularConfig, TimestampUnit
 
 _DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VALUED, pl.Float32(): FLOAT}
 _ROW = "evenrank row"

@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
-from evenrank.preprocess.sources.custom import read_tabular
+from evenrank.preprocess.read.log import read_tabular
 from tests.preprocess.decoded import decode, read_rows
-from tests.preprocess.sources.parts import read_part
+from tests.preprocess.read.parts import read_part
 
 BEGIN = 1_700_000_000
 # The id of each text; two texts are equal ids if and only if they have the same one.
@@ -72,7 +72,7 @@ def test_equal_ids_have_one_text_in_every_format(tmp_path: Path, suffix: str) ->
 def test_missing_and_rounded_ids_are_bad_rows_in_every_format(
     tmp_path: Path, suffix: str, others: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evenrank.preprocess.files.table.MAX_SHOWN", 1000)
+    monkeypatch.setattr("evenrank.preprocess.read.table.MAX_SHOWN", 1000)
     users, bad = read_users(write(tmp_path / f"log.{suffix}", [*others, *MISSING, None, *ROUNDED]))
     assert [*map(str, users)] == others
     rounded = "user may have been rounded by a float; write integers"

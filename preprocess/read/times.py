@@ -6,9 +6,9 @@ import numpy as np
 import polars as pl
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.files.raw_values import as_integer, integer_bits
-from evenrank.preprocess.files.table import Table
 from evenrank.preprocess.log_config import TimestampUnit
+from evenrank.preprocess.read.table import Table
+from evenrank.preprocess.read.values import as_integer, integer_bits
 
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999

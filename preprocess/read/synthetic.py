@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
-from evenrank.preprocess.files.table import EventPart, Events, Piece
 from evenrank.preprocess.options import CATEGORY, Drift, SyntheticConfig
-from evenrank.preprocess.sources.features import NO_FEATURES, Features, Interactions
+from evenrank.preprocess.read.features import NO_FEATURES, Features, Interactions
+from evenrank.preprocess.read.table import EventPart, Events, Piece
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000

@@ -14,8 +14,8 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.storage import Remote
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.engine import UnfinishedError
-from evenrank.preprocess.files.places import JSON, PARQUET, TEXT, copies_in, find_files, format_of, partition_values
 from evenrank.preprocess.job import Job
+from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, copies_in, find_files, format_of, partition_values
 from tests.s3_server import BUCKET, S3, SECRET
 
 FILES = ("a.csv", "b.csv.gz", "day=1/p.csv", "day=2/sub/q.csv", "_tmp/x.csv", ".hidden.csv", "_SUCCESS", "notes.csv")

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_regular
-from evenrank.preprocess.files.places import CODECS
-from evenrank.preprocess.files.table import WHOLE, Piece
+from evenrank.preprocess.read.places import CODECS
+from evenrank.preprocess.read.table import WHOLE, Piece
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 16 << 20

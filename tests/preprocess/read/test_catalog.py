@@ -4,11 +4,11 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.files.table import BadRow
-from evenrank.preprocess.sources.catalog import CATALOG
-from evenrank.preprocess.sources.custom import read_tabular
-from evenrank.preprocess.sources.features import NO_FEATURES, Interactions
-from tests.preprocess.sources.parts import read_part
+from evenrank.preprocess.read.catalog import CATALOG
+from evenrank.preprocess.read.features import NO_FEATURES, Interactions
+from evenrank.preprocess.read.log import read_tabular
+from evenrank.preprocess.read.table import BadRow
+from tests.preprocess.read.parts import read_part
 
 LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"

@@ -18,7 +18,7 @@ from evenrank.core.files import check_regular, check_space, replacing
 from evenrank.core.listing import list_files, num_literal
 from evenrank.core.storage import CONNECTIONS, Remote, locate
 from evenrank.datasets.schema import MANIFEST_NAME, latest_version
-from evenrank.preprocess.files.table import wrap_read_errors
+from evenrank.preprocess.read.table import wrap_read_errors
 
 if TYPE_CHECKING:
     from pyarrow import fs

@@ -15,7 +15,7 @@ from typing import IO, cast
 from evenrank.core.errors import DataError
 from evenrank.core.files import locked, opener_of_own_files
 from evenrank.datasets.schema import SourceFile, sha256_of
-from evenrank.preprocess.sources.catalog import PublicArchive
+from evenrank.preprocess.read.catalog import PublicArchive
 
 
 def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bool = False) -> Path:

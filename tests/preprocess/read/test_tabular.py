@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.files.table import FAULT
-from evenrank.preprocess.files.tabular import open_table
+from evenrank.preprocess.read.table import FAULT
+from evenrank.preprocess.read.tabular import open_table
 
 ROWS = [("1", "x y", "3"), ("2", "", "4")]
 NAMES = ("user", "note", "item")

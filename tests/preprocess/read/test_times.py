@@ -9,11 +9,13 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.preprocess.read.test_log import write_table
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
-from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.files.times import (
+from evenrank.preprocess.read.log import read_tabular
+from evenrank.preprocess.read.tabular import open_table
+from evenrank.preprocess.read.times import (
     MAX_TIMESTAMP_MS,
     UNITS,
     check_era,
@@ -22,9 +24,7 @@ from evenrank.preprocess.files.times import (
     unit_of,
     utc_text,
 )
-from evenrank.preprocess.sources.custom import read_tabular
-from tests.preprocess.sources.parts import read_part
-from tests.preprocess.sources.test_custom import write_table
+from tests.preprocess.read.parts import read_part
 
 
 def _write(path: Path, values: list[Any]) -> Path:

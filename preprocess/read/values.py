@@ -14,7 +14,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.files.table import FAULT, Piece, Rows, Table, Types
+from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 # Of types that text files do not have. A column without values, whose type is Null, has integers that are missing.

@@ -2,7 +2,7 @@ from itertools import chain
 
 import polars as pl
 
-from evenrank.preprocess.files.table import EventPart, Events
+from evenrank.preprocess.read.table import EventPart, Events
 
 
 def read_part(part: EventPart) -> Events:

@@ -10,8 +10,14 @@ import polars as pl
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
 from evenrank.preprocess.build.vocabulary import KEEP
-from evenrank.preprocess.files.places import find_files
-from evenrank.preprocess.files.raw_values import (
+from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
+from evenrank.preprocess.read.download import source_files
+from evenrank.preprocess.read.features import Interactions, read_features
+from evenrank.preprocess.read.places import find_files
+from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table
+from evenrank.preprocess.read.tabular import open_table
+from evenrank.preprocess.read.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, least_ms, timestamp_ms
+from evenrank.preprocess.read.values import (
     as_float32,
     as_integer,
     as_number,
@@ -24,12 +30,6 @@ from evenrank.preprocess.files.raw_values import (
     raw_id,
     with_ids,
 )
-from evenrank.preprocess.files.table import FAULT, EventPart, Events, Piece, Table
-from evenrank.preprocess.files.tabular import open_table
-from evenrank.preprocess.files.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, least_ms, timestamp_ms
-from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
-from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.features import Interactions, read_features
 
 _MAX_ACTION = 2**31 - 1
 _PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars

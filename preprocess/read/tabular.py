@@ -21,10 +21,9 @@ import pyarrow as pa
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
-from evenrank.preprocess.files.places import JSON, PARQUET, TEXT, format_of, partition_values
-from evenrank.preprocess.files.raw_values import CASTS
-from evenrank.preprocess.files.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
-from evenrank.preprocess.files.text import (
+from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, format_of, partition_values
+from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
+from evenrank.preprocess.read.text import (
     DECIMAL,
     EMPTY,
     INTEGER,
@@ -41,6 +40,7 @@ from evenrank.preprocess.files.text import (
     split_fields,
     text_pieces,
 )
+from evenrank.preprocess.read.values import CASTS
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _FAULTS = {

@@ -16,14 +16,14 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.preprocess.files import table
-from evenrank.preprocess.files.raw_values import TextIdsError
-from evenrank.preprocess.files.table import Events
-from evenrank.preprocess.files.tabular import open_table
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.sources.custom import read_tabular
-from evenrank.preprocess.sources.features import NO_FEATURES, Interactions
-from tests.preprocess.sources.parts import read_part
+from evenrank.preprocess.read import table
+from evenrank.preprocess.read.features import NO_FEATURES, Interactions
+from evenrank.preprocess.read.log import read_tabular
+from evenrank.preprocess.read.table import Events
+from evenrank.preprocess.read.tabular import open_table
+from evenrank.preprocess.read.values import TextIdsError
+from tests.preprocess.read.parts import read_part
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
