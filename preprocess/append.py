@@ -26,9 +26,9 @@ from evenrank.datasets.schema import (
     sha256_of,
 )
 from evenrank.preprocess.build.splits import EVAL, TRAIN, parse_split
-from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, EarlierIds, read_earlier
+from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.options import Filters
+from evenrank.preprocess.options import AUTO, DENSE, KEEP, Filters
 from evenrank.preprocess.read.features import Interactions
 from evenrank.preprocess.read.table import EventPart, Events, Piece, wrap_read_errors
 from evenrank.preprocess.read.times import utc_text

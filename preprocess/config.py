@@ -65,7 +65,7 @@ class PreprocessConfig(Settings):
     """Rule for requests.parquet. None: do not write it."""
     ids: Annotated[
         str,
-        Parsed("evenrank.preprocess.build.vocabulary:parse_ids"),
+        Parsed("evenrank.preprocess.options:parse_ids"),
         AppliesTo(vocabulary=(None,)),
         Option("RULE", panel="Ids", completions=lambda: ("auto", "dense", "keep")),
     ] = ""
@@ -76,7 +76,7 @@ class PreprocessConfig(Settings):
     """Earlier dataset, also at a URL, whose ids are kept, for a later log. None: ids begin anew."""
     unknown: Annotated[
         str,
-        Parsed("evenrank.preprocess.build.vocabulary:parse_unknown"),
+        Parsed("evenrank.preprocess.options:parse_unknown"),
         Needs("vocabulary"),
         Option("RULE", completions=lambda: ("append", "oov", "drop", "fail")),
     ] = ""

@@ -1,20 +1,24 @@
 """The records in `PreprocessConfig` but that of a log: filters, requests, synthetic data. Imports nothing heavy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import Bounds, Needs, Option
 from evenrank.core.settings import Settings
-from evenrank.datasets.schema import check_new_names
+from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
 if TYPE_CHECKING:
     from evenrank.datasets.distributions import Distribution
 
 OnError = Literal["fail", "skip"]
 EngineName = Literal["local", "ray"]
+Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values that an earlier vocabulary lacks
+AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"  # rules of ids
+_ID_COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
+_MAX_HASHES = 2**62
 _MAX_EVENTS = (1 << 31) - 1  # of a row
 CATEGORY = "category"  # column of events of data that drifts
 _MAX_USERS = 1_000_000_000  # their features are drawn at once
@@ -157,3 +161,34 @@ class SyntheticConfig(Settings):
         if isinstance(self.items, Zipf) and self.items.high is not None:
             return range(self.items.low, self.items.high + 1)
         return range(0)
+
+
+def parse_ids(text: str) -> dict[str, str]:
+    """Parse `dense`, or `item=dense,user=keep`: the rule of each column that has one."""
+    return _parse_per_column("ids", text, "auto, dense, keep or hash:N (N from 1 to 2^62)", _is_rule)
+
+
+def parse_unknown(text: str) -> dict[str, str]:
+    """Parse `drop`, or `item=oov,user=append`: what to do about unknown values, for each column that has a rule."""
+    return _parse_per_column("unknown", text, ", ".join(get_args(Unknown)), lambda rule: rule in get_args(Unknown))
+
+
+def _parse_per_column(option: str, text: str, expected: str, is_valid: Callable[[str], bool]) -> dict[str, str]:
+    rules: dict[str, str] = {}
+    for part in text.split(",") if text else ():
+        column, has_column, rule = part.strip().partition("=")
+        names = [_ID_COLUMNS.get(column, "")] if has_column else [*_ID_COLUMNS.values()]
+        rule = rule if has_column else column
+        if "" in names or not is_valid(rule) or not rules.keys().isdisjoint(names):
+            raise ConfigError(
+                f"invalid {option} {text!r}; expected {expected}, for both columns or as item=RULE,user=RULE"
+            )
+        rules |= dict.fromkeys(names, rule)
+    return rules
+
+
+def _is_rule(rule: str) -> bool:
+    name, _, count = rule.partition(":")
+    if name == HASH:
+        return count.isdecimal() and count.isascii() and 1 <= int(count) <= _MAX_HASHES
+    return rule in (AUTO, DENSE, KEEP)

@@ -22,15 +22,16 @@ from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, USER_ID, IdKind, Manifest
 from evenrank.preprocess.append import read_base
 from evenrank.preprocess.build.events import Columns
+from evenrank.preprocess.build.features import number_features
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
-from evenrank.preprocess.build.vocabulary import AUTO, DENSE, KEEP, parse_ids, parse_unknown, read_earlier
+from evenrank.preprocess.build.vocabulary import read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Workers, check_not_forked, num_workers, threads
 from evenrank.preprocess.job import WORK_NAME, Job
-from evenrank.preprocess.options import SyntheticConfig
+from evenrank.preprocess.options import AUTO, DENSE, KEEP, SyntheticConfig, parse_ids, parse_unknown
 from evenrank.preprocess.read.catalog import CATALOG, CUSTOM, SYNTHETIC
 from evenrank.preprocess.read.download import ensure_raw_files
-from evenrank.preprocess.read.features import Interactions, number_features
+from evenrank.preprocess.read.features import Interactions
 from evenrank.preprocess.read.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.read.log import read_tabular
 from evenrank.preprocess.read.places import Copies, copies_in

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from evenrank.core.files import replacing
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind
 from evenrank.preprocess.build.events import Buckets, Run, write_run
-from evenrank.preprocess.build.key_table import TextValues, encode_keys, random_seed
 from evenrank.preprocess.engine import Engine
+from evenrank.preprocess.read.keys import TextValues, encode_keys, random_seed
 
 FIRST, COUNT, KEY, VALUE = "first", "count", "key", "value"
 _ORDER = (FIRST, VALUE)

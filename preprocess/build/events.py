@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.core.files import replacing
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
-from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
 from evenrank.preprocess.options import OnError
+from evenrank.preprocess.read.keys import TextValues, by_bucket, keys_of
 from evenrank.preprocess.read.table import OPEN_QUOTE, BadRow, EventPart, Piece, first_bad_rows
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 from evenrank.preprocess.build.events import Buckets
-from evenrank.preprocess.build.key_table import KeyTable, encode_keys, random_seed
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.engine import Engine
 from evenrank.preprocess.options import Filters
+from evenrank.preprocess.read.keys import KeyTable, encode_keys, random_seed
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
 _UNKNOWN, _RARE, _LENGTH = 1, 2, 3  # reasons to leave out events

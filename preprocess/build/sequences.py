@@ -14,7 +14,7 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.events import Columns
-from evenrank.preprocess.build.key_table import encode_keys, random_seed
+from evenrank.preprocess.read.keys import encode_keys, random_seed
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
-from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.log_config import TabularConfig
+from evenrank.preprocess.read.keys import keys_of
 from evenrank.preprocess.read.places import find_files
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of

@@ -11,11 +11,11 @@ What stays in memory is a hash table of the keys, about 14 bytes per value.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -27,47 +27,13 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
 from evenrank.preprocess.build.distinct import COUNT, KEY, VALUE, Column, Distinct, find_distinct, keys_in
-from evenrank.preprocess.build.key_table import KeyTable, keys_of
 from evenrank.preprocess.engine import Engine
+from evenrank.preprocess.options import AUTO, DENSE, HASH, KEEP
+from evenrank.preprocess.read.keys import KeyTable, keys_of
 
-AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"
-Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values that an earlier vocabulary lacks
-_COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
-_MAX_HASHES = 2**62
 _ROWS_PER_GROUP = 1 << 20
 _DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
 _SHOWN = 3  # unknown values in an error message
-
-
-def parse_ids(text: str) -> dict[str, str]:
-    """Parse `dense`, or `item=dense,user=keep`: the rule of each column that has one."""
-    return _parse_per_column("ids", text, "auto, dense, keep or hash:N (N from 1 to 2^62)", _is_rule)
-
-
-def parse_unknown(text: str) -> dict[str, str]:
-    """Parse `drop`, or `item=oov,user=append`: what to do about unknown values, for each column that has a rule."""
-    return _parse_per_column("unknown", text, ", ".join(get_args(Unknown)), lambda rule: rule in get_args(Unknown))
-
-
-def _parse_per_column(option: str, text: str, expected: str, is_valid: Callable[[str], bool]) -> dict[str, str]:
-    rules: dict[str, str] = {}
-    for part in text.split(",") if text else ():
-        column, has_column, rule = part.strip().partition("=")
-        names = [_COLUMNS.get(column, "")] if has_column else [*_COLUMNS.values()]
-        rule = rule if has_column else column
-        if "" in names or not is_valid(rule) or not rules.keys().isdisjoint(names):
-            raise ConfigError(
-                f"invalid {option} {text!r}; expected {expected}, for both columns or as item=RULE,user=RULE"
-            )
-        rules |= dict.fromkeys(names, rule)
-    return rules
-
-
-def _is_rule(rule: str) -> bool:
-    name, _, count = rule.partition(":")
-    if name == HASH:
-        return count.isdecimal() and count.isascii() and 1 <= int(count) <= _MAX_HASHES
-    return rule in (AUTO, DENSE, KEEP)
 
 
 def choose(kind: IdKind, *, distinct: int, least: int, largest: int) -> str:

@@ -9,8 +9,8 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
-from evenrank.preprocess.build.vocabulary import KEEP
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
+from evenrank.preprocess.options import KEEP
 from evenrank.preprocess.read.download import source_files
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files

@@ -10,13 +10,13 @@ import polars as pl
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.preprocess.read.test_log import write_table
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
-from evenrank.preprocess.build.vocabulary import DENSE, KEEP
+from evenrank.preprocess.options import DENSE, KEEP
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary
+from tests.preprocess.read.test_log import write_table
 from tests.s3_server import S3
 
 BEGIN, DAY = 1_700_000_000, 86_400

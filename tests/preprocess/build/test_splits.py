@@ -7,9 +7,9 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import SplitFacts, parse_split, read_listed_users
+from evenrank.preprocess.read.keys import keys_of
 
 
 @pytest.mark.parametrize("text", ["user:0", "user:1", "leave-last:1", "time:0", "time:last:1h", "file:a.txt", "none"])

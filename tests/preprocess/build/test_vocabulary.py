@@ -14,9 +14,11 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest
 from evenrank.preprocess import Filters, job
-from evenrank.preprocess.build import distinct, events, key_table
+from evenrank.preprocess.build import distinct, events
 from evenrank.preprocess.build import vocabulary as vocabulary_module
-from evenrank.preprocess.build.vocabulary import choose, parse_ids, parse_unknown
+from evenrank.preprocess.build.vocabulary import choose
+from evenrank.preprocess.options import parse_ids, parse_unknown
+from evenrank.preprocess.read import keys as key_table
 from tests.preprocess.build.id_logs import Event, expected_vocabulary, number, vocabulary, write_log
 from tests.preprocess.decoded import decode, read_rows
 

@@ -9,7 +9,6 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.preprocess.read.test_log import write_table
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
@@ -25,6 +24,7 @@ from evenrank.preprocess.read.times import (
     utc_text,
 )
 from tests.preprocess.read.parts import read_part
+from tests.preprocess.read.test_log import write_table
 
 
 def _write(path: Path, values: list[Any]) -> Path:

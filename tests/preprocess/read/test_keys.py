@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
 from evenrank.core.hashing import mix64
-from evenrank.preprocess.build import key_table
-from evenrank.preprocess.build.key_table import KeyTable, TextValues, by_bucket, encode_keys, keys_of, text_keys
+from evenrank.preprocess.read import keys as key_table
+from evenrank.preprocess.read.keys import KeyTable, TextValues, by_bucket, encode_keys, keys_of, text_keys
 
 words = st.integers(-(2**63), 2**63 - 1)
 
