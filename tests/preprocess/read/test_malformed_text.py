@@ -16,7 +16,7 @@ import pytest
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
-from evenrank.preprocess.read import log
+from evenrank.preprocess.read import log as logs
 from evenrank.preprocess.read import table as tables
 from evenrank.preprocess.read import text as text_files
 from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, Table
@@ -203,7 +203,7 @@ def _check_log(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patched:
         patched.setattr(tables, "MAX_SHOWN", 1 << 30)
         found = read_part(part)
-        patched.setattr(log, "_numbers", lambda *_: {})
+        patched.setattr(logs, "_numbers", lambda *_: {})
         as_text = read_part(read(name, folder, rules).parts[0])
     assert found.good.equals(as_text.good), content
     assert found[1:] == as_text[1:], content
