@@ -95,11 +95,13 @@ def check_value(name: str, value: Any, kind: Any) -> None:
 
 def show(value: object) -> str:
     """Return a value, whatever it is, as short text on one line."""
-    if isinstance(value, int) and abs(value) >> 128:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, timedelta):
-        return str(value)
-    return " ".join(reprlib.repr(value).split("\n"))
+    return str(value) if isinstance(value, timedelta) else " ".join(_Short().repr(value).split("\n"))
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Also in lists: Python refuses to write integers of more than 4300 digits.
+        return f"an integer of {x.bit_length()} bits" if abs(x) >> 128 else super().repr_int(x, level)
 
 
 def _hint(given: object, known: Iterable[str], most: int = 3) -> str:

@@ -239,6 +239,7 @@ def test_merged_states_are_checked(small_dataset: Path) -> None:
             {"position": 10**5000},
             ": position must be at least 0 and below 2^63, got an integer of 16610 bits; load a state",
         ),
+        ({"seed": [10**5000]}, ": seed must be of type int, got [an integer of 16610 bits]; load a state"),
         ({"fingerprint": [1]}, ": fingerprint must be of type str, got [1]; load a state"),
         ({"more": 1}, " has the unknown entry 'more'; load a state that state_dict returned"),
         ({"position": 64}, " is damaged: its checksum is not that of its contents; load an inta"),
