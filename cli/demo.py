@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.gains import describe_settings, print_gains
 from evenrank.cli.inspect_balance import Walk, walk_epoch
 from evenrank.cli.options import BATCH_SIZE, LAYERS, STRATEGIES, make_cost
+from evenrank.cli.reports.gains import describe_settings, print_gains
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console, options, settings_options
-from evenrank.cli.gains import Gain, describe_settings, print_gains
+from evenrank.cli.reports.gains import Gain, describe_settings, print_gains
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.rules import NonNegative, OneOf, Option
 from evenrank.core.settings import Settings

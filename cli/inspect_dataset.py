@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from evenrank.cli import console
-from evenrank.cli.gains import describe_settings, print_gains
 from evenrank.cli.options import DatasetFolder, Json, file_option, page_path, write_page
+from evenrank.cli.reports.gains import describe_settings, print_gains
 from evenrank.core.storage import Remote, locate
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from evenrank.core.settings import Settings
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
-    from evenrank.cli.gains import Gain
-    from evenrank.cli.simulation import LengthSource
+    from evenrank.cli.reports.gains import Gain
+    from evenrank.cli.reports.simulation import LengthSource
     from evenrank.dataloader.balance import BalanceConfig
 
 _MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
@@ -139,8 +139,8 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
     if is_small:  # and before what is left plain Python is imported
         ctx.with_resource(interpreted())
 
-    from evenrank.cli.gains import describe_settings, print_gains
-    from evenrank.cli.simulation import open_source
+    from evenrank.cli.reports.gains import describe_settings, print_gains
+    from evenrank.cli.reports.simulation import open_source
     from evenrank.dataloader.balance import BalanceConfig
 
     model = options.make_cost(chosen.model.cost, shape)
@@ -194,8 +194,8 @@ class _Draws:
     is_timed: bool  # the planner's time is that of compiled loops
 
     def gain(self, world_size: int, balance: "BalanceConfig", *, fixed: float | None = None, **progress: Any) -> "Gain":
-        from evenrank.cli.gains import Gain
-        from evenrank.cli.simulation import simulate, with_fixed_load
+        from evenrank.cli.reports.gains import Gain
+        from evenrank.cli.reports.simulation import simulate, with_fixed_load
         from evenrank.dataloader.balance import summarize
         from evenrank.dataloader.balance.costs.cost import cost_shift
 

@@ -49,7 +49,7 @@ def _plan(folder: Path) -> None:
     import numpy as np
 
     from evenrank.cli.reports.dataset_data import count_values, routing_loads
-    from evenrank.cli.simulation import LengthSource, simulate
+    from evenrank.cli.reports.simulation import LengthSource, simulate
     from evenrank.dataloader.balance import BalanceConfig
     from evenrank.dataloader.balance.partition.strategies import warm_up
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evenrank.cli.gains import Gain
 from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, make_cost
-from evenrank.cli.simulation import open_source, simulate
+from evenrank.cli.reports.gains import Gain
+from evenrank.cli.reports.simulation import open_source, simulate
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH

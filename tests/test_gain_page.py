@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenrank.cli.simulation import open_source, simulate
+from evenrank.cli.reports.simulation import open_source, simulate
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, MeasuredCost, StepMetrics, summarize
 from evenrank.dataloader.balance.metrics.log import BalanceLog, read_json_lines

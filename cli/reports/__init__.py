@@ -1,4 +1,4 @@
-"""Reports on datasets: the numbers, plots and templates of self-contained HTML pages.
+"""Reports on datasets: simulated gains, and the numbers, plots and templates of self-contained HTML pages.
 
 Pages have no scripts, and need no other files and no network.
 """

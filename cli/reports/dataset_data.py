@@ -11,9 +11,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.cli.gains import Gain
 from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, RANKS, STRATEGIES, make_cost
-from evenrank.cli.simulation import LengthSource, simulate
+from evenrank.cli.reports.gains import Gain
+from evenrank.cli.reports.simulation import LengthSource, simulate
 from evenrank.core.value_counts import ValueCounts
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.routing import MODES, KeyMap

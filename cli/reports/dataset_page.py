@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from evenrank.cli.gains import COLUMNS, EXPLANATION, Gain, describe_settings
 from evenrank.cli.options import BATCH_SIZE
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
+from evenrank.cli.reports.gains import COLUMNS, EXPLANATION, Gain, describe_settings
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore

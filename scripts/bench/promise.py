@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenrank.cli.simulation import open_source, simulate, with_fixed_load
+from evenrank.cli.reports.simulation import open_source, simulate, with_fixed_load
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import (
     BalanceConfig,

@@ -8,7 +8,9 @@ import pytest
 from evenrank.cli.main import main
 from tests.cli.programs import Evenrank, Finished
 
-import_module("evenrank.cli.simulation")  # or a small simulation in this process leaves its functions plain Python
+import_module(
+    "evenrank.cli.reports.simulation"
+)  # or a small simulation in this process leaves its functions plain Python
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenrank.cli.demo import draw_loads
-from evenrank.cli.gains import gains_table
 from evenrank.cli.inspect_balance import Walk, check_seen, walk_epoch
+from evenrank.cli.reports.gains import gains_table
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, balance
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evenrank.cli.gains import COLUMNS
+from evenrank.cli.reports.gains import COLUMNS
 from evenrank.dataloader.balance.metrics.step_metrics import SHOWN
 from tests.cli.programs import Evenrank
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, write

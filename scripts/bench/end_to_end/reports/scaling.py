@@ -13,7 +13,7 @@ import numpy as np
 from end_to_end.cost_fit import Calibration, configuration, is_balanced, predict, sample_seconds, trained_segments
 from end_to_end.reports.columns import UNBALANCED
 from end_to_end.results import EVEN, LIVE, Floats, RunResult, job_ms, ratio, segments_of
-from evenrank.cli.simulation import LengthSource, simulated_steps
+from evenrank.cli.reports.simulation import LengthSource, simulated_steps
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import BalanceConfig, MeasuredCost
 from evenrank.datasets.distributions import parse_distribution

@@ -10,7 +10,7 @@ from end_to_end.reports.columns import UNBALANCED
 from end_to_end.reports.scaling import scale, scaled_runs, simulated_compute
 from end_to_end.reports.scaling_section import write_section
 from end_to_end.results import EVEN
-from evenrank.cli.simulation import LengthSource, simulate
+from evenrank.cli.reports.simulation import LengthSource, simulate
 from evenrank.dataloader.balance import BalanceConfig, summarize
 from evenrank.datasets.distributions import Lognormal
 from tests.scripts.bench.end_to_end import made_up

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from evenrank.cli.simulation import LengthSource, open_source, simulate, with_fixed_load
+from evenrank.cli.reports.simulation import LengthSource, open_source, simulate, with_fixed_load
 from evenrank.dataloader.balance import (
     BalanceConfig,
     HSTUCost,
