@@ -5,7 +5,7 @@ import glob
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -17,7 +17,7 @@ from evenrank.core.errors import ConfigError, DataError, EvenrankError, escape_c
 from evenrank.core.files import check_regular, check_space, replacing
 from evenrank.core.listing import list_files, num_literal
 from evenrank.core.storage import CONNECTIONS, Remote, locate
-from evenrank.datasets.schema import MANIFEST_NAME, latest_version
+from evenrank.datasets.schema import MANIFEST_NAME, SourceFile, latest_version, sha256_of
 from evenrank.preprocess.read.table import wrap_read_errors
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ def partition_values(name: str) -> dict[str, str | None]:
     """Return the columns that the folders of a path add to its file, such as `day` of `day=1/log.csv`, by name."""
     pairs = (folder.partition("=") for folder in name.split("/")[:-1])
     return {unquote(name): None if value == _HIVE_NULL else unquote(value) for name, is_pair, value in pairs if is_pair}
+
+
+def source_files(names: Iterable[tuple[Path, str]]) -> tuple[SourceFile, ...]:
+    """Describe raw files for the manifest, with these names."""
+    return tuple(SourceFile(path=name, bytes=path.stat().st_size, sha256=sha256_of(path)) for path, name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

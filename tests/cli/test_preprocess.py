@@ -14,7 +14,7 @@ import typer
 from evenrank.cli.preprocess import check_options, preprocess_command
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
-from evenrank.preprocess.read.catalog import CATALOG, DATASETS
+from evenrank.preprocess.read.public import CATALOG, DATASETS
 from tests.cli.programs import Evenrank
 
 PUBLIC = {*CATALOG, "all"}
