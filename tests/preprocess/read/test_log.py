@@ -445,9 +445,9 @@ def test_parquet_with_damaged_pages_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"events": ()}, "events is empty; give at least one file"),
+        ({"events": ()}, "events must be at least one file, got \\(\\)"),
         ({"timestamp_unit": "h"}, "timestamp_unit must be one of auto, s, ms, us, ns, iso, date, row, got 'h'"),
-        ({"action_columns": tuple(map(str, range(32)))}, "at most 31 columns, got 32"),
+        ({"action_columns": tuple(map(str, range(32)))}, "action_columns must be at most 31 columns, got "),
         ({"item_column": "user"}, "column 'user' is given twice"),
     ],
 )
