@@ -13,7 +13,7 @@ from evenrank.core.rules import AllBut, AppliesTo, Bounds, OneOf, Option
 from evenrank.core.storage import is_url, join, locate
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.options import Events
-from evenrank.preprocess.read.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
+from evenrank.preprocess.read.public import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
 if TYPE_CHECKING:
     from evenrank.datasets.schema import IdSummary

@@ -143,7 +143,10 @@ def locate(place: Path | str) -> Path | Remote:
         reason = first_line(error).replace(given, shown)
         if credentials.rstrip("@") and "parse" in reason:
             reason = "its credentials have characters that must be escaped, such as %2F for a slash"
-        raise DataError(f"{shown} cannot be opened: {reason}; check the URL and your credentials") from None
+        remedy = "check the URL and your credentials"
+        if "Unrecognized" in reason:
+            remedy = "known are s3://, gs://, abfs:// and hdfs://; fetch files from elsewhere to this host"
+        raise DataError(f"{shown} cannot be opened: {reason}; {remedy}") from None
     root = root.rstrip("/")
     return Remote(files=files, path=f"{root}/{path}" if path else root, url=shown)
 

@@ -2,7 +2,7 @@ from .config import PreprocessConfig
 from .log_config import TabularConfig
 from .options import Drift, Filters, RequestRule, SyntheticConfig
 from .pipeline import preprocess
-from .read.catalog import DATASETS
+from .read.public import DATASETS
 
 __all__ = [
     "DATASETS",

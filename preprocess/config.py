@@ -10,7 +10,7 @@ from evenrank.core.settings import Settings
 from evenrank.core.storage import is_url
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.options import EngineName, Filters, OnError, RequestRule, SyntheticConfig
-from evenrank.preprocess.read.catalog import CUSTOM, DATASETS, SYNTHETIC
+from evenrank.preprocess.read.public import CUSTOM, DATASETS, SYNTHETIC
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,9 +50,9 @@ from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Workers
 from evenrank.preprocess.options import Filters
-from evenrank.preprocess.read.download import source_files
 from evenrank.preprocess.read.features import Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
+from evenrank.preprocess.read.places import source_files
 from evenrank.preprocess.read.times import check_era, utc_text
 from evenrank.preprocess.replace import DATASET_NAME
 from evenrank.preprocess.writer import (

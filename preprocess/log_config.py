@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import AppliesTo, Needs, Option, Parsed, Where
+from evenrank.core.rules import AppliesTo, Needs, Option, Parsed, Valid, Where
 from evenrank.core.settings import Settings
 from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
-_DELIMITER = r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*'
+_DELIMITER = re.compile(r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*')
 _MAX_FLAGS = 31  # the bits of a non-negative int32
 _TYPES = {"int": "int64", "float": "float32"}
 _ID, _LIST = "id", "list"
@@ -95,7 +95,9 @@ _Names = Annotated[tuple[str, ...], Option("COLUMN,...")]
 class TabularConfig(Settings):
     """The files of a custom dataset and the names of their columns. The suffix of a file determines its format."""
 
-    events: Annotated[tuple[Path, ...], Option("PATH", panel="Logs (--dataset custom)")]
+    events: Annotated[
+        tuple[Path, ...], Valid(len, "at least one file"), Option("PATH", panel="Logs (--dataset custom)")
+    ]
     """Files, quoted patterns such as 'logs/*.csv.gz', or folders, whose files are read in sorted order, also at a URL
     (s3://, gs://): delimited text (.csv, .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz,
     .zst or .bz2, or .parquet. A folder `day=1` adds a column `day`."""
@@ -109,7 +111,9 @@ class TabularConfig(Settings):
     """Unit of numeric times, counted from 1970: `s`, `ms`, `us` or `ns`; `iso` for ISO 8601 text, in UTC unless it has
     an offset; `date` for 2015-01-06 or 20150106; `auto`: as the first values look. Parquet's date and time types need
     no unit. `row`: there are no times, and rows count as seconds."""
-    action_columns: _Names = ()
+    action_columns: Annotated[
+        _Names, Valid(lambda names: len(names) <= _MAX_FLAGS, f"at most {_MAX_FLAGS} columns")
+    ] = ()
     """One column of actions, or several of 0 and 1, bits of the action, lowest bit first. Default: every action is
     0."""
     action_map: Annotated[
@@ -129,19 +133,25 @@ class TabularConfig(Settings):
     """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
     weight: _Name = ""
     """One more of them, which the manifest names as the weight; for `LoaderConfig.weight`."""
-    delimiter: Annotated[str | None, Option("CHARACTER")] = None
+    delimiter: Annotated[
+        str | None,
+        Valid(_DELIMITER.fullmatch, "a punctuation mark or a tab, or one repeated"),
+        Option("CHARACTER"),
+    ] = None
     """Separator of the fields of delimited events, one character or one character repeated. None: found by the first
     line among comma, tab, semicolon, `|` and `::`."""
     columns: _Names = ()
     """All columns of delimited events without a header. Default: the first line has them."""
-    context: Annotated[Path | None, Option("FILE", panel="Features (--dataset custom)")] = None
+    context: Annotated[Path | None, Needs("context_columns"), Option("FILE", panel="Features (--dataset custom)")] = (
+        None
+    )
     """File with features of users, one row per user: `user_column` and `context_columns`."""
     context_columns: Annotated[_Names, Needs("context")] = ()
     """Columns of `context` that are features: `COLUMN[:id|float|list]`, such as country,age:float; lists are divided by
     `|`, or JSON."""
     context_header: Annotated[_Names, Needs("context")] = ()
     """All columns of `context` without a header, divided like the events. Default: the first line has them."""
-    item_features: Annotated[Path | None, Option("FILE")] = None
+    item_features: Annotated[Path | None, Needs("item_columns"), Option("FILE")] = None
     """File with features of items, one row per item: `item_column` and `item_columns`."""
     item_columns: Annotated[_Names, Needs("item_features")] = ()
     """Columns of `item_features` that are features: `COLUMN[:id|float|list]`."""
@@ -150,17 +160,8 @@ class TabularConfig(Settings):
     lists."""
 
     def _check(self) -> None:
-        if not self.events:
-            raise ConfigError("events is empty; give at least one file")
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
             raise ConfigError("give either timestamp_column or timestamp_unit 'row', for logs in order without times")
-        if len(self.action_columns) > _MAX_FLAGS:
-            raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
-        for path, columns in (("context", "context_columns"), ("item_features", "item_columns")):
-            if getattr(self, path) is not None and not getattr(self, columns):
-                raise ConfigError(f"{path} and {columns} go together; give both or none")
-        if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
-            raise ConfigError(f"delimiter must be a punctuation mark or a tab, or one repeated, got {self.delimiter!r}")
         features = [(file.key, *(column.name for column in file.columns)) for file in self.feature_files.values()]
         for names in (self.needed_columns, *features):
             if twice := [name for name in names if names.count(name) > 1]:

@@ -22,8 +22,8 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64, mix_word
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
-from evenrank.preprocess.read.catalog import CATALOG
 from evenrank.preprocess.read.features import Features, Interactions
+from evenrank.preprocess.read.public import CATALOG
 from evenrank.preprocess.read.table import EventPart
 
 _EVENTS_AT_ONCE = 1_000_000

@@ -11,9 +11,8 @@ from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
 from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.options import KEEP
-from evenrank.preprocess.read.download import source_files
 from evenrank.preprocess.read.features import Interactions, read_features
-from evenrank.preprocess.read.places import find_files
+from evenrank.preprocess.read.places import find_files, source_files
 from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, least_ms, timestamp_ms

@@ -4,8 +4,9 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 from evenrank.core.errors import ConfigError, DataError, EvenrankError, escape_controls
-from evenrank.core.files import check_regular, check_space, replacing
+from evenrank.core.files import check_regular, check_space, open_regular, replacing
 from evenrank.core.listing import list_files, num_literal
 from evenrank.core.storage import CONNECTIONS, Remote, locate
-from evenrank.datasets.schema import MANIFEST_NAME, latest_version
+from evenrank.datasets.schema import MANIFEST_NAME, SourceFile, latest_version, sha256_of
 from evenrank.preprocess.read.table import wrap_read_errors
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ _FORMATS = {
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), JSON),
     ".parquet": PARQUET,
 }
+# How files of each suffix begin, and no text does.
+_BEGINS = re.compile(
+    rb"(?P<gz>\x1f\x8b)|(?P<zst>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9](?:1AY&SY|\x17rE8P\x90))|(?P<parquet>PAR[1E][\0-\x1f])|"
+    rb"(?P<zip>PK\x03\x04|\xd0\xcf\x11\xe0)"  # or, in old files of Excel, the latter
+)
+_HELD = {**CODECS, ".parquet": PARQUET}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -41,7 +48,23 @@ def format_of(path: Path) -> str:
     if known is None or (known == PARQUET and is_compressed):
         *text, parquet = _FORMATS
         expected = f"{', '.join(text)}, also with {', '.join(CODECS)}, or {parquet}"
-        raise DataError(f"{path} has an unknown suffix; expected one of {expected}")
+        remedy = "rename, unpack or convert it, or choose files by a pattern such as *.csv"
+        raise DataError(f"{path} has an unknown suffix; expected one of {expected}; {remedy}")
+    return known
+
+
+def checked_format(path: Path) -> str:
+    """Return the format of a file by its name, or raise a DataError if its first bytes are of another one."""
+    known, suffix = format_of(path), path.suffix.lower()
+    with open_regular(path) as file:
+        begin = _BEGINS.match(file.read(16))
+    found = "" if begin is None else f".{begin.lastgroup}"
+    expected = suffix if suffix in CODECS or known == PARQUET else ""
+    if found and found != expected:
+        remedy = f"rename it so that it ends in {found}" if found in _HELD else "unpack it, or export it as CSV"
+        raise DataError(f"{path} holds {_HELD.get(found, 'ZIP or Excel')} data, unlike its name; {remedy}")
+    if not found and expected not in ("", ".zst"):  # zstd may begin with a frame to skip
+        raise DataError(f"{path} holds no {_HELD[expected]} data, unlike its name; rename it, or create it again")
     return known
 
 
@@ -63,9 +86,12 @@ def find_files(paths: Sequence[Path]) -> dict[Path, DataFile]:
     for path in paths:
         found = _expand(path)
         if not found:
-            raise DataError(f"{path} leads to no data file; check it")
-        if len({format_of(file) for file in found}) > 1:
-            raise DataError(f"{path} has files of several formats; use a pattern such as *.csv")
+            rule = "neither empty files nor names that begin with . or _ count"
+            raise DataError(f"{path} leads to no data file ({rule}); check it")
+        formats = {format_of(file): file.name for file in reversed(found)}
+        if len(formats) > 1:
+            shown = " and ".join(f"{name} is {known}" for known, name in formats.items())
+            raise DataError(f"{path} has files of several formats: {shown}; use a pattern such as *.csv")
         files += found.items()
     for real, count in Counter(file.real for _, file in files).items():
         if count > 1:
@@ -78,6 +104,8 @@ def _expand(path: Path) -> dict[Path, DataFile]:
     end = len(path.parts) if os.path.lexists(path) else num_literal(path.parts)
     base, pattern = Path(*path.parts[:end]), path.parts[end:]
     if not pattern and not os.path.isdir(base):
+        if "," in str(path) and not os.path.lexists(path):
+            raise DataError(f"there is no file {path}; give several files one by one, by --events each")
         check_regular(base)
         base, found = base.parent, {base.name: os.path.realpath(base)}
     else:
@@ -92,6 +120,11 @@ def partition_values(name: str) -> dict[str, str | None]:
     """Return the columns that the folders of a path add to its file, such as `day` of `day=1/log.csv`, by name."""
     pairs = (folder.partition("=") for folder in name.split("/")[:-1])
     return {unquote(name): None if value == _HIVE_NULL else unquote(value) for name, is_pair, value in pairs if is_pair}
+
+
+def source_files(names: Iterable[tuple[Path, str]]) -> tuple[SourceFile, ...]:
+    """Describe raw files for the manifest, with these names."""
+    return tuple(SourceFile(path=name, bytes=path.stat().st_size, sha256=sha256_of(path)) for path, name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

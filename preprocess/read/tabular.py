@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
-from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, format_of, partition_values
+from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, checked_format, partition_values
 from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
 from evenrank.preprocess.read.text import (
     DECIMAL,
@@ -89,7 +89,7 @@ def open_table(
     check_regular(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; create it again")
-    file_format = format_of(path)
+    file_format = checked_format(path)
     if file_format != TEXT and (columns or separator):
         raise DataError(
             f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"

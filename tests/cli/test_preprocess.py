@@ -14,7 +14,7 @@ import typer
 from evenrank.cli.preprocess import check_options, preprocess_command
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
-from evenrank.preprocess.read.catalog import CATALOG, DATASETS
+from evenrank.preprocess.read.public import CATALOG, DATASETS
 from tests.cli.programs import Evenrank
 
 PUBLIC = {*CATALOG, "all"}
@@ -58,12 +58,12 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "event_columns": (["a:int=0", "b"], CUSTOM, {}),
     "label": ("a:int", CUSTOM, {}),
     "weight": ("a", CUSTOM, {}),
-    "context": ("users.csv", CUSTOM, {}),
+    "context": ("users.csv", CUSTOM, {"context_columns": NAMES}),
     "context_columns": (NAMES, CUSTOM, {"context": "users.csv"}),
-    "context_header": (NAMES, CUSTOM, {"context": "users.csv"}),
-    "item_features": ("items.csv", CUSTOM, {}),
+    "context_header": (NAMES, CUSTOM, {"context": "users.csv", "context_columns": NAMES}),
+    "item_features": ("items.csv", CUSTOM, {"item_columns": NAMES}),
     "item_columns": (NAMES, CUSTOM, {"item_features": "items.csv"}),
-    "item_features_as": ("events", CUSTOM, {"item_features": "items.csv"}),
+    "item_features_as": ("events", CUSTOM, {"item_features": "items.csv", "item_columns": NAMES}),
     "users": (20_000, DRAWN, {}),
     "items": (50_000, DRAWN, {}),
     "lengths": ("histogram:path=data,column=length", DRAWN, {}),
@@ -159,6 +159,8 @@ def test_an_option_in_a_file_is_the_same_as_on_the_command_line(name: str, here:
         ("by_date", "has no effect without --requests; give both, or leave it out"),
         ("unknown", "has no effect without --vocabulary; give both, or leave it out"),
         ("action_map", "applies to --action-columns COLUMN, not to --action-columns ; leave it out"),
+        ("context", "has no effect without --context-columns; give both, or leave it out"),
+        ("item_features", "has no effect without --item-columns; give both, or leave it out"),
         ("context_columns", "has no effect without --context; give both, or leave it out"),
         ("context_header", "has no effect without --context; give both, or leave it out"),
         ("item_columns", "has no effect without --item-features; give both, or leave it out"),
@@ -240,6 +242,7 @@ def test_the_command_line_turns_off_what_a_file_turns_on(here: Path) -> None:
 def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
     texts = {"out": "out", "split": "file:users,x.txt", "events": ["a.csv", "/b.csv"], "context": "users.csv"}
     options = {"dataset": "custom", **texts, "vocabulary": "../old", "item_features": "items.csv", "label": "file:x"}
+    options |= {"context_columns": NAMES, "item_columns": NAMES}
     (here / "sub").mkdir()
     values = parse(options, Path("sub", "log.toml"), options)
     assert values["split"] == "file:sub/users,x.txt"

@@ -427,7 +427,7 @@ FILE = Path("f.csv")
             {"item_columns": ("a",)},
             "item_columns=('a',) has no effect without item_features; give both, or leave it out",
         ),
-        ({"context": FILE}, "context and context_columns go together; give both or none"),
+        ({"context": FILE}, "has no effect without context_columns; give both, or leave it out"),
         ({"item_features_as": "rows"}, "item_features_as must be one of events, table, got 'rows'"),
         ({"context": FILE, "context_columns": ("a", "a:float")}, "column 'a' is given twice"),
         ({"context": FILE, "context_columns": ("length:float",)}, "no feature can be called 'length'"),

@@ -1,3 +1,4 @@
+import bz2
 import gzip
 import json
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
@@ -15,7 +17,16 @@ from evenrank.core.storage import Remote
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.engine import UnfinishedError
 from evenrank.preprocess.job import Job
-from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, copies_in, find_files, format_of, partition_values
+from evenrank.preprocess.read.places import (
+    JSON,
+    PARQUET,
+    TEXT,
+    checked_format,
+    copies_in,
+    find_files,
+    format_of,
+    partition_values,
+)
 from tests.s3_server import BUCKET, S3, SECRET
 
 FILES = ("a.csv", "b.csv.gz", "day=1/p.csv", "day=2/sub/q.csv", "_tmp/x.csv", ".hidden.csv", "_SUCCESS", "notes.csv")
@@ -76,9 +87,23 @@ def test_the_names_of_files_include_the_keys_of_all_folders_above_them(logs: Pat
     ("paths", "error", "message"),
     [
         (["logs/none.csv"], DataError, "logs/none.csv cannot be read: No such file or directory; check the path"),
-        (["logs/*.tsv"], DataError, "logs/*.tsv leads to no data file; check it"),
+        (["logs/x.csv,logs/a.csv"], DataError, "there is no file logs/x.csv,logs/a.csv; give several files one by one"),
+        (
+            ["logs/*.tsv"],
+            DataError,
+            "logs/*.tsv leads to no data file (neither empty files nor",
+        ),
+        (
+            ["void"],
+            DataError,
+            "void leads to no data file (neither empty files nor names that begin with . or _ count); check it",
+        ),
         (["logs", "logs/day=1/p.csv"], ConfigError, "/logs/day=1/p.csv is in logs, logs/day=1/p.csv twice, and its ev"),
-        (["mixed"], DataError, "mixed has files of several formats; use a pattern such as *.csv"),
+        (
+            ["mixed"],
+            DataError,
+            "mixed has files of several formats: b.jsonl is JSON lines and a.csv is delimited text; use a pattern",
+        ),
         (
             ["other"],
             DataError,
@@ -89,9 +114,9 @@ def test_the_names_of_files_include_the_keys_of_all_folders_above_them(logs: Pat
 def test_paths_without_one_kind_of_files_are_refused(
     logs: Path, paths: list[str], error: type[Exception], message: str
 ) -> None:
-    for name in ("mixed/a.csv", "mixed/b.jsonl", "other/a.log"):
+    for name in ("mixed/a.csv", "mixed/b.jsonl", "other/a.log", "void/.a.csv", "void/b.csv"):
         Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text("x\n")
+        Path(name).write_text("x\n" * (name != "void/b.csv"))
     with pytest.raises(error, match=re.escape(message)):
         find_files([Path(path) for path in paths])
 
@@ -105,6 +130,29 @@ def test_the_name_tells_the_format() -> None:
     for name in ("log.parquet.gz", "log.gz", "log", "log.csv.zip"):
         with pytest.raises(DataError, match=f"{name} has an unknown suffix"):
             format_of(Path(name))
+
+
+_HELD = {
+    "csv": b"a,b\n",
+    "gz": gzip.compress(b"a\n"),
+    "bz2": bz2.compress(b""),
+    "zst": pa.compress(b"a\n", codec="zstd", asbytes=True),
+    "parquet": b"PAR1\x15\x00PAR1",
+    "zip": b"PK\x03\x04",
+    "xls": b"\xd0\xcf\x11\xe0",
+}
+
+
+@pytest.mark.parametrize("held", _HELD)
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "csv.gz", "csv.bz2", "csv.zst", "parquet"])
+def test_a_file_whose_name_belies_its_content_is_refused(tmp_path: Path, held: str, suffix: str) -> None:
+    file, expected = tmp_path / f"log.{suffix}", suffix.rpartition(".")[2].replace("jsonl", "csv")
+    file.write_bytes(_HELD[held])
+    if held == expected or (held, expected) == ("csv", "zst"):  # whose content may begin with anything
+        checked_format(file)
+        return
+    with pytest.raises(DataError, match=rf"^{file} holds (no )?[\w ]+ data, unlike its name; [^\n]*$"):
+        checked_format(file)
 
 
 def test_folders_add_columns() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenrank.preprocess import PreprocessConfig, preprocess
-from evenrank.preprocess.read.catalog import CATALOG
+from evenrank.preprocess.read.public import CATALOG
 from tests.preprocess.build.id_logs import expected_vocabulary, vocabulary
 from tests.preprocess.decoded import decode, read_rows
 

@@ -1,4 +1,7 @@
-"""Download the archive of a public dataset, verify it, and unpack the files that are needed."""
+"""The public datasets: records of what their logs look like, and their archives downloaded, verified and unpacked.
+
+Imports nothing heavy, so that a command line can list the names without loading Polars.
+"""
 
 import contextlib
 import hashlib
@@ -7,15 +10,118 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO, cast
+from typing import IO, Any
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import locked, opener_of_own_files
-from evenrank.datasets.schema import SourceFile, sha256_of
-from evenrank.preprocess.read.catalog import PublicArchive
+from evenrank.preprocess.log_config import TabularConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublicArchive:
+    """An archive that can be downloaded and unpacked."""
+
+    name: str  # of the dataset
+    url: str
+    md5: str | None  # of the archive, in hexadecimal; None if its host changes it from time to time
+    log: TabularConfig  # whose files are paths relative to `folder`
+
+    @property
+    def archive(self) -> str:
+        """File name of the archive."""
+        return self.url.rsplit("/", 1)[-1]
+
+    @property
+    def folder(self) -> str:
+        """Folder of the files, both inside the archive and below the raw folder."""
+        return self.archive.removesuffix(".zip").removesuffix(".tar.gz")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that are needed: those of events, then that of the users' features."""
+        return tuple(map(str, filter(None, (*self.log.events, self.log.context))))
+
+    def log_in(self, folder: Path) -> TabularConfig:
+        """Return the log with the files in a folder."""
+        context = None if self.log.context is None else folder / self.log.context
+        return replace(self.log, events=tuple(folder / path for path in self.log.events), context=context)
+
+
+_RATINGS = TabularConfig(
+    events=(Path("ratings.csv"),),
+    user_column="userId",
+    item_column="movieId",
+    timestamp_column="timestamp",
+    timestamp_unit="s",
+    action_columns=("rating",),
+    action_map="half-stars",
+)
+_RATINGS_1M = replace(
+    _RATINGS,
+    events=(Path("ratings.dat"),),
+    action_map="stars",
+    delimiter="::",
+    columns=("userId", "movieId", "rating", "timestamp"),
+    context=Path("users.dat"),
+    context_header=("userId", "sex", "age_group", "occupation", "zip_code"),
+    context_columns=("sex", "age_group", "occupation", "zip_code"),
+)
+
+
+def _movielens(size: str, *, md5: str | None, log: TabularConfig = _RATINGS) -> PublicArchive:
+    url = f"http://files.grouplens.org/datasets/movielens/ml-{size}.zip"
+    return PublicArchive(name=f"ml-{size}", url=url, md5=md5, log=log)
+
+
+def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> PublicArchive:
+    suffix, dates = size.lower(), ("4_08_to_4_21", "4_22_to_5_08")
+    log = TabularConfig(
+        events=tuple(Path(f"data/log_standard_{days}_{suffix}{part}.csv") for days in dates for part in parts),
+        user_column="user_id",
+        item_column="video_id",
+        timestamp_column="time_ms",
+        timestamp_unit="ms",
+        # How the user responded to the video.
+        action_columns=(
+            *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
+            "is_profile_enter",
+        ),
+        event_columns=("play_time_ms:int", "duration_ms:int"),
+        context=Path(f"data/user_features_{suffix}.csv"),
+        context_columns=(
+            "user_active_degree",
+            "follow_user_num_range",
+            "fans_user_num_range",
+            "friend_user_num_range",
+            "register_days_range",
+        ),
+    )
+    url = f"https://zenodo.org/records/10439422/files/KuaiRand-{size}.tar.gz"
+    return PublicArchive(name=f"kuairand-{suffix}", url=url, md5=md5, log=log)
+
+
+CATALOG: dict[str, PublicArchive] = {
+    dataset.name: dataset
+    for dataset in (
+        _movielens("latest-small", md5=None),
+        _movielens("1m", md5="c4d9eecfca2ab87c1945afe126590906", log=_RATINGS_1M),
+        _movielens("20m", md5="cd245b17a1ae2cc31bb14903e1204af3"),
+        _movielens("25m", md5="6b51fb2759a8657d3bfcbfc42b592ada"),
+        _movielens("32m", md5="d472be332d4daa821edc399621853b57"),
+        _kuairand("Pure", md5="0820331067a3784d9691136f772b35a7"),
+        _kuairand("1K", md5="6b0b9c8222d67fcd4c676218edca3f1f"),
+        _kuairand("27K", md5="3e3c799a24e2d23a4d2c757fbf9adf59", parts=("_part1", "_part2")),
+    )
+}
+
+# Datasets without an archive: drawn from distributions, and read from files that the user describes.
+SYNTHETIC = "synthetic"
+CUSTOM = "custom"
+DATASETS = (*CATALOG, SYNTHETIC, CUSTOM)
 
 
 def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bool = False) -> Path:
@@ -56,11 +162,6 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
                 raise DataError(f"{archive} has MD5 {md5}, expected {dataset.md5}; delete it to download it again")
             _unpack(dataset, archive, folder)
     return folder
-
-
-def source_files(names: Iterable[tuple[Path, str]]) -> tuple[SourceFile, ...]:
-    """Describe raw files for the manifest, with these names."""
-    return tuple(SourceFile(path=name, bytes=path.stat().st_size, sha256=sha256_of(path)) for path, name in names)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -155,33 +256,20 @@ def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]:
     """Check all members of an archive and return a function to open each of its files, by name, in archive order."""
-    members: list[tuple[str, bool, bool, Callable[[], IO[bytes] | None]]]  # name, is file, is file or folder, open
+    found: list[tuple[str, bool, bool, Callable[[], Any]]]  # name, whether a file, whether a file or folder, open
     with contextlib.ExitStack() as stack:
         if archive.suffix == ".zip":
             zipped = stack.enter_context(zipfile.ZipFile(archive))
-            members = [
-                (
-                    info.filename,
-                    not info.is_dir(),
-                    not stat.S_ISLNK(info.external_attr >> 16),
-                    partial(zipped.open, info),
-                )
-                for info in zipped.infolist()
-            ]
+            modes = [(member, stat.S_ISLNK(member.external_attr >> 16)) for member in zipped.infolist()]
+            found = [(m.filename, not m.is_dir(), not is_link, partial(zipped.open, m)) for m, is_link in modes]
         else:
             tar = stack.enter_context(tarfile.open(archive, "r:gz"))
-            members = [
-                (info.name, info.isreg(), info.isreg() or info.isdir(), partial(tar.extractfile, info)) for info in tar
-            ]
-        for name, _, is_plain, _ in members:
+            found = [(m.name, m.isreg(), m.isreg() or m.isdir(), partial(tar.extractfile, m)) for m in tar]
+        for name, _, is_plain, _ in found:
             path = PureWindowsPath(name)  # recognizes both separators, and drives
             is_outside = bool(path.anchor) or ".." in path.parts
             if is_outside or not is_plain:
                 what = "a path outside its folder" if is_outside else "a link or a device"
                 raise DataError(f"{archive} contains {name!r}, {what}; nothing was unpacked, do not trust it")
         # `./a/b` is `a/b`. None is opened for members that are no files.
-        yield {
-            PurePosixPath(name).as_posix(): cast("Callable[[], IO[bytes]]", opener)
-            for name, is_file, _, opener in members
-            if is_file
-        }
+        yield {PurePosixPath(name).as_posix(): opener for name, is_file, _, opener in found if is_file}

@@ -11,15 +11,213 @@ from dataclasses import dataclass, field, replace
 from hashlib import md5
 from pathlib import Path
 
+import polars as pl
 import pytest
 import requests
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.read.catalog import CATALOG, PublicArchive
-from evenrank.preprocess.read.download import ensure_raw_files
+from evenrank.preprocess.read.features import NO_FEATURES, Interactions
+from evenrank.preprocess.read.log import read_tabular
+from evenrank.preprocess.read.public import CATALOG, PublicArchive, ensure_raw_files
+from evenrank.preprocess.read.table import BadRow
+from tests.preprocess.read.parts import read_part
+
+LOG_HEADER = (
+    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
+    "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab"
+)
+USERS_HEADER = (
+    "user_id,user_active_degree,is_lowactive_period,is_live_streamer,is_video_author,follow_user_num,"
+    "follow_user_num_range,fans_user_num,fans_user_num_range,friend_user_num,friend_user_num_range,register_days,"
+    "register_days_range," + ",".join(f"onehot_feat{number}" for number in range(18))
+)
+ONE_HOT = "," * 17
+USERS = (
+    f'1,high_active,0,0,0,5,"(0,10]",0,0,0,0,107,61-90,{ONE_HOT}',
+    f'2,full_active,0,0,1,386,"(250,500]",4,"[1,10)",2,"[1,5)",327,181-365,{ONE_HOT}',
+    f"3,,0,0,1,0,0,,,,,327,181-365,{ONE_HOT}",
+)
+
+
+def log_line(
+    *,
+    user: object = 1,
+    video: object = 10,
+    time: object = 1_650_000_000_000,
+    flags: str = "0,0,0,0,0,0,0",
+    play: object = 0,
+    duration: object = 1000,
+    profile: object = 0,
+    tab: object = 1,
+) -> str:
+    """Return a line of a log; `flags` are the columns is_click to long_view."""
+    return f"{user},{video},20220415,1320,{time},{flags},{play},{duration},0,0,{profile},0,{tab}"
+
+
+def write(folder: Path, files: dict[str, tuple[str, ...]]) -> Path:
+    for name, lines in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+PURE = CATALOG["kuairand-pure"]
+KEEP = {"user_id": "keep", "item_id": "keep"}
+
+
+def read(name: str, folder: Path, rules: dict[str, str] = KEEP) -> Interactions:
+    return read_tabular(CATALOG[name].log_in(folder), rules, {})
+
+
+def read_pure(tmp_path: Path, *lines: str, users: tuple[str, ...] = (USERS_HEADER, *USERS)) -> Interactions:
+    """Read a dataset whose first log consists of a header and these lines."""
+    first, second, users_file = PURE.files
+    files = {first: (LOG_HEADER, *lines), second: (LOG_HEADER, log_line()), users_file: users}
+    return read("kuairand-pure", write(tmp_path / "KuaiRand-Pure", files))
+
+
+PARTS_OF_27K = [f"{dates}_27k_part{number}" for dates in ("4_08_to_4_21", "4_22_to_5_08") for number in (1, 2)]
+DATES = {"Pure": ["4_08_to_4_21_pure", "4_22_to_5_08_pure"], "1K": ["4_08_to_4_21_1k", "4_22_to_5_08_1k"]}
+# The folder, the logs and the features of each dataset.
+LAYOUTS = {
+    f"kuairand-{size.lower()}": (
+        f"KuaiRand-{size}",
+        [f"log_standard_{log}.csv" for log in logs],
+        f"user_features_{size.lower()}.csv",
+    )
+    for size, logs in {**DATES, "27K": PARTS_OF_27K}.items()
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
+    folder_name, logs, users = LAYOUTS[name]
+    # User 1 is in every log, user 2 only in the second, user 4 only in the first and without features; user 3 has
+    # features and no event.
+    contents: dict[str, tuple[str, ...]] = {
+        f"data/{log}": (LOG_HEADER, log_line(user=1, video=100 + number, time=1_650_000_000_000 + number))
+        for number, log in enumerate(logs)
+    }
+    contents[f"data/{logs[0]}"] += (
+        log_line(user=4, video=7, time=10**11, flags="1,0,1,0,1,0,1", play=2**53 + 1, duration=0, profile=1),
+    )
+    contents[f"data/{logs[1]}"] += (
+        log_line(user=2, video=2**63 - 1, time=253_402_300_799_999, flags="0,1,0,1,0,1,0", play=-1, duration=34, tab=4),
+    )
+    folder = write(tmp_path / folder_name, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
+    interactions = read(name, folder)
+
+    columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms"]
+    types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64]
+    expected = [[(1, 100 + number, 0, 1_650_000_000_000 + number, 0, 1000)] for number in range(len(logs))]
+    expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 10**11, 2**53 + 1, 0)]
+    expected[1] += [(2, 2**63 - 1, 2 + 8 + 32, 253_402_300_799_999, -1, 34)]
+    assert [part.name for part in interactions.parts] == [str(folder / "data" / log) for log in logs]
+    assert [part.num_events for part in interactions.parts] == [len(rows) + 1 for rows in expected]  # and the header
+    for part, rows in zip(interactions.parts, expected, strict=True):
+        events = read_part(part)
+        assert (events.good.columns, events.good.rows()) == (columns, rows)
+        assert events.good.dtypes == types
+        assert events.num_bad == 0
+
+    assert interactions.num_actions == 256
+    assert interactions.extra_events == {"play_time_ms": "int64", "duration_ms": "int64"}
+    assert [source.path for source in interactions.sources()] == [*logs, users]
+
+
+def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> None:
+    context = read_pure(tmp_path, log_line()).context
+    assert {name: values.to_list() for name, values in context.values.items()} == {
+        "user_active_degree": ["full_active", "high_active"],
+        "follow_user_num_range": ["(0,10]", "(250,500]", "0"],
+        "fans_user_num_range": ["0", "[1,10)"],
+        "friend_user_num_range": ["0", "[1,5)"],
+        "register_days_range": ["181-365", "61-90"],
+    }
+    assert context.keys.tolist() == [1, 2, 3]
+    assert context.dtypes == dict.fromkeys(context.values, "int64")
+    assert context.rows.rows() == [(2, 1, 1, 1, 2), (1, 2, 2, 2, 1), (0, 3, 0, 0, 1)]
+
+
+GOOD = log_line()
+TIME = "time_ms is not a time in whole milliseconds since 1970 up to the year 9999"
+BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        *((log_line(flags="0," * bit + "2" + ",0" * (6 - bit)), f"{BIT_NAMES[bit]} is not 0 or 1") for bit in range(7)),
+        *((log_line(flags=f"{value},0,0,0,0,0,0"), "is_click is not 0 or 1") for value in ("-1", "256", "")),
+        (log_line(profile=2), "is_profile_enter is not 0 or 1"),
+        *((log_line(time=time), TIME) for time in (-1, 253_402_300_800_000)),
+        (log_line(time="soon"), TIME),
+        (log_line(user="x1"), "user_id is not an integer in -2^63..2^63-1"),
+        (log_line(video=9_223_372_036_854_775_808), "video_id is not an integer in -2^63..2^63-1"),
+        (log_line(video=-1), "video_id must not be negative"),
+        (log_line(play="1.5"), "play_time_ms is not an integer in -2^63..2^63-1"),
+        (log_line(duration=""), "duration_ms is missing; declare a value instead, such as duration_ms:int=0"),
+        (GOOD.rsplit(",", 1)[0], "expected 19 fields, got 18"),
+    ],
+)
+def test_bad_rows_are_found_with_their_reason(tmp_path: Path, line: str, reason: str) -> None:
+    first, second = read_pure(tmp_path, GOOD, line, GOOD).parts
+    events = read_part(first)
+    assert (len(events.good), events.num_bad) == (2, 1)
+    assert events.first_bad == [BadRow(line=3, text=line, reason=reason)]
+    assert read_part(second).num_bad == 0
+
+
+@pytest.mark.parametrize("name", PURE.files)
+def test_a_missing_file_raises(tmp_path: Path, name: str) -> None:
+    read_pure(tmp_path, GOOD)
+    (tmp_path / "KuaiRand-Pure" / name).unlink()
+    with pytest.raises(DataError, match=f"{name} cannot be read: No such file or directory; check the path"):
+        read("kuairand-pure", tmp_path / "KuaiRand-Pure")
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        ((USERS_HEADER.replace(",fans_user_num_range", ""), *USERS), "has no column 'fans_user_num_range'; known"),
+        ((USERS_HEADER, USERS[0], USERS[1] + ",x"), r"line 3 \('2,full_active,.*\): expected 31 fields, got 32"),
+        ((USERS_HEADER, USERS[0], USERS[1][:-1]), r"line 3 \('2,full_active,.*\): expected 31 fields, got 30"),
+    ],
+)
+def test_invalid_features_raise_one_line(tmp_path: Path, users: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_pure(tmp_path, GOOD, users=users)
+    assert "\n" not in str(caught.value)
+
+
+HALF_STARS = "userId,movieId,rating,timestamp\n7,30,0.5,300\n-2,10,5.0,1112486027\n7,30,4.5,0\n"
+
+
+@pytest.mark.parametrize("name", ["ml-latest-small", "ml-20m", "ml-25m", "ml-32m"])
+def test_movielens_has_half_stars(tmp_path: Path, name: str) -> None:
+    (tmp_path / "ratings.csv").write_text(HALF_STARS)
+    interactions = read(name, tmp_path)
+    (part,) = interactions.parts
+    rows = [(7, 30, 0, 300_000), (-2, 10, 9, 1_112_486_027_000), (7, 30, 8, 0)]
+    assert read_part(part).good.rows() == rows
+    assert interactions.num_actions == 10
+    assert interactions.context is NO_FEATURES
+    assert CATALOG[name].url.endswith(f"/{name}.zip")
+
+
+def test_ml_1m_has_stars_and_users_without_a_header(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_text("1::1193::5::978300760\n2::661::1::978302109\n")
+    (tmp_path / "users.dat").write_text("1::F::1::10::48067\n2::M::56::16::70072-1\n3::M::25::::\n")
+    interactions = read("ml-1m", tmp_path)
+    (part,) = interactions.parts
+    assert read_part(part).good.rows() == [(1, 1193, 4, 978_300_760_000), (2, 661, 0, 978_302_109_000)]
+    assert interactions.num_actions == 5
+    assert interactions.context.keys.tolist() == [1, 2, 3]
+    assert interactions.context.rows.rows() == [(1, 1, 1, 1), (2, 3, 2, 2), (2, 2, 0, 0)]
+    assert interactions.context.values["age_group"].to_list() == [1, 25, 56]
+
 
 RATINGS = b"userId,movieId,rating,timestamp\n1,2,3.0,4\n"
-PURE = CATALOG["kuairand-pure"]
 PURE_FILES = {f"KuaiRand-Pure/{name}": name.encode() for name in PURE.files}
 
 
