@@ -1,144 +1,189 @@
-"""Benchmark preprocessing against two baselines: pandas, and a bare Polars query without any checks.
+"""Benchmark preprocessing next to the bare query in Polars and in DuckDB, over rows, cores and engines.
 
-    .venv/bin/python scripts/bench/preprocess.py [--shape ml-20m|kuairand-1k|large] [--runs 3] [--dir DIR]
+    .venv/bin/python scripts/bench/preprocess.py [--shape ml-20m|kuairand-1k|kuairand] [--millions 20,100]
+        [--cores 1,16] [--variants evenrank,ray,polars,duckdb] [--runs 3] [--dir DIR]
 
-Writes an input of the given shape to DIR (and reuses it the next time), runs the variants alternately, each in its own
-process, and prints one JSON line per variant: median seconds and peak memory, and their ratios to those of evenrank.
-`large` has 100 M rows in the format of ml-20m and runs without baselines.
+Shapes, and how many million rows they have unless other numbers are asked for:
+
+    ml-20m         20, of MovieLens-20M: 4 columns, 6,925 users per million, lognormal histories, one CSV file
+    kuairand-1k    11.7, of KuaiRand-1K: 19 columns, 1,000 users, 2 CSV files
+    kuairand       10, of the same columns: 2,000 users per million, 4.4 million items, a CSV file per 5 million rows,
+                   dense ids
+
+`preprocess_variants.py` has what is compared. Logs are drawn on all cores and kept in DIR: 100 million rows are 2.7 GB
+of ml-20m and 8 GB of kuairand. Each run is a process of its own on the first of the cores; numbers of cores and
+variants take turns, after a run of evenrank on a small log, which compiles. Prints a JSON line about the machine, then
+one for each variant, number of rows and number of cores:
+
+    seconds, least_seconds       median and least of the runs, from the start of Python to its end
+    peak_mib                     the most memory of all processes together, median; shared pages count once. That of
+                                 several processes is sampled
+    x_polars, x_duckdb, x_local  time relative to that of these on as many cores, and for ray to that of threads
+    mib_x_...                    the same of memory
+    x_fewest_cores               time relative to that on the fewest cores
 """
 
 import argparse
+import contextlib
+import importlib.util
+import itertools
 import json
-import multiprocessing
+import os
+import platform
+import re
+import shutil
 import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import polars as pl
-from preprocess_parts import FLAGS, draw_kuairand, run
+from preprocess_logs import make_log, num_cores
+from preprocess_variants import QUERIES, VARIANTS
 
-# Users and events. Histories of ml-20m are lognormal: median 82, largest about 12,000.
-_SHAPES = {"ml-20m": (138_493, 20_000_000), "large": (692_465, 100_000_000), "kuairand-1k": (1_000, 11_700_000)}
-
-_PANDAS = {
-    "ml-20m": """
-import pandas as pd
-frame = pd.read_csv(source).sort_values("timestamp", kind="stable")
-frame.groupby("userId").agg(list).to_csv(out + ".csv")
-""",
-    "kuairand-1k": """
-import pandas as pd
-frame = pd.concat([pd.read_csv(part) for part in source.split(",")]).sort_values("time_ms", kind="stable")
-frame["action"] = sum(frame[name] * 2**bit for bit, name in enumerate(flags + ["is_profile_enter"]))
-columns = ["video_id", "action", "time_ms", "play_time_ms", "duration_ms"]
-frame.groupby("user_id")[columns].agg(list).to_csv(out + ".csv")
-""",
-}
-_POLARS = {
-    "ml-20m": """
-import polars as pl
-columns = pl.col("movieId", "rating", "timestamp")
-pl.scan_csv(source).group_by("userId").agg(columns.sort_by("timestamp")).collect().write_parquet(out + ".parquet")
-""",
-    "kuairand-1k": """
-import polars as pl
-action = pl.sum_horizontal(pl.col(name) * 2**bit for bit, name in enumerate(flags + ["is_profile_enter"]))
-columns = pl.col("video_id", "action", "time_ms", "play_time_ms", "duration_ms")
-lines = pl.scan_csv(source.split(",")).with_columns(action=action)
-lines.group_by("user_id").agg(columns.sort_by("time_ms")).collect().write_parquet(out + ".parquet")
-""",
-}
-_EVENRANK = """
-from pathlib import Path
-from evenrank.preprocess import PreprocessConfig, preprocess
-preprocess(PreprocessConfig(dataset=dataset, raw_dir=Path(raw), out=Path(out)))
-"""
+MILLIONS = {"ml-20m": 20.0, "kuairand-1k": 11.7, "kuairand": 10.0}
+RATIOS = {"polars": "polars", "duckdb": "duckdb", "evenrank": "local"}  # what those to a variant are called
+SMALL = 0.05  # million rows
+SECONDS_PER_SAMPLE = 0.2
 
 
-def make_movielens(folder: Path, num_users: int, num_events: int) -> str:
-    """Write FOLDER/ml-20m/ratings.csv unless it exists; return its path."""
-    path = folder / "ml-20m" / "ratings.csv"
-    if path.exists():
-        return str(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(82), 1.05, num_users), 20, 12_000)
-    lengths = np.maximum(1, (lengths * num_events / lengths.sum()).astype(np.int64))
-    with path.with_suffix(".partial").open("wb") as file:
-        for first in range(0, num_users, 100_000):
-            counts = lengths[first : first + 100_000]
-            total = int(counts.sum())
-            pl.DataFrame(
-                {
-                    "userId": np.repeat(np.arange(first + 1, first + 1 + len(counts)), counts),
-                    "movieId": rng.integers(1, 131_263, total),
-                    "rating": rng.integers(1, 11, total) / 2,
-                    "timestamp": rng.integers(789_652_009, 1_427_784_002, total),
-                }
-            ).write_csv(file, include_header=first == 0)
-    path.with_suffix(".partial").rename(path)
-    return str(path)
+def run(variant: str, shape: str, cores: int, folder: Path, files: Sequence[Path]) -> tuple[float, float]:
+    """Run a variant in its own process; return its wall-clock seconds, from the start of Python on, and its peak MiB.
+
+    That of several processes together is sampled.
+    """
+    (folder / "out").mkdir(exist_ok=True)
+    arguments = [variant, shape, str(cores), str(folder), str(folder / "out" / variant), *map(str, files)]
+    start, peak_kib, has_ended = time.perf_counter(), 0, threading.Event()
+    script = Path(__file__).with_name("preprocess_variants.py")
+    process = subprocess.Popen([sys.executable, "-P", str(script), *arguments])
+
+    def sample() -> None:
+        nonlocal peak_kib
+        while not has_ended.wait(SECONDS_PER_SAMPLE):
+            if len(tree := tree_of(process.pid)) > 1:
+                peak_kib = max(peak_kib, sum(map(kib_of, tree)))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    has_ended.set()
+    sampler.join()
+    if status:
+        code = os.waitstatus_to_exitcode(status)
+        sys.exit(f"preprocess.py: {variant} exited with code {code}; see its error message above")
+    return seconds, max(peak_kib, usage.ru_maxrss) / 1024
 
 
-def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
-    """Write the two logs and the users' features of KuaiRand-1K; return the paths of the logs, comma-separated."""
-    data = folder / "KuaiRand-1K" / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    paths = [data / f"log_standard_{dates}_1k.csv" for dates in ("4_08_to_4_21", "4_22_to_5_08")]
-    for number, path in enumerate(paths):
-        if path.exists():
-            continue
-        draw_kuairand(rng, num_events // 2, num_users, first_day=14 * number).write_csv(path.with_suffix(".partial"))
-        path.with_suffix(".partial").rename(path)
-    features = ["user_active_degree", *(f"{name}_user_num_range" for name in ("follow", "fans", "friend"))]
-    users = {"user_id": np.arange(num_users), **{name: ["high"] * num_users for name in features}}
-    pl.DataFrame({**users, "register_days_range": ["61-90"] * num_users}).write_csv(data / "user_features_1k.csv")
-    return ",".join(map(str, paths))
+def tree_of(root: int) -> list[int]:
+    """Return the ids of a process and of all that it and its children have started."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def kib_of(pid: int) -> int:
+    """Return the memory of a process, to which a page that others share counts in part."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+def compare(
+    shape: str, millions: float, variants: Sequence[str], all_cores: Sequence[int], num_runs: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Run all variants on one log on all numbers of cores, in turns; return a row for each."""
+    folder = folder / shape / f"{millions:g}"
+    files = make_log(shape, folder, millions)
+    keys = [*itertools.product(variants, all_cores)]
+    runs = [[run(variant, shape, cores, folder, files) for variant, cores in keys] for _ in range(num_runs)]
+    seconds, mib = ({key: [one[n][part] for one in runs] for n, key in enumerate(keys)} for part in (0, 1))
+    shutil.rmtree(folder / "out")
+    log = {"shape": shape, "million_rows": millions}
+    return [log | summarize(key, millions, seconds, mib, min(all_cores)) for key in keys]
+
+
+def summarize(
+    key: tuple[str, int],
+    millions: float,
+    seconds: Mapping[tuple[str, int], Sequence[float]],
+    mib: Mapping[tuple[str, int], Sequence[float]],
+    fewest: int,
+) -> dict[str, Any]:
+    """Return the numbers of a variant on a number of cores, given the runs of all variants on all numbers of cores."""
+    variant, cores = key
+    time_of, mib_of = ({at: statistics.median(of) for at, of in runs.items()} for runs in (seconds, mib))
+    row = {"variant": variant, "cores": cores, "runs": len(seconds[key]), "seconds": round(time_of[key], 2)}
+    row |= {"least_seconds": round(min(seconds[key]), 2), "peak_mib": round(mib_of[key])}
+    row["million_rows_per_second"] = round(millions / time_of[key], 2)
+    for other, name in RATIOS.items():
+        if other != variant and (other, cores) in time_of:
+            row[f"x_{name}"] = round(time_of[key] / time_of[other, cores], 2)
+            row[f"mib_x_{name}"] = round(mib_of[key] / mib_of[other, cores], 2)
+    if cores != fewest:
+        row["x_fewest_cores"] = round(time_of[key] / time_of[variant, fewest], 3)
+    return row
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    versions = {}
+    for package in ("polars", "duckdb", "pyarrow", "numba", "ray"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine = {"processor": model and model[1], "cores": num_cores(), "gib": round(memory / 2**30)}
+    return {"date": time.strftime("%Y-%m-%d"), **machine, "python": platform.python_version(), **versions}
 
 
 def main() -> None:
-    """Run the variants on one shape."""
+    """Run all variants on logs of all sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=_SHAPES, default="ml-20m")
+    parser.add_argument("--shape", choices=QUERIES, default="ml-20m")
+    parser.add_argument("--millions", type=numbers_of(float), metavar="N,...", help="rows of each log")
+    parser.add_argument("--cores", type=numbers_of(int), metavar="N,...", help="default: all")
+    parser.add_argument("--variants", default="evenrank,polars,duckdb", metavar="NAME,...", help="also: ray")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=Path("out/bench"))
-    arguments = parser.parse_args()
-    shape = arguments.shape
-    folder = arguments.dir.absolute() / shape
-    make = make_kuairand if shape == "kuairand-1k" else make_movielens
-    # In a separate process, because peak memory of this one would be inherited by the processes it starts.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        source = pool.apply(make, (folder, *_SHAPES[shape]))
-    dataset = "ml-20m" if shape == "large" else shape
-    variables = {
-        "source": source,
-        "out": str(folder / "out"),
-        "raw": str(folder),
-        "dataset": dataset,
-        "flags": [*FLAGS],
-    }
-    variants = {"evenrank": _EVENRANK}
-    if shape != "large":
-        variants |= {"polars, bare": _POLARS[shape], "pandas": _PANDAS[shape]}
-        run(_EVENRANK, variables)  # the first run after an installation compiles
-    runs: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
-    for _ in range(arguments.runs):
-        for variant, code in variants.items():
-            runs[variant].append(run(code, variables))
-    seconds = {variant: statistics.median(run_seconds for run_seconds, _ in runs[variant]) for variant in variants}
-    peak_mib = {variant: statistics.median(run_mib for _, run_mib in runs[variant]) for variant in variants}
-    for variant in variants:
-        row = {
-            "shape": shape,
-            "variant": variant,
-            "seconds": round(seconds[variant], 2),
-            "peak_mib": round(peak_mib[variant]),
-            "million_rows_per_second": round(_SHAPES[shape][1] / seconds[variant] / 1e6, 2),
-            "relative_seconds": round(seconds[variant] / seconds["evenrank"], 2),
-            "relative_memory": round(peak_mib[variant] / peak_mib["evenrank"], 2),
-        }
-        print(json.dumps(row), flush=True)
+    parser.add_argument("--dir", type=Path, default=Path("out/bench/preprocess"))
+    options = parser.parse_args()
+    variants, all_cores = options.variants.split(","), options.cores or [num_cores()]
+    if unknown := [name for name in variants if name not in VARIANTS]:
+        parser.error(f"--variants must be of {', '.join(VARIANTS)}, got {unknown[0]!r}")
+    if missing := [name for name in variants if name in ("duckdb", "ray") and not importlib.util.find_spec(name)]:
+        parser.error(f"the package {missing[0]} is not installed; run pip install {missing[0]}, or leave it out")
+    if max(all_cores) > num_cores() or options.runs < 1:
+        parser.error(f"--cores must be at most {num_cores()}, which there are, and --runs at least 1")
+    print(json.dumps(describe_machine()), flush=True)
+    folder = options.dir.absolute()
+    compare(options.shape, SMALL, variants, [num_cores()], 1, folder)  # compiles, and finds what fails
+    for millions in options.millions or [MILLIONS[options.shape]]:
+        for row in compare(options.shape, millions, variants, all_cores, options.runs, folder):
+            print(json.dumps(row), flush=True)
+
+
+def numbers_of(kind: type[float]) -> Callable[[str], list[float]]:
+    """Return what parses positive numbers that commas separate."""
+
+    def numbers(text: str) -> list[float]:
+        found: list[float] = [*map(kind, text.split(","))]
+        if not min(found) > 0:
+            raise ValueError(text)
+        return found
+
+    return numbers
 
 
 if __name__ == "__main__":
