@@ -1,8 +1,8 @@
 from .config import PreprocessConfig
 from .log_config import TabularConfig
 from .options import Drift, Filters, RequestRule, SyntheticConfig
-from .pipeline import preprocess
 from .read.public import DATASETS
+from .run import preprocess
 
 __all__ = [
     "DATASETS",

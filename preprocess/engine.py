@@ -80,31 +80,17 @@ class UnfinishedError(DataError):
     """The work could not be finished here and now; what was done is kept for the next run of the same command."""
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """What calls functions, several at a time."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """Calls functions, several at a time, and keeps what they return, so that a killed run goes on there."""
 
     count: int
     """How many functions run at a time."""
     caller: Callable[[Callable[[Any], Any]], Callable[[Any], Callable[[], Any]]]
     """Return what starts a call of a function with one argument, and returns what waits for its result."""
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[Workers]:
-    """Yield workers of this process."""
-    pool = ThreadPoolExecutor(count, thread_name_prefix="evenrank-preprocess")
-    try:
-        yield Workers(count, lambda function: lambda task: pool.submit(function, task).result)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class Engine:
-    """Calls functions on workers, and keeps what they return in a folder, so that a killed run goes on there."""
-
-    def __init__(self, workers: Workers, folder: Path, on_stage: Callable[[str], None] = lambda stage: None) -> None:
-        self._workers, self._folder, self._on_stage = workers, folder, on_stage
+    results: Path
+    """Folder of the results."""
+    on_stage: Callable[[str], None] = lambda stage: None
 
     def map(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], *, stage: str, keep: bool = True
@@ -120,21 +106,36 @@ class Engine:
             stage: description of the progress; unique if results are kept.
             keep: whether to keep results.
         """
-        folder = self._folder / stage if keep else None
+        folder = self.results / stage if keep else None
         if folder is not None:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         left = enumerate(tasks)
-        call = self._workers.caller(partial(_call, function, folder))
+        call = self.caller(partial(_call, function, folder))
         pending: deque[tuple[int, Task, Callable[[], Result]]] = deque()
         while True:
-            for number, task in islice(left, 2 * self._workers.count - len(pending)):
+            for number, task in islice(left, 2 * self.count - len(pending)):
                 pending.append((number, task, call((number, task))))
             if not pending:
                 return
             number, task, wait = pending.popleft()
             result = wait()
-            self._on_stage(f"{stage}, part {number + 1} of {len(tasks)}")
+            self.on_stage(f"{stage}, part {number + 1} of {len(tasks)}")
             yield task, result
+
+
+@contextlib.contextmanager
+def threads(count: int, results: Path, on_stage: Callable[[str], None] = lambda stage: None) -> Iterator[Engine]:
+    """Yield an engine with threads of this process."""
+    pool = ThreadPoolExecutor(count, thread_name_prefix="evenrank-preprocess")
+    try:
+        yield Engine(
+            count=count,
+            caller=lambda function: lambda task: pool.submit(function, task).result,
+            results=results,
+            on_stage=on_stage,
+        )
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _call(function: Callable[[Task], Result], folder: Path | None, numbered: tuple[int, Task]) -> Result:

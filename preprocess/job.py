@@ -1,9 +1,9 @@
-"""The stages of preprocessing, each of which is functions on files that an engine runs."""
+"""The stages of preprocessing: read, filter, number, write; each is functions on files that an engine calls."""
 
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from evenrank.preprocess.build.distinct import Column
 from evenrank.preprocess.build.events import (
     EVENTS_PER_BUCKET,
     Buckets,
+    Log,
     ReadPiece,
     ReadRules,
     bytes_on_disk,
@@ -48,7 +49,7 @@ from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.splits import IN_EVAL, SplitFacts, SplitRule, parse_split, read_listed_users
 from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.engine import Engine, Workers
+from evenrank.preprocess.engine import Engine
 from evenrank.preprocess.options import Filters
 from evenrank.preprocess.read.features import Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
@@ -65,7 +66,7 @@ from evenrank.preprocess.writer import (
     write_range,
 )
 
-WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results by stage
+WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results
 _LOGGER = logging.getLogger("evenrank.preprocess")
 
 
@@ -75,10 +76,9 @@ class Job:
 
     run_folder: Path
     config: PreprocessConfig
-    source: Interactions
+    source: Interactions  # its first part has the rows of `base`
     rules: Mapping[str, str]  # of the ids
     earlier: Mapping[str, EarlierIds]
-    on_stage: Callable[[str], None]
     base: Base | None  # to which events are appended
     counts: dict[str, int] = field(default_factory=dict)  # of events and users, by what became of them
 
@@ -86,6 +86,11 @@ class Job:
     def folder(self) -> Path:
         """The folder of the dataset."""
         return self.run_folder / DATASET_NAME
+
+    @property
+    def work(self) -> Path:
+        """The folder of what is needed until the dataset is complete."""
+        return self.run_folder / WORK_NAME
 
     @property
     def options(self) -> dict[str, Any]:
@@ -106,110 +111,36 @@ class Job:
         """The rule of the split."""
         return parse_split(self.config.split, has_eval_log=self.source.has_eval_log)
 
-    def run(self, workers: Workers) -> Manifest:
-        """Write all files, and return the manifest."""
-        config, source = self.config, self.source
-        if self.base is not None:
-            self.base.check(source, self.options)
-        rule, eval_users, num_listed = self.rule, np.empty(0, dtype=np.int64), 0
-        parts = [] if self.base is None else [self.base.part(source.extra_events)]
-        base_name = "".join(part.name for part in parts)
-        parts += source.parts
-        num_expected = sum(part.num_events for part in parts)
-        num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
-        dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
-        if source.has_eval_log:
-            dtypes[IN_EVAL] = "int32"
-        elif rule.file is not None:
-            column = str(source.options.get("user_column", USER_ID))
-            eval_users, num_listed = read_listed_users(rule.file, column, source.id_kinds[USER_ID])
-        work = self.run_folder / WORK_NAME
-        check_space(work, bytes_on_disk(num_expected, dtypes), f"{num_expected:,} events")
-        texts = {
-            name: TextValues(work / f"texts of {name}", num_bits)
-            for name, kind in source.id_kinds.items()
-            if kind == "text"
-        }
-        for folder in ("buckets", "results", "values", *(f"texts of {name}" for name in texts)):
-            (work / folder).mkdir(exist_ok=True)
-        engine = Engine(workers, work / "results", self.on_stage)
+    def run(self, engine: Engine) -> Manifest:
+        """Write all files, and return the manifest; none if events are to be appended that are there already."""
+        config, source, base, options = self.config, self.source, self.base, self.options
+        if base is not None:
+            # The other ones depend on files, and `on_error` is skip if rows of one of them may be bad.
+            base.check_options(
+                {name: options[name] for name in options if name not in ("events", "delimiter", "on_error")}
+            )
+            options["on_error"] = max(options["on_error"], base.manifest.options["on_error"])
+        eval_users, num_listed = self._listed_users()
         # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
         with ThreadPoolExecutor(1) as background:
             pending_sources = background.submit(source.sources)
-            if self.base is not None and {*pending_sources.result()} <= {*self.base.manifest.sources}:
+            if base is not None and {*pending_sources.result()} <= {*base.manifest.sources}:
                 _LOGGER.warning("%s has these events already, and stays as it is", config.out)
-                return self.base.copy_to(self.folder)
-            has_times = source.time_unit != "row"
-            reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
-            pieces = [(part, piece) for part in parts for piece in part.pieces]
-            tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
-            read = engine.map(partial(read_piece, reading), tasks, stage="reading")
-            log = join_pieces(read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
-            late = {} if self.base is None else self.base.first_ms
-            new = {name: span for name, span in log.spans.items() if name != base_name}
-            if not new and (self.base is None or any(of in text for of in late for text in log.num_skipped)):
-                reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in source.parts)
-                raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
-            self.counts = log.num_skipped
-            if self.base is not None:
-                if new:
-                    self.base.check_options({"timestamp_unit": source.time_unit})
-                self.counts = Counter(self.base.skipped) + log.num_skipped
-            firsts, lasts = zip(*log.spans.values(), strict=True)
-            buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits)
-            if new and not config.allow_empty:
-                check_era(new, source.time_unit)
-            known = {
-                name: KeyTable(ids.keys)
-                for name, ids in self.earlier.items()
-                if ids.unknown == "drop" and ids.summary.versions
-            }
-            self.counts["events of unknown users or items (dropped)"] = num_dropped = drop_unknown(
-                buckets, known, engine
-            )
-            self.counts["events left out by the k-core"] = num_left_out = k_core(buckets, config.filters, engine)
-            self.counts["users left out by filters"] = keep_lengths(buckets, config.filters, engine)
-            num_left = sum(run.num_events for run in log.runs) - num_dropped - num_left_out
-
-            def number(name: str) -> Ids:
-                column = Column(name, source.id_kinds[name], texts.get(name), buckets, work / "values")
-                return number_ids(self.rules[name], column, self.earlier.get(name), engine=engine, folder=self.folder)
-
-            with ThreadPoolExecutor(2) as both:
-                ids = dict(zip(source.id_kinds, both.map(number, source.id_kinds), strict=True))
-            items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
-            facts = SplitFacts(seed=config.seed, last_ms=max(lasts), eval_users=eval_users)
-            rules = RangeRules(
-                folder=self.folder,
-                buckets=buckets,
-                num_bits=num_range_bits(num_left, EVENTS_PER_FILE),
-                split=rule,
-                facts=facts,
-                filters=config.filters,
-                requests=config.requests,
-                user_ids=ids[USER_ID],
-                item_ids=ids[ITEM_ID],
-                context=FeatureLookup(source.context, of="users"),
-                items=items,
-                extra_events=source.extra_events,
-            )
+                return base.manifest
+            log, buckets, texts = self._read(engine)
+            num_left = self._filter(log, buckets, engine)
+            ids = self._number(buckets, texts, engine)
+            rules = self._rules(log, buckets, num_left, ids, eval_users)
             splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
-            item_table = write_item_features(self.folder, source, ids[ITEM_ID], items.requested)
+            item_table = write_item_features(self.folder, source, ids[ITEM_ID], rules.items.requested)
             sources = pending_sources.result()
-        options = self.options if self.base is None else self.base.with_options(self.options)
+            if self.rule.file is not None and not source.has_eval_log:
+                sources += source_files([(self.rule.file, self.rule.file.name)])
+        first_ms, last_ms = log.limits_ms
         unit = options.get("timestamp_unit", source.time_unit)
-        time = {"unit": unit, "first": utc_text(min(firsts)), "last": utc_text(max(lasts))}
-        empty = [name for name, split in splits.items() if not split.rows]
-        if empty and rule.remedy is not None and not config.allow_empty:
-            raise DataError(
-                f"--split {config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
-                f"{time['last']}{self._losses()}; {rule.remedy}, or pass --allow-empty"
-            )
-        if rule.file is not None and not source.has_eval_log:
-            sources += source_files([(rule.file, rule.file.name)])
-        if self.base is not None:
-            sources = self.base.with_logs(sources)
+        time = {"unit": unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
+        self._check_splits(splits, time)
         labels = {**source.context.values, **source.item_features.values}
         manifest = Manifest(
             dataset=config.dataset,
@@ -222,7 +153,7 @@ class Job:
             },
             splits=splits,
             contextual=source.context.dtypes,
-            extra_events={**source.extra_events, **items.dtypes},
+            extra_events={**source.extra_events, **rules.items.dtypes},
             vocabulary_sizes={
                 **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
                 ACTION: source.num_actions or largest[ACTION] + 1,
@@ -241,6 +172,84 @@ class Job:
         manifest = replace(manifest, content_hash=content_hash(manifest))
         manifest.write(self.folder)
         return manifest
+
+    def _listed_users(self) -> tuple[NDArray[np.int64], int]:
+        """Return the keys of the users that the file of the split lists, if it is such a list, and their number."""
+        if self.rule.file is None or self.source.has_eval_log:
+            return np.empty(0, dtype=np.int64), 0
+        column = str(self.source.options.get("user_column", USER_ID))
+        return read_listed_users(self.rule.file, column, self.source.id_kinds[USER_ID])
+
+    def _read(self, engine: Engine) -> tuple[Log, Buckets, dict[str, TextValues]]:
+        """Write the events of all parts to buckets of users, and the texts that are ids beside them."""
+        source, base, work = self.source, self.base, self.work
+        num_expected = sum(part.num_events for part in source.parts)
+        num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
+        dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
+        if source.has_eval_log:
+            dtypes[IN_EVAL] = "int32"
+        check_space(work, bytes_on_disk(num_expected, dtypes), f"{num_expected:,} events")
+        names = [name for name, kind in source.id_kinds.items() if kind == "text"]
+        texts = {name: TextValues(work / f"texts of {name}", num_bits) for name in names}
+        for folder in ("buckets", "values", *(f"texts of {name}" for name in texts)):
+            (work / folder).mkdir(exist_ok=True)
+        has_times = source.time_unit != "row"
+        reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
+        pieces = [(part, piece) for part in source.parts for piece in part.pieces]
+        tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
+        read = engine.map(partial(read_piece, reading), tasks, stage="reading")
+        log = join_pieces(read, has_times=has_times, on_error=self.config.on_error, on_stage=engine.on_stage)
+        new = {name: span for name, span in log.spans.items() if base is None or name != str(base.folder)}
+        if not new and (base is None or any(late in text for text in log.num_skipped for late in base.first_ms)):
+            reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in source.parts)
+            raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
+        if new and base is not None:  # else nothing tells the unit
+            base.check_options({"timestamp_unit": source.time_unit})
+        if new and not self.config.allow_empty:
+            check_era(new, source.time_unit)
+        self.counts = dict(log.num_skipped if base is None else Counter(base.skipped) + log.num_skipped)
+        return log, Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits), texts
+
+    def _filter(self, log: Log, buckets: Buckets, engine: Engine) -> int:
+        """Leave out what the filters say, and return the number of events that are left."""
+        filters, earlier, counts = self.config.filters, self.earlier, self.counts
+        strict = (name for name, ids in earlier.items() if ids.unknown == "drop" and ids.summary.versions)
+        known = {name: KeyTable(earlier[name].keys) for name in strict}
+        counts["events of unknown users or items (dropped)"] = num_dropped = drop_unknown(buckets, known, engine)
+        counts["events left out by the k-core"] = num_left_out = k_core(buckets, filters, engine)
+        counts["users left out by filters"] = keep_lengths(buckets, filters, engine)
+        return sum(run.num_events for run in log.runs) - num_dropped - num_left_out
+
+    def _number(self, buckets: Buckets, texts: Mapping[str, TextValues], engine: Engine) -> dict[str, Ids]:
+        """Find the ids of users and items, at the same time, and write their vocabularies."""
+        kinds = self.source.id_kinds
+
+        def number(name: str) -> Ids:
+            column = Column(name, kinds[name], texts.get(name), buckets, self.work / "values")
+            return number_ids(self.rules[name], column, self.earlier.get(name), engine=engine, folder=self.folder)
+
+        with ThreadPoolExecutor(2) as both:
+            return dict(zip(kinds, both.map(number, kinds), strict=True))
+
+    def _rules(
+        self, log: Log, buckets: Buckets, num_left: int, ids: Mapping[str, Ids], eval_users: NDArray[np.int64]
+    ) -> RangeRules:
+        """Return what becomes of the events that are left."""
+        source, config = self.source, self.config
+        return RangeRules(
+            folder=self.folder,
+            buckets=buckets,
+            num_bits=num_range_bits(num_left, EVENTS_PER_FILE),
+            split=self.rule,
+            facts=SplitFacts(seed=config.seed, last_ms=log.limits_ms[1], eval_users=eval_users),
+            filters=config.filters,
+            requests=config.requests,
+            user_ids=ids[USER_ID],
+            item_ids=ids[ITEM_ID],
+            context=FeatureLookup(source.context, of="users"),
+            items=look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table),
+            extra_events=source.extra_events,
+        )
 
     def _write_splits(self, rules: RangeRules, engine: Engine) -> tuple[dict[str, Split], dict[str, int], Statistics]:
         """Write all splits, and the requests if there is a rule for them.
@@ -281,6 +290,15 @@ class Job:
         files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]
         summary = summarize_lengths(lengths)
         return Split(files=tuple(files), rows=len(lengths), interactions=int(lengths.sum()), lengths=summary)
+
+    def _check_splits(self, splits: Mapping[str, Split], time: Mapping[str, str]) -> None:
+        """Raise a DataError about a split without rows, if that is an error."""
+        empty = [name for name, split in splits.items() if not split.rows]
+        if empty and self.rule.remedy is not None and not self.config.allow_empty:
+            raise DataError(
+                f"--split {self.config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
+                f"{time['last']}{self._losses()}; {self.rule.remedy}, or pass --allow-empty"
+            )
 
     def _losses(self) -> str:
         return "".join(f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)

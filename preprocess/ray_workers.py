@@ -15,7 +15,7 @@ from typing import Any
 import evenrank
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.optional_imports import naming_extras
-from evenrank.preprocess.engine import BYTES_PER_PROCESS, Result, UnfinishedError, Workers
+from evenrank.preprocess.engine import BYTES_PER_PROCESS, Engine, Result, UnfinishedError
 
 with naming_extras():
     import ray
@@ -26,13 +26,21 @@ _SECONDS_TO_CONNECT = 10
 
 
 @contextlib.contextmanager
-def ray_workers(address: str | None, count: int, shared: Sequence[Path]) -> Iterator[Workers]:
-    """Yield processes on all nodes of a cluster.
+def ray_workers(
+    address: str | None,
+    count: int,
+    shared: Sequence[Path],
+    results: Path,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> Iterator[Engine]:
+    """Yield an engine with processes on all nodes of a cluster.
 
     Args:
         address: of a cluster, as `ray.init` takes it; None: one of this machine is started and ended.
         count: number of cores of that one; otherwise, cores and memory of the nodes decide.
         shared: files and folders that all nodes must see, because events go through them.
+        results: folder of what is kept.
+        on_stage: called with descriptions of the progress.
     """
     of_cluster = {"address": address} if address else {"address": "local", "num_cpus": count}
     handler, is_connected = signal.getsignal(signal.SIGTERM), ray.is_initialized()  # by the program that calls this one
@@ -55,7 +63,8 @@ def ray_workers(address: str | None, count: int, shared: Sequence[Path]) -> Iter
             )
         for node in nodes:
             _check(node, [str(path) for path in shared])
-        yield Workers(sum(map(_num_workers, nodes)), _caller)
+        num_processes = sum(map(_num_workers, nodes))
+        yield Engine(count=num_processes, caller=_caller, results=results, on_stage=on_stage)
     finally:
         if not is_connected:
             ray.shutdown()

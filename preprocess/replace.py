@@ -1,20 +1,35 @@
-"""Atomic output: the folder of a dataset is replaced completely or not at all."""
+"""Atomic output: the dataset in a folder or at a URL is replaced completely or not at all.
+
+A folder is exchanged for the old one. At a URL, the files of a version are in a folder of their own (see
+`datasets.schema`), and the manifest, which leads there, is written last. Object stores have no locks: two jobs that
+write to the same URL must not run at the same time.
+"""
 
 import contextlib
 import ctypes
 import errno
+import hashlib
 import json
+import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import is_trusted, locked, open_regular
-from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME, REQUESTS_NAME
+from evenrank.core.listing import list_files
+from evenrank.core.storage import CONNECTIONS, Remote
+from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME, REQUESTS_NAME, version_name
 from evenrank.preprocess.build.vocabulary import vocabulary_name
 from evenrank.preprocess.engine import UnfinishedError
+
+if TYPE_CHECKING:
+    from pyarrow import fs
 
 # Files that the folder of a dataset may contain besides its manifest and its splits.
 ITEM_FEATURES_NAME = "item_features.parquet"
@@ -22,38 +37,70 @@ _OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME)
 
 DATASET_NAME = "dataset"  # folder of the new dataset in that of a run
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
+_LOGGER = logging.getLogger("evenrank.preprocess")
 _Result = TypeVar("_Result")
 
 
-def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bool = False) -> _Result:
+def replace_dataset(
+    out: Path | Remote,
+    write: Callable[[Path], _Result],
+    *,
+    overwrite: bool = False,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> _Result:
     """Let `write` fill a folder DATASET_NAME in its argument, put it in the place of `out`, and return its result.
 
-    The folders are exchanged in one step or, where the system cannot, renamed one after the other, and the old one is
-    deleted last. If anything fails, `out` is unchanged.
+    If anything fails, or there is no new manifest, `out` is unchanged. What is something else than a dataset is only
+    replaced with `overwrite`; a file or a mount point never.
 
-    If `out` is a symbolic link, the link is kept and its target replaced. A folder that contains something else than a
-    dataset is only replaced with `overwrite`; a file or a mount point never.
+    Folders are exchanged in one step or, where the system cannot, renamed one after the other, and the old one is
+    deleted last. If `out` is a symbolic link, the link is kept and its target replaced.
+
+    Files that a killed run has uploaded are not uploaded again if they are of this version, else removed. What cannot
+    be removed from a URL stays, with a warning: the manifest leads to the new files, and the next run tries again.
     """
-    out = Path(os.path.realpath(out))
-    if not out.name or out.is_symlink():  # `realpath` leaves no other links
-        raise DataError(f"{out} is {'a loop of links' if out.name else 'no folder'}; choose another output folder")
-    with run_folder(out, out) as folder:
+    if isinstance(out, Path):
+        out = Path(os.path.realpath(out))
+        if not out.name or out.is_symlink():  # `realpath` leaves no other links
+            raise DataError(f"{out} is {'a loop of links' if out.name else 'no folder'}; choose another output folder")
+    with contextlib.ExitStack() as stack:
+        place = out if isinstance(out, Path) else stack.enter_context(_place_for(out))
+        folder = stack.enter_context(_run_folder(place, out))
         with wrap_write_errors(out):
             _check_replaceable(out, overwrite=overwrite)
         result, dataset = write(folder), folder / DATASET_NAME
         with wrap_write_errors(out):
-            for path in dataset.rglob(".*.partial"):  # of processes that were killed
-                path.unlink()
-            for path in (*dataset.rglob("*"), dataset):
-                _flush(path)
-            _check_replaceable(out, overwrite=overwrite)  # again, because a run can take hours
-            _put_in_place(dataset, out, out.with_name(f".{out.name}.old"))
-            _flush(out.parent)
+            earlier = _check_replaceable(out, overwrite=overwrite)  # again, because a run can take hours
+            if isinstance(out, Remote):
+                _upload(dataset, out, earlier, on_stage)
+            elif (dataset / MANIFEST_NAME).exists():
+                for path in dataset.rglob(".*.partial"):  # of processes that were killed
+                    path.unlink()
+                for path in (*dataset.rglob("*"), dataset):
+                    _flush(path)
+                _put_in_place(dataset, out, out.with_name(f".{out.name}.old"))
+                _flush(out.parent)
     return result
 
 
 @contextlib.contextmanager
-def run_folder(out: Path, shown: object) -> Iterator[Path]:
+def _place_for(out: Remote) -> Iterator[Path]:
+    """Yield a path, in a folder of this user alone, beside which a run works whose output is at a URL."""
+    parent = Path(tempfile.gettempdir()).resolve() / f"evenrank-{os.geteuid()}"
+    with wrap_write_errors(parent):
+        parent.mkdir(mode=0o700, exist_ok=True)
+    if not is_trusted(parent, (os.geteuid(),)):
+        raise DataError(f"{parent} is not a folder of this user alone; remove it, or set TMPDIR to another folder")
+    try:
+        yield parent / hashlib.sha256(out.url.encode()).hexdigest()[:16]
+    finally:
+        with contextlib.suppress(OSError):  # another run is there
+            parent.rmdir()
+
+
+@contextlib.contextmanager
+def _run_folder(out: Path, shown: object) -> Iterator[Path]:
     """Yield the hidden folder beside `out` in which a run works, locked against others that would write to `shown`.
 
     It is kept if the run is killed or ends with an UnfinishedError, and has what that one left then.
@@ -73,9 +120,7 @@ def run_folder(out: Path, shown: object) -> Iterator[Path]:
                     raise DataError(message) from None
             try:
                 with wrap_write_errors(out):
-                    _put_back(out, old)
-                    if not is_trusted(partial, (os.geteuid(),)):
-                        _remove(partial)
+                    _clean_up(out, partial, old, keep=is_trusted(partial, (os.geteuid(),)))
                     partial.mkdir(mode=0o700, exist_ok=True)
                 yield partial
             except UnfinishedError:
@@ -111,50 +156,54 @@ def wrap_write_errors(out: object, partial: Path | None = None) -> Iterator[None
         raise DataError(f"{reason}, check permissions and space") from error
 
 
-def _check_replaceable(out: Path, *, overwrite: bool) -> None:
-    if Path.cwd().is_relative_to(out):
-        raise DataError(f"{out} is or contains the current folder; choose another output folder")
-    if not out.exists():
-        return
-    if not out.is_dir() or os.path.ismount(out):
-        raise DataError(f"{out} is a file or a mount point; choose another output folder")
-    if not overwrite and (foreign := _find_foreign(out)) is not None:
-        raise foreign_file_error(out, foreign)
-
-
-def _find_foreign(folder: Path) -> str | None:
-    """Return the first file or link that is in neither the manifest nor the cache of a dataset."""
+def _check_replaceable(out: Path | Remote, *, overwrite: bool) -> "Mapping[str, fs.FileInfo | None]":
+    """Return all files and links at `out`; raise a DataError if it must not be replaced."""
+    names: Mapping[str, fs.FileInfo | None] = {}
     content = b""
-    with contextlib.suppress(DataError, OSError), open_regular(folder / MANIFEST_NAME) as file:
-        content = file.read()
-    is_own, folders = is_of_dataset(content), [folder]
+    if isinstance(out, Remote):
+        if out.is_file():
+            raise DataError(f"{out} is a file; choose another output folder")
+        names = out.files_below()
+        if not names and not out.has_container():
+            raise DataError(f"{out} cannot be written: there is no such bucket; create it, or check the URL")
+        content = (out / MANIFEST_NAME).read() if MANIFEST_NAME in names else content
+    else:
+        if Path.cwd().is_relative_to(out):
+            raise DataError(f"{out} is or contains the current folder; choose another output folder")
+        if out.exists() and (not out.is_dir() or os.path.ismount(out)):
+            raise DataError(f"{out} is a file or a mount point; choose another output folder")
+        names = dict.fromkeys(_files_below(out))
+        with contextlib.suppress(DataError, OSError), open_regular(out / MANIFEST_NAME) as file:
+            content = file.read()
+    own = _names_in(content)
+    foreign = (name for name in names if name not in own and not name.startswith(f"{CACHE_NAME}/"))
+    if isinstance(out, Remote):
+        foreign = (name for name in foreign if not _IN_VERSION.fullmatch(name))
+    if not overwrite and (first := min(foreign, default=None)) is not None:
+        raise DataError(
+            f"{out} contains {first!r}, which is no part of a dataset; choose another output folder, or replace all of "
+            "it with --overwrite"
+        )
+    return names
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    folders = [folder] * folder.exists()
     while folders:  # `rglob` is recursive
-        for path in sorted(folders.pop().iterdir()):
-            name = path.relative_to(folder).as_posix()
+        for path in folders.pop().iterdir():
             if path.is_dir() and not path.is_symlink():
                 folders.append(path)
-            elif not is_own(name):
-                return name
-    return None
+            else:
+                yield path.relative_to(folder).as_posix()
 
 
-def foreign_file_error(out: object, name: str) -> DataError:
-    """Return the error about a file in a folder or at a URL that is not of a dataset."""
-    return DataError(
-        f"{out} contains {name!r}, which is no part of a dataset; choose another output folder, or replace all of it "
-        "with --overwrite"
-    )
-
-
-def is_of_dataset(content: bytes) -> Callable[[str], bool]:
-    """Return a function that tells by a file's relative path whether it is in a dataset with this manifest."""
-    try:
-        manifest = json.loads(content)
-        listed = {str(file["path"]) for split in manifest["splits"].values() for file in split["files"]}
-        listed |= {MANIFEST_NAME, *_OPTIONAL_FILES, *map(vocabulary_name, manifest["vocabulary_sizes"])}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        listed = set()
-    return lambda name: name in listed or name.startswith(f"{CACHE_NAME}/")
+def _names_in(manifest: bytes) -> set[str]:
+    """Return the names of all files that a dataset with this manifest, of any version, may have but its cache's."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        content = json.loads(manifest)
+        listed = {str(file["path"]) for split in content["splits"].values() for file in split["files"]}
+        return listed | {MANIFEST_NAME, *_OPTIONAL_FILES, *map(vocabulary_name, content["vocabulary_sizes"])}
+    return set()
 
 
 def _put_in_place(dataset: Path, out: Path, old: Path) -> None:
@@ -173,15 +222,37 @@ def _exchange(one: Path, other: Path) -> bool:
     return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
-def _put_back(out: Path, old: Path) -> None:
-    """Put the old folder back if nothing has taken its place, else remove it."""
-    if old.exists() and not out.exists():
-        old.rename(out)
-    _remove(old)
+def _upload(
+    dataset: Path, out: Remote, earlier: "Mapping[str, fs.FileInfo | None]", on_stage: Callable[[str], None]
+) -> None:
+    """Upload a dataset, if it is complete, and remove all other versions and files at its URL."""
+    path, last = dataset / MANIFEST_NAME, out / MANIFEST_NAME
+    is_new = path.exists()
+    version = out / version_name(path.read_bytes() if is_new else last.read())
+    if not is_new and f"{version.name}/{MANIFEST_NAME}" not in earlier:  # it was copied here, to no folder of a version
+        return
+    sizes = {name: os.path.getsize(file) for name, file in list_files(dataset).items()} if is_new else {}
+    there = {name: info.size for name, info in earlier.items() if info is not None}
+    names = [name for name, size in sizes.items() if there.get(f"{version.name}/{name}") != size]
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        uploads = pool.map(lambda name: (version / name).upload(dataset / name), names)
+        for number, _ in enumerate(uploads, 1):
+            on_stage(f"uploaded {number} of {len(names)} files to {version}")
+    if is_new:
+        last.upload(path)
+    for entry in sorted({name.partition("/")[0] for name in earlier} - {MANIFEST_NAME, version.name}):
+        on_stage(f"removing {out / entry}")
+        try:
+            (out / entry).delete(is_folder=entry not in earlier)
+        except DataError as error:
+            _LOGGER.warning("the dataset is complete, but %s", error)
 
 
 def _clean_up(out: Path, partial: Path, old: Path, *, keep: bool) -> None:
-    _put_back(out, old)
+    """Put the old folder back if nothing has taken its place, else remove it; remove `partial`, unless it is kept."""
+    if old.exists() and not out.exists():
+        old.rename(out)
+    _remove(old)
     if not keep:
         _remove(partial)
 

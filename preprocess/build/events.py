@@ -223,6 +223,12 @@ class Log(NamedTuple):
     num_skipped: Counter[str]  # rows, by a description of the first ones of each part
     spans: dict[str, tuple[int, int]]  # times of the first and the last event by name of the part, of those with events
 
+    @property
+    def limits_ms(self) -> tuple[int, int]:
+        """Times of the first and the last event."""
+        firsts, lasts = zip(*self.spans.values(), strict=True)
+        return min(firsts), max(lasts)
+
 
 def join_pieces(
     read: Iterable[tuple[ReadPiece, PieceSummary]],

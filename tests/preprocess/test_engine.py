@@ -7,7 +7,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.preprocess import engine as engine_module
-from evenrank.preprocess.engine import Engine, num_workers, threads
+from evenrank.preprocess.engine import num_workers, threads
 
 
 def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path) -> None:
@@ -21,8 +21,7 @@ def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path)
             assert first_may_end.wait(60)
         return 2 * task
 
-    with threads(3) as workers:
-        engine = Engine(workers, tmp_path, stages.append)
+    with threads(3, tmp_path, stages.append) as engine:
         results = engine.map(double, range(20), stage="doubling")
         first_may_end.set()
         assert next(results) == (0, 0)
@@ -39,8 +38,8 @@ def test_an_error_ends_the_tasks_that_have_not_begun(tmp_path: Path) -> None:
         called.append(task)
         raise ValueError(f"task {task}")
 
-    with pytest.raises(ValueError, match="task 0"), threads(1) as workers:
-        list(Engine(workers, tmp_path).map(fail, range(100), stage="failing"))
+    with pytest.raises(ValueError, match="task 0"), threads(1, tmp_path) as engine:
+        list(engine.map(fail, range(100), stage="failing"))
     assert len(called) <= 2
 
 

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 import evenrank
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
-from evenrank.preprocess.engine import BYTES_PER_PROCESS, Engine
+from evenrank.preprocess.engine import BYTES_PER_PROCESS
 from evenrank.preprocess.ray_workers import ray_workers
 
 pytestmark = pytest.mark.processes
@@ -81,9 +81,9 @@ def _die_at_first(task: tuple[Path, int]) -> int:
 
 
 def test_a_task_whose_worker_was_killed_runs_again(tmp_path: Path, address: str) -> None:
-    with ray_workers(address, 1, [tmp_path]) as workers:
-        assert workers.count == 2
-        doubled = Engine(workers, tmp_path).map(_die_at_first, [(tmp_path, number) for number in range(9)], stage="x")
+    with ray_workers(address, 1, [tmp_path], tmp_path) as engine:
+        assert engine.count == 2
+        doubled = engine.map(_die_at_first, [(tmp_path, number) for number in range(9)], stage="x")
         assert [result for _, result in doubled] == [2 * number for number in range(9)]
     assert (tmp_path / "died").exists()
 
@@ -93,10 +93,10 @@ def _fail(task: int) -> int:
 
 
 def test_an_error_of_a_task_is_raised_as_it_is(tmp_path: Path, address: str) -> None:
-    with ray_workers(address, 1, [tmp_path]) as workers:
+    with ray_workers(address, 1, [tmp_path], tmp_path) as engine:
         for number, error in ((5, DataError), (6, ValueError)):
             with pytest.raises(error, match=f"^task {number}"):
-                list(Engine(workers, tmp_path).map(_fail, [number], stage="x"))
+                list(engine.map(_fail, [number], stage="x"))
 
 
 def test_what_a_node_lacks_is_found_before_the_work_begins(
@@ -104,7 +104,7 @@ def test_what_a_node_lacks_is_found_before_the_work_begins(
 ) -> None:
     with (
         pytest.raises(DataError, match=rf"^node \S+ does not see {tmp_path}/missing; with --engine ray, choose input"),
-        ray_workers(address, 1, [tmp_path, tmp_path / "missing"]),
+        ray_workers(address, 1, [tmp_path, tmp_path / "missing"], tmp_path),
     ):
         pass
     assert not ray.is_initialized()
@@ -112,25 +112,28 @@ def test_what_a_node_lacks_is_found_before_the_work_begins(
     monkeypatch.setattr(evenrank, "__version__", "99")
     with (
         pytest.raises(ConfigError, match=rf"^node \S+ has evenrank {version}; install 99, as here, on all nodes$"),
-        ray_workers(address, 1, [tmp_path]),
+        ray_workers(address, 1, [tmp_path], tmp_path),
     ):
         pass
     monkeypatch.setattr("evenrank.preprocess.ray_workers.BYTES_PER_PROCESS", 1 << 60)
-    with pytest.raises(ConfigError, match=r"^no node of the Ray cluster has a core and"), ray_workers(address, 1, []):
+    with (
+        pytest.raises(ConfigError, match=r"^no node of the Ray cluster has a core and"),
+        ray_workers(address, 1, [], tmp_path),
+    ):
         pass
 
 
 @pytest.mark.parametrize("nowhere", ["127.0.0.1:1", "[::1]:1", "::1:1", "ray://127.0.0.1:1", "127.0.0.1:99999", "[x"])
-def test_an_address_without_a_cluster_is_an_error_at_once(nowhere: str) -> None:
+def test_an_address_without_a_cluster_is_an_error_at_once(tmp_path: Path, nowhere: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"^there is no Ray cluster at {re.escape(nowhere)}: .*; check --ray-address$"
     ):
-        ray_workers(nowhere, 1, []).__enter__()
+        ray_workers(nowhere, 1, [], tmp_path).__enter__()
 
 
 def test_a_cluster_that_a_program_uses_stays_connected(tmp_path: Path, address: str) -> None:
     ray.init(address, log_to_driver=False)
-    with ray_workers(None, 1, [tmp_path]) as workers:
-        assert workers.count == 2
+    with ray_workers(None, 1, [tmp_path], tmp_path) as engine:
+        assert engine.count == 2
     assert ray.is_initialized()
     ray.shutdown()

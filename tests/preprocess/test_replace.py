@@ -174,16 +174,17 @@ def test_a_dataset_is_there_after_each_step_of_its_replacement(
 _READ_ONLY = """
 import os, sys
 from pathlib import Path
-from evenrank.preprocess.replace import replace_folder
+from evenrank.preprocess.replace import replace_dataset
 def write(run):
     (run / "dataset" / "train").mkdir(parents=True)
     (run / "dataset" / "train" / "part").write_text("rows")
+    (run / "dataset" / "manifest.json").write_text("{}")
 os.chdir(sys.argv[1])
 if os.geteuid() == 0:
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
 for _ in range(3):
-    replace_folder(Path("out").absolute(), write, overwrite=True)
+    replace_dataset(Path("out").absolute(), write, overwrite=True)
     for path in (*Path("out").rglob("*"), Path("out")):
         path.chmod(0o555)
     print(os.listdir())

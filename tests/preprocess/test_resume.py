@@ -19,7 +19,7 @@ import pytest
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
-from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, pipeline, preprocess, replace
+from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, preprocess, replace, run
 from evenrank.preprocess.read import text as text_files
 from tests.preprocess.test_append import bytes_in
 
@@ -261,12 +261,12 @@ def test_a_folder_that_others_can_write_to_is_not_continued(tmp_path: Path, capl
 
 def test_results_are_not_those_of_before_the_machine_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "boot_id").write_text("first\n")
-    monkeypatch.setattr(pipeline, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(run, "_BOOT_ID", tmp_path / "boot_id")
     monkeypatch.chdir(tmp_path)
-    before = pipeline.plan_of(_config(tmp_path, "out"), [])
+    before = run.plan_of(_config(tmp_path, "out"), [])
     (tmp_path / "boot_id").write_text("second\n")
     relative = _config(Path(), "out 2")
-    after = pipeline.plan_of(dataclasses.replace(relative, engine="ray", ray_address="auto"), [])
+    after = run.plan_of(dataclasses.replace(relative, engine="ray", ray_address="auto"), [])
     assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
 
 
@@ -278,8 +278,7 @@ def test_results_are_kept_unless_they_need_not_be(tmp_path: Path) -> None:
         return 2 * task
 
     for _ in range(2):
-        with engine.threads(2) as workers:
-            on_threads = engine.Engine(workers, tmp_path)
+        with engine.threads(2, tmp_path) as on_threads:
             assert [*on_threads.map(double, range(3), stage="doubles")] == [(0, 0), (1, 2), (2, 4)]
             assert [*on_threads.map(double, range(2), stage="again", keep=False)] == [(0, 0), (1, 2)]
     assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2]

@@ -14,7 +14,7 @@ from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.build.events import Buckets, Columns, num_range_bits, write_run
 from evenrank.preprocess.build.filters import cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.engine import Engine, threads
+from evenrank.preprocess.engine import threads
 from evenrank.preprocess.options import Filters
 
 BEGIN = 1_700_000_000
@@ -48,8 +48,8 @@ def test_the_k_core_matches_its_definition(
         columns = {"user_id": part[:, 0].copy(), "item_id": part[:, 1].copy()}
         runs.append(write_run(folder / f"run-{number}", columns, num_bits))
     buckets = Buckets(folder=folder, runs=runs, dtypes=DTYPES, num_bits=num_bits)
-    with threads(2) as workers:
-        num_removed = k_core(buckets, Filters(min_user_events=users, min_item_events=items), Engine(workers, folder))
+    with threads(2, folder) as engine:
+        num_removed = k_core(buckets, Filters(min_user_events=users, min_item_events=items), engine)
     left = [buckets.read(index) for index in range(len(buckets))]
     kept = [event for bucket in left for event in zip(*(bucket[name].tolist() for name in DTYPES), strict=True)]
     assert num_removed == len(events) - len(kept)
@@ -109,8 +109,8 @@ def test_users_that_a_killed_run_left_out_are_counted_again(tmp_path: Path) -> N
     buckets = Buckets(folder=tmp_path, runs=[run], dtypes=DTYPES, num_bits=1)
     for name in ("killed", "continued"):  # without the results that the first one would have kept
         (tmp_path / name).mkdir()
-        with threads(1) as workers:
-            assert keep_lengths(buckets, Filters(min_length=4), Engine(workers, tmp_path / name)) == 3
+        with threads(1, tmp_path / name) as engine:
+            assert keep_lengths(buckets, Filters(min_length=4), engine) == 3
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.data())

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.datasets import Manifest, open_store
 from evenrank.preprocess import PreprocessConfig, job, preprocess
-from evenrank.preprocess.pipeline import open_source
 from evenrank.preprocess.read import fractal
 from evenrank.preprocess.read import text as text_files
+from evenrank.preprocess.run import open_source
 
 USERS, ITEMS = 3, 4
 Events = NDArray[np.int64]  # [events, 4]: user, item, action, time
