@@ -5,7 +5,6 @@ no other.
 """
 
 import contextlib
-import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,41 +14,25 @@ from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import polars as pl
-import pyarrow as pa
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
 from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, checked_format, partition_values
-from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, Piece, Rows, Table, Types, wrap_read_errors
+from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types, wrap_read_errors
 from evenrank.preprocess.read.text import (
-    DECIMAL,
-    EMPTY,
-    INTEGER,
-    NUL,
-    OPEN,
-    REPLACEMENT,
-    SKIPPED,
-    UNQUOTED,
     Block,
+    divide,
     estimate_lines,
-    parse_numbers,
+    parse_delimited,
     read_blocks,
     read_first_line,
-    split_fields,
     text_pieces,
+    with_encoding_faults,
 )
 from evenrank.preprocess.read.values import CASTS
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
-_FAULTS = {
-    EMPTY: "the line is empty",
-    NUL: "the line contains a NUL byte; the file is damaged there",
-    UNQUOTED: "a quoted field does not end at a separator or at the end of the line; Parquet can store any text",
-    OPEN: OPEN_QUOTE,
-}
-_ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
 _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
 _IS_OBJECT = "evenrank is_object"
 _BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
@@ -106,8 +89,8 @@ def open_table(
         else:
             if separator is None:
                 separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
-            fields = _divide(line, separator)
-            if not fields:
+            fields, _ = divide(line, separator)
+            if not fields or "\r" in line:
                 raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
             if len(fields) != len(columns or fields):
                 counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
@@ -116,7 +99,7 @@ def open_table(
             if has_header:
                 remedy += " or, if that is no header, give --columns (of --context, --context-header)"
             own, constants = _locate_columns(path, columns or fields, needed, folders, remedy)
-            parse = partial(_parse_delimited, separator=separator, columns=columns or fields, names=own)
+            parse = partial(parse_delimited, separator=separator, columns=columns or fields, names=own)
         from_folders = [constant.meta.output_name() for constant in constants]
         return Table(
             path=path,
@@ -194,7 +177,7 @@ def _read_parquet(
 
 def _infer_separator(path: Path, line: str, names: Collection[str], num_columns: int) -> str:
     """Return the separator by which a header has all `names` or, if it is not 0, a line has `num_columns` fields."""
-    divided = {separator: _divide(line, separator) for separator in _SEPARATORS}
+    divided = {separator: divide(line, separator)[0] for separator in _SEPARATORS}
     if num_columns:
         fitting = [separator for separator, fields in divided.items() if len(fields) == num_columns]
     else:
@@ -202,16 +185,6 @@ def _infer_separator(path: Path, line: str, names: Collection[str], num_columns:
     if any(divided[separator] != divided[fitting[0]] for separator in fitting):
         raise DataError(f"{path}: the delimiter could be any of {fitting} by the first line, {line[:80]!r}; give it")
     return fitting[0] if fitting else max(_SEPARATORS, key=line.count)
-
-
-def _divide(line: str, separator: str) -> list[str]:
-    """Return the fields of a line; none if its quotes are not balanced."""
-    if len(separator) > 1:
-        return line.split(separator)
-    try:
-        return next(csv.reader([line], delimiter=separator, strict=True), [])
-    except csv.Error:
-        return []
 
 
 def _read_text(
@@ -242,48 +215,6 @@ def _map_ahead(parse: Callable[[Block], Rows], blocks: Iterator[Block]) -> Itera
         background.shutdown(wait=False)  # an unfinished generator may be collected on that very thread
 
 
-def _fault(block: Block, names: Sequence[str], fault: pl.Expr) -> pl.Expr:
-    """Return FAULT, which is `fault` or that needed text is not UTF-8; such bytes would merge different ids."""
-    names = names if REPLACEMENT.encode() in block.data else []
-    is_damaged = pl.any_horizontal(False, *(pl.col(name).str.contains(REPLACEMENT, literal=True) for name in names))
-    return pl.coalesce(fault, pl.when(is_damaged).then(pl.lit(_ENCODING_FAULT))).alias(FAULT)
-
-
-def _parse_delimited(
-    block: Block, numbers: Types, *, separator: str, columns: Sequence[str], names: Sequence[str]
-) -> pl.DataFrame:
-    """Divide lines into fields, which may be quoted if the separator is one character.
-
-    The needed columns are Int64 or Float64 if all `names` are in `numbers` and plain digits, without quotes, else text.
-    """
-    data = np.frombuffer(block.data, dtype=np.uint8)
-    if numbers.keys() >= set(names) and (len(separator) > 1 or b'"' not in block.data):
-        kinds = {name: DECIMAL if numbers[name] == pl.Float64 else INTEGER for name in names}
-        integers = np.empty((len(kinds), block.num_lines), dtype=np.int64)
-        decimals = integers.view(np.float64)  # each row is of one type
-        kind_of_column = np.array([kinds.get(name, SKIPPED) for name in columns], dtype=np.int8)
-        if parse_numbers(data, ord(separator[0]), len(separator), kind_of_column, integers, decimals):
-            values = zip([name for name in columns if name in kinds], integers, decimals, strict=True)
-            rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
-            no_fault = pl.Series(dtype=pl.String).extend_constant(None, block.num_lines)
-            return pl.DataFrame({**rows, FAULT: no_fault})
-    outputs = np.array([names.index(name) if name in names else -1 for name in columns])
-    texts = np.empty((len(names), len(data)), dtype=np.uint8)  # whose pages take no memory before they are used
-    ends = np.zeros((len(names), block.num_lines + 1), dtype=np.int64)
-    num_fields = np.empty(block.num_lines, dtype=np.int64)
-    split_fields(data, ord(separator[0]), len(separator), outputs, texts, ends, num_fields)
-    buffers = zip(map(pa.py_buffer, ends), map(pa.py_buffer, texts), strict=True)
-    arrays = (pa.LargeStringArray.from_buffers(block.num_lines, *pair) for pair in buffers)
-    frame = pl.DataFrame(pa.table(dict(zip(names, arrays, strict=True))))
-    fault = pl.lit(None, dtype=pl.String)
-    if (is_ragged := num_fields != len(columns)).any():
-        count = pl.lit(pl.Series(num_fields))
-        others = pl.format(f"expected {len(columns)} fields, got {{}}", count)
-        reason = count.replace_strict(_FAULTS, default=others, return_dtype=pl.String)
-        fault = pl.when(pl.Series(is_ragged)).then(reason)
-    return frame.with_columns(_fault(block, names, fault))
-
-
 def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.DataFrame:
     """Read one object per line, as text. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
     rows = None
@@ -291,14 +222,14 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
     if b"\0" not in block.data and not _SURROGATE.search(block.data):
         rows = _read_objects(bytes(block.data), block.num_lines, names)
     if rows is None or rows.select(pl.any_horizontal(pl.col(names).str.contains("[0-9]{16}").any())).item():
-        lines = pl.Series(block.lines(), dtype=pl.String)
+        lines = block.lines()
         if len(odd := lines.str.contains(_MAYBE_ODD).arg_true()) or rows is None:
             text = pl.lit(lines.scatter(odd, [_TEXT_OR_NUMBER.sub(_quote_if_odd, line) for line in lines[odd]]))
             # Another parser, which does not stop at an invalid line, leaves few of them to search for.
             is_likely = text.str.json_path_match("$").str.starts_with("{")
             rows = _read_each(pl.select(pl.when(is_likely).then(text).otherwise(pl.lit(""))).to_series(), names)
     fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit(_JSON_FAULT))
-    return rows.select(_fault(block, names, fault), *names)
+    return with_encoding_faults(block, names, rows.select(*names, fault.alias(FAULT)))
 
 
 def _quote_if_odd(found: re.Match[str]) -> str:

@@ -1,12 +1,13 @@
-"""Text files, compressed or not -> blocks of whole lines -> arrays: numbers in plain digits or any fields as text.
+"""Text files, compressed or not -> blocks of whole lines -> their fields, exactly.
 
-The compiled loops run without the GIL.
+Numbers in plain digits are parsed by a compiled loop. PyArrow divides all other lines for which it does what the rules
+here say, and Python the rest, one by one; it tells what is wrong with a line. Both of the former leave the GIL.
 """
 
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -16,12 +17,13 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow import csv
 
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_regular
 from evenrank.preprocess.read.places import CODECS
-from evenrank.preprocess.read.table import WHOLE, Piece
+from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, WHOLE, Piece, Types
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 16 << 20
@@ -30,7 +32,7 @@ _MAX_LINE_BYTES = 64 << 20
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 # Without the lookbehind, long runs of carriage returns would take quadratic time.
 _LINE_END = re.compile(rb"(?<!\r)\r+\n")
-REPLACEMENT = "\ufffd"  # of bytes that are not UTF-8
+_REPLACEMENT = "\ufffd"  # of bytes that are not UTF-8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +43,13 @@ class Block:
     num_lines: int
     data: bytearray  # UTF-8, in which each line ends with a newline that no carriage return precedes
 
-    def lines(self) -> list[str]:
+    def lines(self) -> pl.Series:
         """Return the text of all lines."""
-        return self.data.decode().split("\n")[:-1]
+        return pl.Series([self.data.decode()]).str.split("\n").explode()[:-1]
 
     def texts(self, places: pl.Series) -> list[str]:
         """Return the text of the lines with these indices."""
-        lines = self.lines()
-        return [lines[place] for place in places]
+        return self.lines().gather(places).to_list()
 
 
 @contextlib.contextmanager
@@ -153,8 +154,7 @@ def _too_long(path: Path, line: int) -> DataError:
 
 # Kinds of a column: integers have neither leading zeros nor a -0, decimals have no sign.
 SKIPPED, INTEGER, DECIMAL = 0, 1, 2
-EMPTY, NUL, UNQUOTED, OPEN = 0, -1, -2, -3  # in place of the number of fields of a line
-_NEWLINE, _MINUS, _POINT, _ZERO, _QUOTE = b'\n-.0"'
+_NEWLINE, _MINUS, _POINT, _ZERO = b"\n-.0"
 
 
 @compiled
@@ -227,78 +227,125 @@ def parse_numbers(
     return True
 
 
-@compiled
-def split_fields(
-    data: NDArray[np.uint8],
-    separator: int,
-    width: int,
-    outputs: NDArray[np.int64],
-    texts: NDArray[np.uint8],
-    ends: NDArray[np.int64],
-    num_fields: NDArray[np.int64],
-) -> None:
-    """Divide lines into fields, which may be enclosed in quotes if the separator is one byte wide.
+_QUOTED = '"[^"]*(?:""[^"]*)*'  # a field without its last quote
+_STAND_IN = b"\x1f"  # for separators of several characters, which PyArrow does not know
 
-    Args:
-        data: whole lines.
-        separator: byte between fields.
-        width: how often it is repeated.
-        outputs: for each column of a line, the row of `texts` to which its fields are copied, or -1.
-        texts: [outputs, bytes]: filled with the fields of all lines, without quotes.
-        ends: [outputs, lines + 1]: zeros, filled with the ends of fields in `texts`; those of bad lines are empty.
-        num_fields: [lines]: filled with the number of fields, or EMPTY, NUL, or where quotes do not end
-            well, UNQUOTED; OPEN if the line ends before them.
+
+def divide(line: str, separator: str) -> tuple[list[str], str | None]:
+    """Return the fields of a line, which may be quoted if the separator is one character; or why there are none."""
+    if len(separator) > 1 or '"' not in line:
+        return line.split(separator), None
+    mark, fields, end = re.escape(separator), list[str](), -1
+    field = re.compile(rf'({_QUOTED})"(?={mark}|\Z)|(?!")[^{mark}]*')
+    while end < len(line):
+        if (found := field.match(line, end + 1)) is None:
+            is_open = re.compile(rf"{_QUOTED}\Z").match(line, end + 1)
+            where = "at a separator or at the end of the line"
+            return [], OPEN_QUOTE if is_open else f"a quoted field does not end {where}; Parquet can store any text"
+        fields.append(found[0] if found[1] is None else found[1][1:].replace('""', '"'))
+        end = found.end()
+    return fields, None
+
+
+def parse_delimited(
+    block: Block, numbers: Types, *, separator: str, columns: Sequence[str], names: Sequence[str]
+) -> pl.DataFrame:
+    """Divide lines into fields, which may be quoted if the separator is one character.
+
+    Of all `columns`, those with `names` are returned, and FAULT. They are Int64 or Float64 if all of them are in
+    `numbers` and plain digits, without quotes, else text.
     """
-    position, one = np.uint64(0), np.uint64(1)
-    lengths = np.zeros(len(texts), dtype=np.uint64)
-    for line in range(len(num_fields)):
-        count, num_nuls, is_divided = 0, 0, data[position] == _NEWLINE
-        num_fields[line] = EMPTY if is_divided else UNQUOTED
-        while not is_divided:
-            output = outputs[count] if count < len(outputs) else -1
-            is_quoted = width == 1 and data[position] == _QUOTE
-            position += np.uint64(is_quoted)
-            while data[position] != _NEWLINE:
-                if is_quoted and data[position] == _QUOTE:
-                    if data[position + one] != _QUOTE:
-                        break
-                    position += one
-                elif not is_quoted and _is_separator(data, position, separator, width):
-                    break
-                num_nuls += data[position] == 0
-                if output >= 0:
-                    texts[output, lengths[output]] = data[position]
-                    lengths[output] += one
-                position += one
-            count += 1
-            if is_quoted:
-                if data[position] == _NEWLINE:
-                    num_fields[line] = OPEN
-                    break
-                position += one
-            if data[position] == _NEWLINE:
-                num_fields[line] = count
-                is_divided = True
-            elif _is_separator(data, position, separator, width):
-                position += np.uint64(width)
-            else:
-                break
-        while data[position] != _NEWLINE:
-            num_nuls += data[position] == 0
-            position += one
-        if num_nuls:
-            num_fields[line] = NUL
-        for output in range(len(texts)):
-            if num_fields[line] != len(outputs):
-                lengths[output] = np.uint64(ends[output, line])
-            ends[output, line + 1] = np.int64(lengths[output])
-        position += one
+    if numbers.keys() >= set(names) and (len(separator) > 1 or b'"' not in block.data):
+        kinds = {name: DECIMAL if numbers[name] == pl.Float64 else INTEGER for name in names}
+        integers = np.empty((len(kinds), block.num_lines), dtype=np.int64)
+        decimals = integers.view(np.float64)  # each row is of one type
+        kind_of_column = np.array([kinds.get(name, SKIPPED) for name in columns], dtype=np.int8)
+        data = np.frombuffer(block.data, dtype=np.uint8)
+        if parse_numbers(data, ord(separator[0]), len(separator), kind_of_column, integers, decimals):
+            values = zip([name for name in columns if name in kinds], integers, decimals, strict=True)
+            rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
+            no_fault = pl.Series(dtype=pl.String).extend_constant(None, block.num_lines)
+            return pl.DataFrame({**rows, FAULT: no_fault})
+    places = [columns.index(name) for name in names]
+    is_plain, frame = _read_plain(block, separator, len(columns), places)
+    frame.columns = names
+    if not is_plain.all():
+        odd = [_read_line(line, separator, len(columns), places) for line in block.lines().filter(~is_plain)]
+        schema = dict.fromkeys((*names, FAULT), pl.String())
+        others = pl.DataFrame(odd, schema=schema, orient="row")
+        order = np.argsort(np.concatenate([np.flatnonzero(is_plain), np.flatnonzero(~is_plain)]))
+        frame = pl.concat([frame, others], how="diagonal")[order]
+    return with_encoding_faults(block, names, frame)
 
 
-@compiled
-def _is_separator(data: NDArray[np.uint8], position: np.uint64, separator: int, width: int) -> bool:
-    for _ in range(width):
-        if data[position] != separator:
-            return False
-        position += np.uint64(1)
-    return True
+def _read_plain(
+    block: Block, separator: str, num_columns: int, places: Sequence[int]
+) -> tuple[NDArray[np.bool_], pl.DataFrame]:
+    """Return which lines a library divides as `divide` does, into so many fields, and of those the ones at `places`."""
+    lines, byte, is_plain = block.data, separator.encode(), np.ones(block.num_lines, dtype=np.bool_)
+    special = [mark for mark in (b"\0", b"\r", _STAND_IN if len(byte) > 1 else b'"') if mark in lines]
+    if special:
+        data = np.frombuffer(lines, dtype=np.uint8)
+        ends = np.flatnonzero(data == _NEWLINE)
+        for mark in special:
+            at = np.flatnonzero(data == ord(mark))
+            if mark == b'"':  # which are in pairs, of which the first follows a separator and the second precedes one
+                num_before = np.searchsorted(at, ends)
+                counts = np.diff(num_before, prepend=0)
+                is_first = (np.arange(len(at)) - np.repeat(num_before - counts, counts)) & 1 == 0
+                # Or they are doubled. Before the first byte is the last one, the end of a line, too.
+                outer = data[np.where(is_first, at - 1, at + 1)]
+                is_plain[counts % 2 == 1] = False
+                at = at[(outer != _NEWLINE) & (outer != ord(byte)) & (outer != ord(mark))]
+            is_plain[np.searchsorted(ends, at)] = False
+        if not is_plain.all():
+            lines = bytearray(data[np.repeat(is_plain, np.diff(ends, prepend=-1))])
+    if len(byte) > 1:
+        lines, byte = lines.replace(byte, _STAND_IN), _STAND_IN
+    if lines.startswith(_BOM):
+        lines = bytearray(_BOM) + lines  # because PyArrow removes one
+    ragged = list[int]()  # numbers of lines
+
+    def skip(row: csv.InvalidRow) -> str:
+        ragged.append(row.number - 1)
+        return "skip"
+
+    names = [str(place) for place in range(num_columns)]
+    types = {names[place]: pa.large_string() for place in places}
+    table = pa.schema(types).empty_table()
+    if lines:
+        quote_char = '"' if len(separator) == 1 else False
+        table = csv.read_csv(
+            pa.BufferReader(pa.py_buffer(lines)),
+            # In one block, on this thread.
+            csv.ReadOptions(use_threads=False, block_size=len(lines) + 1, column_names=names),
+            csv.ParseOptions(delimiter=byte, quote_char=quote_char, ignore_empty_lines=False, invalid_row_handler=skip),
+            csv.ConvertOptions(check_utf8=False, include_columns=[*types], column_types=types),
+        )
+    is_plain[np.flatnonzero(is_plain)[ragged]] = False
+    frame = pl.DataFrame(table)
+    if (is_blank := frame.select(pl.all_horizontal(pl.all() == "")).to_series()).any():  # perhaps an empty line
+        is_plain[np.flatnonzero(is_plain)[is_blank]] = False
+        frame = frame.filter(~is_blank)
+    return is_plain, frame
+
+
+def _read_line(line: str, separator: str, num_columns: int, places: Sequence[int]) -> Sequence[str | None]:
+    """Return the fields at `places` of a line, and why there are none."""
+    fields, fault = divide(line, separator)
+    if not line:
+        fault = "the line is empty"
+    elif "\0" in line:
+        fault = "the line contains a NUL byte; the file is damaged there"
+    elif fault is None and len(fields) != num_columns:
+        fault = f"expected {num_columns} fields, got {len(fields)}"
+    return [*((fields[place] for place in places) if fault is None else [None] * len(places)), fault]
+
+
+def with_encoding_faults(block: Block, names: Sequence[str], frame: pl.DataFrame) -> pl.DataFrame:
+    """Return rows with FAULT where needed text is not UTF-8; such bytes would merge different ids."""
+    names = names if _REPLACEMENT.encode() in block.data else []
+    is_damaged = pl.any_horizontal(False, *(pl.col(name).str.contains(_REPLACEMENT, literal=True) for name in names))
+    reason = pl.lit("the line is not UTF-8; convert the file, for example with iconv")
+    earlier = [name for name in (FAULT,) if name in frame.columns]
+    return frame.with_columns(pl.coalesce(*earlier, pl.when(is_damaged).then(reason)).alias(FAULT))
