@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.preprocess.read.test_catalog import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
 import evenrank as package
 from evenrank.cli.options import costs_by_name
@@ -22,6 +21,7 @@ from tests.cli.programs import BIN, EVENRANK, ROOT, Evenrank, run_program
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS
 from tests.dataloader.balance.metrics.example_steps import write as write_log
 from tests.preprocess.decoded import decode, read_rows
+from tests.preprocess.read.test_public import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
 HALF_STARS = ("ml-latest-small", "ml-20m", "ml-25m", "ml-32m")
 

@@ -13,7 +13,6 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 import pytest
-from tests.preprocess.read.test_catalog import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, read, write
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
@@ -23,6 +22,7 @@ from evenrank.preprocess.read import text as text_files
 from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, Table
 from evenrank.preprocess.read.tabular import open_table
 from tests.preprocess.read.parts import read_part
+from tests.preprocess.read.test_public import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, read, write
 
 NASTY = [b"\0", b"\r", b"\n", b"\r\n", b'"', b'""', b",", b":", b"::", b"\t", b" ", b"\xef\xbb\xbf", b"\xff", b"\xc3"]
 NASTY += ["é".encode(), "\u2028".encode(), "\x85".encode(), b"\f", b"\v", b"\x1c", b"\x1f\x8b", b"-", b"+", b".", b"'"]
