@@ -61,7 +61,7 @@ def test_a_place_that_is_no_folder_is_refused_in_one_line(tmp_path: Path) -> Non
 def test_folders_of_a_dataset_and_those_in_its_place_may_be_nested_deeper_than_functions(tmp_path: Path) -> None:
     with deep_folder(tmp_path) as out:
         preprocess(_synthetic(out))
-        with pytest.raises(DataError, match=r"/d contains 'd/d/.*/manifest\.json', which is no part of a dataset"):
+        with pytest.raises(DataError, match=r"/d contains 'd/d/.*/part-00000\.parquet', which is no part of a dataset"):
             preprocess(_synthetic(tmp_path / "d"))
 
 
