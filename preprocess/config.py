@@ -1,5 +1,6 @@
 """`PreprocessConfig`: what to preprocess, how, and where to write it. Imports nothing heavy."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -39,9 +40,11 @@ class PreprocessConfig(Settings):
     written is the same. A run that was killed goes on where it was when it is started again."""
     ray_address: Annotated[str | None, Option("ADDRESS"), AppliesTo(engine=("ray",))] = None
     """Of a running Ray cluster, such as `auto`. None: one of this machine is started and ended."""
-    memory_limit: Annotated[float | None, Option("GB"), AppliesTo(ray_address=(None,), engine=("local",))] = None
-    """Memory of this machine, in GB, that decides, with its cores, how many threads or processes there are. None: half
-    of what is free."""
+    memory_limit: Annotated[
+        float | None, Bounds(above=0, below=math.inf), Option("GB"), AppliesTo(ray_address=(None,), engine=("local",))
+    ] = None
+    """Memory of all processes together, in GB, which is kept to by fewer threads or processes than there are cores; an
+    error says what is needed at least. None: half of what is free, as far as that is possible."""
     split: Annotated[
         str,
         Parsed("evenrank.preprocess.build.splits:parse_split"),

@@ -17,42 +17,99 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import polars as pl
+
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import replacing
 
-_MEMINFO = "/proc/meminfo"
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Measured, besides tables of ids: of the process; and of each thread, which has the events of a file with all copies.
-_GB, _GB_PER_THREAD = 0.45, 0.25
-BYTES_PER_PROCESS = int((_GB + _GB_PER_THREAD) * 1e9)
+# Measured, in bytes.
+_MODULES, _IN_USE = 170_000_000, 280_000_000  # of the libraries: once they are imported; once they are used, besides
+_RAY = 400_000_000  # processes of a cluster of this machine
+_TASK, _COPIES, _ROW = 50_000_000, 3, 100  # of a task: itself; copies of its events; rows of one event each
+_EVENTS_PER_TASK = 1 << 21
+BYTES_PER_ID = 50  # in hash tables and statistics
 
 
-def num_workers(memory_limit: float | None, *, are_processes: bool = False) -> int:
-    """Return how many threads or processes the cores and the memory allow.
-
-    `memory_limit` is in GB; None: half of what is free.
-    """
-    limit = _free_memory() / 2e9 if memory_limit is None else memory_limit
-    each = _GB + _GB_PER_THREAD if are_processes else _GB_PER_THREAD
-    if memory_limit is not None and not _GB + each <= memory_limit < math.inf:
-        raise ConfigError(f"memory_limit must be at least {_GB + each:g} GB, got {memory_limit:g}; raise it")
+def num_cores() -> int:
+    """Return how many cores there are for this process: of its affinity, its container, and the threads of Polars."""
     # macOS has no such call.
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(num_cores, (limit - _GB) / each)))
+    counts = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    with contextlib.suppress(OSError, ValueError):  # no limit
+        quota, period = map(int, (_CGROUP / "cpu.max").read_text().split())
+        counts.append(-(-quota // period))
+    return max(1, min(*counts, pl.thread_pool_size()))
 
 
 def _free_memory() -> int:
     """Return the bytes that are free on this machine, on macOS all it has, or if that is less, in this container."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (meminfo := Path(_MEMINFO)).exists():
-        lines = meminfo.read_text().splitlines()
+    if _MEMINFO.exists():
+        lines = _MEMINFO.read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     with contextlib.suppress(OSError, ValueError):  # no limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
     return free
+
+
+def own_memory() -> int:
+    """Return the bytes that this process has."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return _MODULES
+
+
+class UnfinishedError(DataError):
+    """The work could not be finished here and now; what was done is kept for the next run of the same command."""
+
+
+class Memory:
+    """What all processes together have in memory, which is kept below a limit by fewer tasks at a time.
+
+    Args:
+        limit: in GB; None: half of what is free, or as much as one task needs.
+        taken: bytes that this process has besides the libraries.
+        event_bytes: of all columns of an event.
+        are_processes: whether tasks are in processes of their own, each with all libraries.
+    """
+
+    def __init__(self, limit: float | None, taken: int, event_bytes: int, *, are_processes: bool = False) -> None:
+        self._is_promised, self._event_bytes, self._are_processes = limit is not None, event_bytes, are_processes
+        self._limit = own_memory() + _free_memory() / 2 if limit is None else limit * 1e9
+        self._taken, self._largest = dict[str, int](), _EVENTS_PER_TASK
+        self.take("", taken + _IN_USE + _RAY * are_processes)
+
+    @property
+    def bytes_per_task(self) -> int:
+        """Bytes of a task, or of a process that calls one after another."""
+        of_process = (_MODULES + _IN_USE) * self._are_processes
+        return of_process + _TASK + _ROW * _EVENTS_PER_TASK + _COPIES * self._event_bytes * self._largest
+
+    @property
+    def num_tasks(self) -> int:
+        """How many tasks fit at a time."""
+        return max(1, int((self._limit - sum(self._taken.values())) / self.bytes_per_task))
+
+    def take(self, what: str, num_bytes: int = 0, *, largest: int = 0) -> None:
+        """Take note of what stays in memory from now on, or how many events a task may have.
+
+        Raises a ConfigError if no task fits into the limit beside it, or during the work an UnfinishedError.
+        """
+        self._taken[what] = num_bytes
+        self._largest = max(self._largest, largest)
+        needed = sum(self._taken.values()) + self.bytes_per_task
+        if self._is_promised and needed > self._limit:
+            least, reasons = math.ceil(needed / 1e8) / 10, " and ".join(filter(None, self._taken))
+            message = f"memory_limit must be at least {least:g} GB, got {self._limit / 1e9:g}"
+            if reasons:
+                raise UnfinishedError(
+                    f"{message}, for {reasons}; raise it and run it again: it goes on with what is done"
+                )
+            raise ConfigError(f"{message}; raise it")
 
 
 _forked: set[int] = set()  # processes that have forked while Polars had threads, which their children lack
@@ -76,10 +133,6 @@ def check_not_forked() -> None:
         )
 
 
-class UnfinishedError(DataError):
-    """The work could not be finished here and now; what was done is kept for the next run of the same command."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
     """Calls functions, several at a time, and keeps what they return, so that a killed run goes on there."""
@@ -91,6 +144,8 @@ class Engine:
     results: Path
     """Folder of the results."""
     on_stage: Callable[[str], None] = lambda stage: None
+    memory: Memory | None = None
+    """None: nothing limits it."""
 
     def map(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], *, stage: str, keep: bool = True
@@ -109,11 +164,13 @@ class Engine:
         folder = self.results / stage if keep else None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+        fit = self.count if self.memory is None else self.memory.num_tasks
+        num_ahead = 2 * self.count if fit >= self.count else fit
         left = enumerate(tasks)
         call = self.caller(partial(_call, function, folder))
         pending: deque[tuple[int, Task, Callable[[], Result]]] = deque()
         while True:
-            for number, task in islice(left, 2 * self.count - len(pending)):
+            for number, task in islice(left, num_ahead - len(pending)):
                 pending.append((number, task, call((number, task))))
             if not pending:
                 return
@@ -124,7 +181,12 @@ class Engine:
 
 
 @contextlib.contextmanager
-def threads(count: int, results: Path, on_stage: Callable[[str], None] = lambda stage: None) -> Iterator[Engine]:
+def threads(
+    count: int,
+    results: Path,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    memory: Memory | None = None,
+) -> Iterator[Engine]:
     """Yield an engine with threads of this process."""
     pool = ThreadPoolExecutor(count, thread_name_prefix="evenrank-preprocess")
     try:
@@ -133,6 +195,7 @@ def threads(count: int, results: Path, on_stage: Callable[[str], None] = lambda 
             caller=lambda function: lambda task: pool.submit(function, task).result,
             results=results,
             on_stage=on_stage,
+            memory=memory,
         )
     finally:
         pool.shutdown(cancel_futures=True)

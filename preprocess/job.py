@@ -66,6 +66,7 @@ from evenrank.preprocess.writer import (
     write_range,
 )
 
+_BYTES_PER_TEXT = 16  # of an id, before it is a key
 WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results
 _LOGGER = logging.getLogger("evenrank.preprocess")
 
@@ -91,6 +92,26 @@ class Job:
     def work(self) -> Path:
         """The folder of what is needed until the dataset is complete."""
         return self.run_folder / WORK_NAME
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Types of the columns of events, with keys in place of ids."""
+        in_eval = {IN_EVAL: "int32"} if self.source.has_eval_log else {}
+        return {USER_ID: "int64", **EVENT_DTYPES, **self.source.extra_events, **in_eval}
+
+    @property
+    def event_bytes(self) -> int:
+        """Bytes of an event in memory, with the texts of ids."""
+        texts = [kind for kind in self.source.id_kinds.values() if kind == "text"]
+        return sum(np.dtype(dtype).itemsize for dtype in self.dtypes.values()) + _BYTES_PER_TEXT * len(texts)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of features, and of ids of an earlier dataset, with their hash tables."""
+        features, earlier = (self.source.context, self.source.item_features), self.earlier.values()
+        sizes = [*(of.rows.estimated_size() for of in features), *(of.values.estimated_size() for of in earlier)]
+        keys = [*(of.keys for of in features), *(of.keys for of in earlier)]
+        return int(sum(sizes)) + sum(3 * of_column.nbytes for of_column in keys)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -185,10 +206,7 @@ class Job:
         source, base, work = self.source, self.base, self.work
         num_expected = sum(part.num_events for part in source.parts)
         num_bits = num_range_bits(num_expected, EVENTS_PER_BUCKET)
-        dtypes = {USER_ID: "int64", **EVENT_DTYPES, **source.extra_events}
-        if source.has_eval_log:
-            dtypes[IN_EVAL] = "int32"
-        check_space(work, bytes_on_disk(num_expected, dtypes), f"{num_expected:,} events")
+        check_space(work, bytes_on_disk(num_expected, self.dtypes), f"{num_expected:,} events")
         names = [name for name, kind in source.id_kinds.items() if kind == "text"]
         texts = {name: TextValues(work / f"texts of {name}", num_bits) for name in names}
         for folder in ("buckets", "values", *(f"texts of {name}" for name in texts)):
@@ -208,7 +226,10 @@ class Job:
         if new and not self.config.allow_empty:
             check_era(new, source.time_unit)
         self.counts = dict(log.num_skipped if base is None else Counter(base.skipped) + log.num_skipped)
-        return log, Buckets(folder=work / "buckets", runs=log.runs, dtypes=dtypes, num_bits=num_bits), texts
+        buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=self.dtypes, num_bits=num_bits)
+        if engine.memory is not None and (largest := buckets.largest) > EVENTS_PER_BUCKET:
+            engine.memory.take(f"{largest:,} events at a time, of one user or a few", largest=largest)
+        return log, buckets, texts
 
     def _filter(self, log: Log, buckets: Buckets, engine: Engine) -> int:
         """Leave out what the filters say, and return the number of events that are left."""

@@ -15,7 +15,7 @@ from typing import Any
 import evenrank
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.optional_imports import naming_extras
-from evenrank.preprocess.engine import BYTES_PER_PROCESS, Engine, Result, UnfinishedError
+from evenrank.preprocess.engine import Engine, Memory, Result, UnfinishedError
 
 with naming_extras():
     import ray
@@ -31,6 +31,7 @@ def ray_workers(
     count: int,
     shared: Sequence[Path],
     results: Path,
+    memory: Memory,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[Engine]:
     """Yield an engine with processes on all nodes of a cluster.
@@ -40,6 +41,7 @@ def ray_workers(
         count: number of cores of that one; otherwise, cores and memory of the nodes decide.
         shared: files and folders that all nodes must see, because events go through them.
         results: folder of what is kept.
+        memory: which each process reserves a part of.
         on_stage: called with descriptions of the progress.
     """
     of_cluster = {"address": address} if address else {"address": "local", "num_cpus": count}
@@ -55,16 +57,20 @@ def ray_workers(
     except (OSError, RuntimeError, ValueError) as error:
         place = f"at {address}" if address else "on this machine"
         raise ConfigError(f"there is no Ray cluster {place}: {first_line(error)}; check --ray-address") from error
+    num_bytes = memory.bytes_per_task
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"] and _num_workers(node)]  # type: ignore[no-untyped-call]
+        nodes = [node for node in ray.nodes() if node["Alive"] and _num_workers(node, num_bytes)]  # type: ignore[no-untyped-call]
         if not nodes:
-            raise ConfigError(
-                f"no node of the Ray cluster has a core and {BYTES_PER_PROCESS / 1e9:g} GB of memory; add one"
-            )
+            raise ConfigError(f"no node of the Ray cluster has a core and {num_bytes / 1e9:.1f} GB of memory; add one")
         for node in nodes:
             _check(node, [str(path) for path in shared])
-        num_processes = sum(map(_num_workers, nodes))
-        yield Engine(count=num_processes, caller=_caller, results=results, on_stage=on_stage)
+        yield Engine(
+            count=sum(_num_workers(node, num_bytes) for node in nodes),
+            caller=partial(_caller, num_bytes),
+            results=results,
+            on_stage=on_stage,
+            memory=memory,
+        )
     finally:
         if not is_connected:
             ray.shutdown()
@@ -84,16 +90,16 @@ def _check(node: dict[str, Any], shared: Sequence[str]) -> None:
         )
 
 
-def _caller(function: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
+def _caller(num_bytes: int, function: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
     """Return what starts a call of a function, which is sent to each node once, and returns what waits for it."""
     shared: Any = ray.put(function)
-    call: Any = ray.remote(_call).options(memory=BYTES_PER_PROCESS)
+    call: Any = ray.remote(_call).options(memory=num_bytes)
     return lambda task: partial(_result, call.remote(shared, task))
 
 
-def _num_workers(node: dict[str, Any]) -> int:
+def _num_workers(node: dict[str, Any], num_bytes: int) -> int:
     resources = node["Resources"]
-    return int(min(resources.get("CPU", 0), resources.get("memory", 0) // BYTES_PER_PROCESS))
+    return int(min(resources.get("CPU", 0), resources.get("memory", 0) // num_bytes))
 
 
 def _look_around(names: Sequence[str]) -> tuple[str, list[str]]:

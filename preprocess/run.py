@@ -25,7 +25,7 @@ from evenrank.preprocess.build.features import number_features
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.build.vocabulary import read_earlier
 from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.engine import Engine, check_not_forked, num_workers, threads
+from evenrank.preprocess.engine import Engine, Memory, check_not_forked, num_cores, own_memory, threads
 from evenrank.preprocess.job import WORK_NAME, Job
 from evenrank.preprocess.options import AUTO, DENSE, KEEP, SyntheticConfig, parse_ids, parse_unknown
 from evenrank.preprocess.read.features import Interactions
@@ -57,11 +57,11 @@ def preprocess(
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
     """
     check_not_forked()
-    out, count = locate(config.out), num_workers(config.memory_limit, are_processes=config.engine == "ray")
+    out, before = locate(config.out), own_memory()
 
     def write(folder: Path) -> Manifest:
         with copies_in(folder / "inputs", on_stage) as copies:
-            return _write(folder, _with_copies(config, copies), out, copies, count, show_progress=show_progress)
+            return _write(folder, _with_copies(config, copies), out, copies, before, show_progress=show_progress)
 
     return replace_dataset(out, write, overwrite=config.overwrite, on_stage=on_stage)
 
@@ -86,7 +86,7 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
 
 
 def _write(
-    folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, count: int, *, show_progress: bool
+    folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, before: int, *, show_progress: bool
 ) -> Manifest:
     """Write the dataset to the folder of a run, again if what begins like integers turns out to be texts."""
     base = read_base(copies.dataset_of(config.out).absolute(), config) if config.append else None
@@ -118,7 +118,7 @@ def _write(
             continue
         job = Job(folder, config, source if base is None else base.followed_by(source), rules, earlier, base)
         try:
-            with wrap_write_errors(out, folder), _engine(config, count, folder, files, copies.on_stage) as engine:
+            with wrap_write_errors(out, folder), _engine(job, before, files, copies.on_stage) as engine:
                 return job.run(engine)
         except TextIdsError as error:  # columns that began with integers
             (found,) = error.args
@@ -130,14 +130,17 @@ def _write(
 
 
 def _engine(
-    config: PreprocessConfig, count: int, folder: Path, files: Sequence[Path], on_stage: Callable[[str], None]
+    job: Job, before: int, files: Sequence[Path], on_stage: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Engine]:
-    results = folder / WORK_NAME / "results"
+    """Open what runs the functions of a job, as many at a time as cores and memory allow."""
+    config, results = job.config, job.work / "results"
+    memory = Memory(config.memory_limit, before + job.held_bytes, job.event_bytes, are_processes=config.engine == "ray")
+    count = min(num_cores(), memory.num_tasks)
     if config.engine == "local":
-        return threads(count, results, on_stage)
+        return threads(count, results, on_stage, memory)
     from evenrank.preprocess.ray_workers import ray_workers
 
-    return ray_workers(config.ray_address, count, [folder, *files], results, on_stage)
+    return ray_workers(config.ray_address, count, [job.run_folder, *files], results, memory, on_stage)
 
 
 def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remote]) -> None:

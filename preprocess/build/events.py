@@ -67,6 +67,15 @@ class Buckets:
     def __len__(self) -> int:
         return 1 << self.num_bits
 
+    @property
+    def largest(self) -> int:
+        """The number of events of the largest bucket."""
+        sizes = np.zeros(len(self), dtype=np.int64)
+        for run in self.runs:
+            ends = np.fromfile(run.path, dtype=np.int64, count=len(self) + 1, offset=_HEADER_BYTES)
+            sizes += ends[1:] - ends[:-1]
+        return int(sizes.max())
+
     def read(self, index: int, names: Collection[str] = (), *, reason: int = 0) -> Columns:
         """Return the named columns, or all, of the events of a bucket that are left, or were left out for a reason."""
         names = [name for name in self.dtypes if not names or name in names]

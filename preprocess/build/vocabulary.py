@@ -27,7 +27,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
 from evenrank.preprocess.build.distinct import COUNT, KEY, VALUE, Column, Distinct, find_distinct, keys_in
-from evenrank.preprocess.engine import Engine
+from evenrank.preprocess.engine import BYTES_PER_ID, Engine
 from evenrank.preprocess.options import AUTO, DENSE, HASH, KEEP
 from evenrank.preprocess.read.keys import KeyTable, keys_of
 
@@ -115,6 +115,8 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
         return Ids(size=None, summary=summary)
     found = find_distinct(column, engine)
     summary = replace(summary, distinct=found.size)
+    if engine.memory is not None:
+        engine.memory.take(f"{found.size:,} ids of {column.name}", BYTES_PER_ID * found.size)
     if rule.startswith(HASH):
         ids = Ids(size=int(rule.partition(":")[2]), summary=summary)
         _, counts = np.unique(ids.encode(np.concatenate([keys_in(rows) for rows in found.read()])), return_counts=True)

@@ -15,18 +15,20 @@ from ray.cluster_utils import Cluster
 import evenrank
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
-from evenrank.preprocess.engine import BYTES_PER_PROCESS
+from evenrank.preprocess.engine import Memory
 from evenrank.preprocess.ray_workers import ray_workers
 
 pytestmark = pytest.mark.processes
+_MEMORY = Memory(None, 0, 28, are_processes=True)
+_NODE_BYTES = _MEMORY.bytes_per_task * 3 // 2
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    memory: dict[str, Any] = {"num_cpus": 1, "memory": BYTES_PER_PROCESS, "object_store_memory": 100 << 20}
+    memory: dict[str, Any] = {"num_cpus": 1, "memory": _NODE_BYTES, "object_store_memory": 100 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**memory, "include_dashboard": False})
     cluster.add_node(**memory)
-    cluster.add_node(num_cpus=0, memory=BYTES_PER_PROCESS, object_store_memory=100 << 20)  # which gets no task
+    cluster.add_node(num_cpus=0, memory=_NODE_BYTES, object_store_memory=100 << 20)  # which gets no task
     yield cluster.address
     ray.shutdown()
     cluster.shutdown()  # type: ignore[no-untyped-call]
@@ -81,7 +83,7 @@ def _die_at_first(task: tuple[Path, int]) -> int:
 
 
 def test_a_task_whose_worker_was_killed_runs_again(tmp_path: Path, address: str) -> None:
-    with ray_workers(address, 1, [tmp_path], tmp_path) as engine:
+    with ray_workers(address, 1, [tmp_path], tmp_path, _MEMORY) as engine:
         assert engine.count == 2
         doubled = engine.map(_die_at_first, [(tmp_path, number) for number in range(9)], stage="x")
         assert [result for _, result in doubled] == [2 * number for number in range(9)]
@@ -93,7 +95,7 @@ def _fail(task: int) -> int:
 
 
 def test_an_error_of_a_task_is_raised_as_it_is(tmp_path: Path, address: str) -> None:
-    with ray_workers(address, 1, [tmp_path], tmp_path) as engine:
+    with ray_workers(address, 1, [tmp_path], tmp_path, _MEMORY) as engine:
         for number, error in ((5, DataError), (6, ValueError)):
             with pytest.raises(error, match=f"^task {number}"):
                 list(engine.map(_fail, [number], stage="x"))
@@ -104,7 +106,7 @@ def test_what_a_node_lacks_is_found_before_the_work_begins(
 ) -> None:
     with (
         pytest.raises(DataError, match=rf"^node \S+ does not see {tmp_path}/missing; with --engine ray, choose input"),
-        ray_workers(address, 1, [tmp_path, tmp_path / "missing"], tmp_path),
+        ray_workers(address, 1, [tmp_path, tmp_path / "missing"], tmp_path, _MEMORY),
     ):
         pass
     assert not ray.is_initialized()
@@ -112,14 +114,12 @@ def test_what_a_node_lacks_is_found_before_the_work_begins(
     monkeypatch.setattr(evenrank, "__version__", "99")
     with (
         pytest.raises(ConfigError, match=rf"^node \S+ has evenrank {version}; install 99, as here, on all nodes$"),
-        ray_workers(address, 1, [tmp_path], tmp_path),
+        ray_workers(address, 1, [tmp_path], tmp_path, _MEMORY),
     ):
         pass
-    monkeypatch.setattr("evenrank.preprocess.ray_workers.BYTES_PER_PROCESS", 1 << 60)
-    with (
-        pytest.raises(ConfigError, match=r"^no node of the Ray cluster has a core and"),
-        ray_workers(address, 1, [], tmp_path),
-    ):
+    wide = Memory(None, 0, 1 << 40, are_processes=True)
+    message = r"^no node of the Ray cluster has a core and \d+\.\d GB of memory; add one$"
+    with pytest.raises(ConfigError, match=message), ray_workers(address, 1, [], tmp_path, wide):
         pass
 
 
@@ -128,12 +128,12 @@ def test_an_address_without_a_cluster_is_an_error_at_once(tmp_path: Path, nowher
     with pytest.raises(
         ConfigError, match=rf"^there is no Ray cluster at {re.escape(nowhere)}: .*; check --ray-address$"
     ):
-        ray_workers(nowhere, 1, [], tmp_path).__enter__()
+        ray_workers(nowhere, 1, [], tmp_path, _MEMORY).__enter__()
 
 
 def test_a_cluster_that_a_program_uses_stays_connected(tmp_path: Path, address: str) -> None:
     ray.init(address, log_to_driver=False)
-    with ray_workers(None, 1, [tmp_path], tmp_path) as engine:
+    with ray_workers(None, 1, [tmp_path], tmp_path, _MEMORY) as engine:
         assert engine.count == 2
     assert ray.is_initialized()
     ray.shutdown()
