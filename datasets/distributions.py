@@ -24,7 +24,6 @@ from evenrank.core.rules import Bounds, NonNegative, Positive
 from evenrank.core.settings import Settings
 from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
-from evenrank.datasets.store import open_store
 
 Made = TypeVar("Made")
 
@@ -248,6 +247,8 @@ class Histogram(Settings):
             ConfigError: there is no such column of integers, or it has a negative value.
             DataError: the dataset is missing or malformed, or the split has no values.
         """
+        from evenrank.datasets.store import open_store  # 20 ms, and other distributions read nothing
+
         store = open_store(path, split)
         columns: dict[str, NDArray[Any]] = {LENGTH: store.lengths, **store.events, **store.rows}
         if store.num_targets is not None:

@@ -43,15 +43,14 @@ from evenrank.preprocess.build.events import (
     num_range_bits,
     read_piece,
 )
-from evenrank.preprocess.build.features import FeatureLookup, look_up_items
 from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
 from evenrank.preprocess.build.splits import IN_EVAL, SplitFacts, SplitRule, parse_split, read_listed_users
-from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, number_ids
+from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, look_up_items, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine
 from evenrank.preprocess.options import Filters
-from evenrank.preprocess.read.features import Interactions
+from evenrank.preprocess.read.features import FeatureLookup, Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
 from evenrank.preprocess.read.places import source_files
 from evenrank.preprocess.read.times import check_era, utc_text

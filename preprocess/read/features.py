@@ -1,10 +1,10 @@
-"""What every source returns, whatever its raw files look like: events, and features of users and items, encoded."""
+"""Features of users and items, encoded and looked up; what every source returns, whatever its raw files look like."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import FLOAT, ITEM_ID, MULTI_VALUED, USER_ID, IdKind, IdSummary, SourceFile
 from evenrank.preprocess.log_config import TabularConfig, TimestampUnit
-from evenrank.preprocess.read.keys import keys_of
+from evenrank.preprocess.read.keys import KeyTable, keys_of
 from evenrank.preprocess.read.table import EventPart
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.values import (
@@ -90,12 +90,14 @@ def _encode(values: pl.Series) -> tuple[pl.Series, pl.Series]:
 def _encode_lists(path: Path, lists: pl.Series) -> tuple[pl.Series, pl.Series]:
     """Encode the elements of lists alike, without missing ones; a value of its own is a list of one."""
     if lists.dtype == pl.String:
-        divided = [None if text is None else _divide(path, lists.name, text) for text in lists]
-        if all(parts is None or len(parts) < 2 for parts in divided):
+        is_json = lists.str.starts_with("[").fill_null(False)
+        arrays = [_parse_array(path, lists.name, text) for text in lists.filter(is_json)]
+        divided = pl.concat([lists.filter(~is_json).str.split("|"), pl.Series(arrays, dtype=pl.List(pl.String))])
+        if (divided.list.len().fill_null(0) < 2).all():
             for text in lists.filter(lists.str.contains(r"^[^\[].*[,; ]")):
                 reason = f"is one value, as all of column {lists.name!r}; divide lists by |, or write JSON arrays"
                 raise DataError(f"{path}: {text[:80]!r} {reason} (single values are {lists.name}:id)")
-        lists = pl.Series(lists.name, divided, dtype=pl.List(pl.String))
+        lists = divided.gather(pl.concat([(~is_json).arg_true(), is_json.arg_true()]).arg_sort())
     elements = pl.DataFrame({_ROW: np.arange(len(lists)), lists.name: lists})
     if lists.dtype.base_type() in (pl.List, pl.Array):
         elements = elements.explode(lists.name).cast(CASTS)
@@ -105,9 +107,7 @@ def _encode_lists(path: Path, lists: pl.Series) -> tuple[pl.Series, pl.Series]:
     return pl.Series(lists.name, pa.LargeListArray.from_arrays(np.append(0, ends), ids.to_numpy())), values
 
 
-def _divide(path: Path, column: str, text: str) -> list[str]:
-    if not text.startswith("["):
-        return text.split("|")
+def _parse_array(path: Path, column: str, text: str) -> list[str]:
     try:
         elements = [element for element in json.loads(text) if element is not None]
         if any(isinstance(element, list | dict) for element in elements):
@@ -135,6 +135,45 @@ def _sortable(path: Path, values: pl.Series) -> pl.Series:
     numbers = numbers.set(numbers.is_in(MISSING_NUMBERS), None)  # which among texts are values
     are_integers = pl.select(is_plain_integer(pl.lit(numbers.drop_nulls())).all()).item()
     return numbers.cast(pl.Int64) if are_integers and (numbers.count() or not texts.count()) else texts
+
+
+class Seen(NamedTuple):
+    """Distinct users or items that were looked up: int64 [n] both."""
+
+    known: NDArray[np.int64]  # places of those that have features
+    unknown: NDArray[np.int64]  # keys of the others
+
+
+class FeatureLookup:
+    """Look up features of `users` or `items` by key; one without features gets 0, or an empty list."""
+
+    def __init__(self, features: Features, *, of: str) -> None:
+        self._index = KeyTable(features.keys)
+        missing = [pl.Series(name, [[] if t == pl.List else 0], dtype=t) for name, t in features.rows.schema.items()]
+        self._rows = features.rows.vstack(pl.DataFrame(missing))  # the last row, -1, is of any other key
+        self._of, self._unknown = of, np.empty(0, dtype=np.int64)
+        self.dtypes = features.dtypes
+        self.requested = np.zeros(len(features.keys), dtype=bool)  # which keys were looked up: [n]
+
+    def lookup(self, keys: NDArray[np.int64]) -> tuple[pl.DataFrame, Seen]:
+        """Return the features of the given users or items, a row of each, and whom `record` takes."""
+        places = self._index.find(keys)
+        is_known = places >= 0
+        unknown = keys[~is_known] if len(self.requested) else keys[:0]  # nobody is, where there are no features
+        seen = (pl.Series(some).unique().to_numpy() for some in (places[is_known], unknown))
+        return pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()]), Seen(*seen)
+
+    def record(self, seen: Seen) -> None:
+        """Take note of users or items that were looked up."""
+        self.requested[seen.known] = True
+        self._unknown = np.union1d(self._unknown, seen.unknown)
+
+    def audit(self) -> dict[str, int]:
+        """Count the users or items that have features and were never looked up, and the reverse."""
+        return {
+            f"{self._of} with features but no event (left out)": int(np.count_nonzero(~self.requested)),
+            f"{self._of} without features": len(self._unknown),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
+import pyarrow as pa
+
 from evenrank.core.errors import ConfigError, DataError, EvenrankError, escape_controls
 from evenrank.core.files import check_regular, check_space, open_regular, replacing
 from evenrank.core.listing import list_files, num_literal
@@ -38,6 +40,7 @@ _BEGINS = re.compile(
     rb"(?P<zip>PK\x03\x04|\xd0\xcf\x11\xe0)"  # or, in old files of Excel, the latter
 )
 _HELD = {**CODECS, ".parquet": PARQUET}
+_MAX_EMPTY = 1 << 10  # bytes of a compressed file that may hold none: its header may have a name
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -73,7 +76,6 @@ class DataFile(NamedTuple):
 
     source: str  # for the manifest: the path below the one that was given, with hive folders above that
     folders: dict[str, str | None]  # columns that folders below the path add, or from the first part that is a pattern
-    real: str  # path without links
 
 
 def find_files(paths: Sequence[Path]) -> dict[Path, DataFile]:
@@ -82,38 +84,49 @@ def find_files(paths: Sequence[Path]) -> dict[Path, DataFile]:
     The files of each path are sorted. Of folders at any depth and of patterns, empty files and names that begin with
     `.` or `_` are left out.
     """
-    files: list[tuple[Path, DataFile]] = []
+    files, places = dict[Path, DataFile](), Counter[str]()
     for path in paths:
-        found = _expand(path)
+        base, found = _expand(path)
         if not found:
             rule = "neither empty files nor names that begin with . or _ count"
             raise DataError(f"{path} leads to no data file ({rule}); check it")
-        formats = {format_of(file): file.name for file in reversed(found)}
+        formats = {format_of(base / name): name for name in reversed(found)}
         if len(formats) > 1:
             shown = " and ".join(f"{name} is {known}" for known, name in formats.items())
             raise DataError(f"{path} has files of several formats: {shown}; use a pattern such as *.csv")
-        files += found.items()
-    for real, count in Counter(file.real for _, file in files).items():
+        hive = [*takewhile(lambda part: "=" in part, reversed(base.absolute().parts))][::-1]
+        files |= {base / name: DataFile("/".join([*hive, name]), partition_values(name)) for name in found}
+        places.update(found.values())
+    for real, count in places.items():
         if count > 1:
             given = ", ".join(map(str, paths))
             raise ConfigError(f"{real} is in {given} twice, and its events would count twice; give each file once")
-    return dict(files)
+    return files
 
 
-def _expand(path: Path) -> dict[Path, DataFile]:
+def _expand(path: Path) -> tuple[Path, dict[str, str]]:
+    """Return a folder and the files in it that a path stands for: paths without links by relative paths."""
     end = len(path.parts) if os.path.lexists(path) else num_literal(path.parts)
     base, pattern = Path(*path.parts[:end]), path.parts[end:]
-    if not pattern and not os.path.isdir(base):
-        if "," in str(path) and not os.path.lexists(path):
-            raise DataError(f"there is no file {path}; give several files one by one, by --events each")
-        check_regular(base)
-        base, found = base.parent, {base.name: os.path.realpath(base)}
-    else:
+    if pattern or os.path.isdir(base):
         with wrap_read_errors(path):
-            found = {name: real for name, real in list_files(base, pattern).items() if (base / name).stat().st_size}
-    hive = [*takewhile(lambda part: "=" in part, reversed(base.absolute().parts))][::-1]
-    sources = {name: "/".join([*hive, name]) for name in found}
-    return {base / name: DataFile(sources[name], partition_values(name), real) for name, real in found.items()}
+            return base, {name: real for name, real in list_files(base, pattern).items() if not _is_empty(base / name)}
+    if "," in str(path) and not os.path.lexists(path):
+        raise DataError(f"there is no file {path}; give several files one by one, by --events each")
+    check_regular(base)
+    return base.parent, {base.name: os.path.realpath(base)}
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether a file holds nothing, perhaps compressed, as Spark writes for a partition without rows."""
+    size, codec = path.stat().st_size, CODECS.get(path.suffix.lower())
+    if codec is None or not 0 < size < _MAX_EMPTY:
+        return size == 0
+    try:
+        with pa.input_stream(str(path), compression=codec) as stream:
+            return not stream.read(1)
+    except OSError:  # it is damaged, which is for its reader to say
+        return False
 
 
 def partition_values(name: str) -> dict[str, str | None]:

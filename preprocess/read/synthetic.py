@@ -1,5 +1,6 @@
 """Interactions drawn from distributions: skewed, reproducible data for demonstrations, tests and benchmarks."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -23,66 +24,58 @@ _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS:
 
 def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
     """Return histories and contextual features of all users; each block of users is drawn when it is read."""
-    rng = np.random.default_rng((seed, 0))
+    rng, drift = np.random.default_rng((seed, 0)), config.drift
     contextual = {name: values.sample(rng, config.num_users) for name, values in config.contextual.items()}
+    mean_length = config.lengths.sample(np.random.default_rng(0), 1000).mean(dtype=np.float64)
+    parts = []
+    for first in range(0, config.num_users, _USERS_PER_BLOCK):
+        last = min(first + _USERS_PER_BLOCK, config.num_users)
+        num_events = _checked_events(first, last, int((last - first) * mean_length))
+        read = partial(_draw_block, config, seed, first, last)
+        parts.append(EventPart(name=f"users {first + 1} to {last}", num_events=num_events, read=read))
     return Interactions(
-        parts=[_part(config, seed, first) for first in range(0, config.num_users, _USERS_PER_BLOCK)],
+        parts=parts,
         sources=tuple,
-        context=Features(
-            keys=np.arange(1, config.num_users + 1),
-            rows=pl.DataFrame(contextual),
-            values={
-                name: pl.Series([f"{name} {i}" for i in range(1, int(ids.max()) + 1)], dtype=pl.String)
-                for name, ids in contextual.items()
-            },
-        ),
-        item_features=NO_FEATURES if config.drift is None else _categories(config.catalogue, config.drift),
+        context=_features(np.arange(1, config.num_users + 1), contextual),
+        item_features=NO_FEATURES if drift is None else _categories(config.catalogue, drift),
         num_actions=None,
         options={
             "num_users": config.num_users,
             **{name: repr(getattr(config, name)) for name in ("lengths", "items", "actions")},
             "contextual": {name: repr(values) for name, values in config.contextual.items()},
-            **({} if config.drift is None else {"drift": repr(config.drift)}),
+            **({} if drift is None else {"drift": repr(drift)}),
         },
     )
 
 
 def _categories(catalogue: range, drift: Drift) -> Features:
-    names = pl.Series([f"category {i}" for i in range(1, drift.categories + 1)], dtype=pl.String)
-    rows = pl.DataFrame({CATEGORY: np.arange(len(catalogue)) % drift.categories + 1})
-    return Features(keys=np.array(catalogue), rows=rows, values={CATEGORY: names})
+    return _features(np.array(catalogue), {CATEGORY: np.arange(len(catalogue)) % drift.categories + 1})
 
 
-def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
-    last = min(first + _USERS_PER_BLOCK, config.num_users)
-    mean_length = config.lengths.sample(np.random.default_rng(0), 1000).mean(dtype=np.float64)
-    _check_events(first, last, int((last - first) * mean_length))
-    return EventPart(
-        name=f"users {first + 1} to {last}",
-        num_events=int((last - first) * mean_length),
-        read=partial(_draw_block, config, seed, first, last),
-    )
+def _features(keys: NDArray[np.int64], ids: Mapping[str, NDArray[np.int64]]) -> Features:
+    """Return drawn features, the value of whose id 1 is called `NAME 1`."""
+    numbers = {name: pl.int_range(1, int(drawn.max()) + 1, eager=True) for name, drawn in ids.items()}
+    values = {name: (f"{name} " + of_name.cast(pl.String)).rename("") for name, of_name in numbers.items()}
+    return Features(keys=keys, rows=pl.DataFrame(ids), values=values)
 
 
 def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int, piece: Piece) -> list[Events]:
     # One generator per block, so that a block does not depend on which others were drawn before.
     rng = np.random.default_rng((seed, 1, first))
     lengths = config.lengths.sample(rng, last - first)
-    num_events = sum(lengths.tolist())  # in Python's integers, which do not overflow
-    _check_events(first, last, num_events)
+    num_events = _checked_events(first, last, sum(lengths.tolist()))  # in Python's integers, which do not overflow
     # Time stamps ascend within a user: a start, then gaps of one hour on average.
-    elapsed = np.cumsum(rng.exponential(_DAY_MS / 24, num_events).astype(np.int64))
-    elapsed_before_user = np.concatenate(([0], elapsed))[np.cumsum(lengths) - lengths]
+    elapsed, begins = (
+        np.cumsum(rng.exponential(_DAY_MS / 24, num_events).astype(np.int64)),
+        np.cumsum(lengths) - lengths,
+    )
     starts = _FIRST_MS + rng.integers(0, 30 * _DAY_MS, last - first)
     items = config.items.sample(rng, num_events)
     actions = draw_actions(config.actions, rng, num_events)
-    times = elapsed + np.repeat(starts - elapsed_before_user, lengths)
+    times = elapsed + np.repeat(starts - np.concatenate(([0], elapsed))[begins], lengths)
     if config.drift is not None:  # a generator of its own leaves everything else about events as it is
-        is_first = np.zeros(num_events, dtype=bool)
-        is_first[(np.cumsum(lengths) - lengths)[lengths > 0]] = True
-        items = _drift(
-            config, config.drift, items, times, is_first, seed=seed, rng=np.random.default_rng((seed, 2, first))
-        )
+        of_drift = np.random.default_rng((seed, 2, first))
+        items = _drift(config, config.drift, items, times, begins[lengths > 0], seed=seed, rng=of_drift)
     users = np.repeat(np.arange(first + 1, last + 1), lengths)
     columns = {USER_ID: users, ITEM_ID: items, ACTION: actions, TIMESTAMP_MS: times}
     return [Events(pl.DataFrame(columns, schema=_SCHEMA))]
@@ -93,12 +86,14 @@ def _drift(
     drift: Drift,
     items: NDArray[np.int64],
     times: NDArray[np.int64],
-    is_first: NDArray[np.bool_],
+    begins: NDArray[np.int64],
     *,
     seed: int,
     rng: np.random.Generator,
 ) -> NDArray[np.int64]:
     """Replace items [events], drawn by popularity, by items that interest their users and exist at these times.
+
+    `begins` are the first events of the users.
 
     categories = 3, low = 1         item        1 2 3 | 4 5 6 | 7 8 9
                                     category    1 2 3   1 2 3   1 2 3
@@ -109,7 +104,8 @@ def _drift(
     num_events, places, period_ms = len(items), items - config.catalogue.start, drift.days * _DAY_MS
     elapsed = times - _FIRST_MS
     # Exponential distributions have no memory: whether an interest ends depends on the time since the last event.
-    is_new = is_first | (rng.random(num_events) < -np.expm1(-np.diff(times, prepend=times[:1]) / period_ms))
+    is_new = rng.random(num_events) < -np.expm1(-np.diff(times, prepend=times[:1]) / period_ms)
+    is_new[begins] = True
     fashion = user_hash((elapsed[is_new] // period_ms).astype(np.int64), salt=2 * seed + 1)
     liked = config.items.sample(rng, len(fashion)) + (fashion % np.uint64(drift.categories)).astype(np.int64)
     interests = (liked - config.catalogue.start)[np.cumsum(is_new) - 1] % drift.categories
@@ -126,9 +122,10 @@ def _drift(
     return places + config.catalogue.start
 
 
-def _check_events(first: int, last: int, num_events: int) -> None:
+def _checked_events(first: int, last: int, num_events: int) -> int:
     if num_events > _MAX_EVENTS_PER_BLOCK:
         raise ConfigError(
             f"users {first + 1:,} to {last:,} have {num_events:,} events, more than {_MAX_EVENTS_PER_BLOCK:,}; choose "
             "shorter lengths"
         )
+    return num_events

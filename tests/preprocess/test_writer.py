@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.preprocess.build.features import FeatureLookup
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.read.features import read_features
+from evenrank.preprocess.read.features import FeatureLookup, read_features
 from evenrank.preprocess.writer import split_schema, write_rows
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

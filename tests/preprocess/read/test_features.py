@@ -18,8 +18,7 @@ from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.schema import Manifest
 from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, job, preprocess
-from evenrank.preprocess.build.features import FeatureLookup
-from evenrank.preprocess.read.features import Features, read_features
+from evenrank.preprocess.read.features import FeatureLookup, Features, read_features
 from evenrank.preprocess.read.keys import text_keys
 from tests.datasets.crafted import update_manifest
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary

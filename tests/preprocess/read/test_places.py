@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,21 @@ def test_the_name_tells_the_format() -> None:
     for name in ("log.parquet.gz", "log.gz", "log", "log.csv.zip"):
         with pytest.raises(DataError, match=f"{name} has an unknown suffix"):
             format_of(Path(name))
+
+
+def test_a_file_that_holds_nothing_is_left_out_of_a_folder_compressed_or_not(tmp_path: Path) -> None:
+    for codec, compress in {
+        "gz": gzip.compress,
+        "bz2": bz2.compress,
+        "zst": partial(pa.compress, codec="zstd"),
+    }.items():
+        for name, content in ((f"none.csv.{codec}", b""), (f"some.csv.{codec}", b"a,b\n")):
+            (tmp_path / name).write_bytes(compress(content))
+    (tmp_path / "none.csv").touch()
+    (tmp_path / "damaged.csv.gz").write_bytes(b"\x1f\x8b")
+    names = ["damaged.csv.gz", "some.csv.bz2", "some.csv.gz", "some.csv.zst"]
+    assert [path.name for path in find_files([tmp_path])] == names
+    assert [path.name for path in find_files([tmp_path / "none.csv.gz"])] == ["none.csv.gz"]
 
 
 _HELD = {
