@@ -3,12 +3,12 @@
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -54,7 +54,7 @@ from evenrank.preprocess.read.download import source_files
 from evenrank.preprocess.read.features import Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
 from evenrank.preprocess.read.times import check_era, utc_text
-from evenrank.preprocess.replace import DATASET_NAME
+from evenrank.preprocess.replace import DATASET_NAME, REJECTS_NAME
 from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
     RangeRules,
@@ -140,11 +140,16 @@ class Job:
                 _LOGGER.warning("%s has these events already, and stays as it is", config.out)
                 return self.base.copy_to(self.folder)
             has_times = source.time_unit != "row"
-            reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
+            reading = ReadRules(
+                folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times, keeps_bad=config.rejects
+            )
             pieces = [(part, piece) for part in parts for piece in part.pieces]
             tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
             read = engine.map(partial(read_piece, reading), tasks, stage="reading")
-            log = join_pieces(read, has_times=has_times, on_error=config.on_error, on_stage=self.on_stage)
+            with self._rejects() as rejects:
+                log = join_pieces(
+                    read, has_times=has_times, on_error=config.on_error, rejects=rejects, on_stage=self.on_stage
+                )
             late = {} if self.base is None else self.base.first_ms
             new = {name: span for name, span in log.spans.items() if name != base_name}
             if not new and (self.base is None or any(of in text for of in late for text in log.num_skipped)):
@@ -241,6 +246,19 @@ class Job:
         manifest = replace(manifest, content_hash=content_hash(manifest))
         manifest.write(self.folder)
         return manifest
+
+    @contextlib.contextmanager
+    def _rejects(self) -> Iterator[BinaryIO | None]:
+        """Open the file of bad rows, if there is to be one, after those of the dataset to which events are appended."""
+        if not self.config.rejects:
+            yield None
+            return
+        with (self.folder / REJECTS_NAME).open("wb") as file:
+            content = b"file,line,reason,text\n"
+            if self.base is not None and (earlier := self.base.folder / REJECTS_NAME).exists():
+                content = earlier.read_bytes()
+            file.write(content)
+            yield file
 
     def _write_splits(self, rules: RangeRules, engine: Engine) -> tuple[dict[str, Split], dict[str, int], Statistics]:
         """Write all splits, and the requests if there is a rule for them.

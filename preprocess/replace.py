@@ -18,7 +18,8 @@ from evenrank.preprocess.engine import UnfinishedError
 
 # Files that the folder of a dataset may contain besides its manifest and its splits.
 ITEM_FEATURES_NAME = "item_features.parquet"
-_OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME)
+REJECTS_NAME = "rejects.csv"
+_OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME, REJECTS_NAME)
 
 DATASET_NAME = "dataset"  # folder of the new dataset in that of a run
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux

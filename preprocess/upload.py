@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyarrow import fs
 
 _LOGGER = logging.getLogger("evenrank.preprocess")
-_IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
+_IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|rejects\.csv|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
 
 
 def replace_remote(
