@@ -35,6 +35,8 @@ class PreprocessConfig(Settings):
     the official archives. Missing files are downloaded into it."""
     on_error: Annotated[OnError, AppliesTo(dataset=AllBut((SYNTHETIC,)), expand=AllBut((None,)))] = "fail"
     """What to do about rows that cannot be read: `fail`, or `skip` and count them."""
+    rejects: Annotated[bool, AppliesTo(on_error=("skip",))] = False
+    """Also write these rows to rejects.csv, with file, line, reason and text."""
     engine: EngineName = "local"
     """Where the work is done: `local`, on threads of this process; `ray`, on the nodes of a Ray cluster. What is
     written is the same. A run that was killed goes on where it was when it is started again."""

@@ -3,12 +3,12 @@
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -54,7 +54,7 @@ from evenrank.preprocess.read.features import FeatureLookup, Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
 from evenrank.preprocess.read.places import source_files
 from evenrank.preprocess.read.times import check_era, utc_text
-from evenrank.preprocess.replace import DATASET_NAME
+from evenrank.preprocess.replace import DATASET_NAME, REJECTS_NAME
 from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
     RangeRules,
@@ -211,11 +211,15 @@ class Job:
         for folder in ("buckets", "values", *(f"texts of {name}" for name in texts)):
             (work / folder).mkdir(exist_ok=True)
         has_times = source.time_unit != "row"
-        reading = ReadRules(folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times)
+        rejects, on_error = self.config.rejects, self.config.on_error
+        reading = ReadRules(
+            folder=work / "buckets", num_bits=num_bits, texts=texts, has_times=has_times, keeps_bad=rejects
+        )
         pieces = [(part, piece) for part in source.parts for piece in part.pieces]
         tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
         read = engine.map(partial(read_piece, reading), tasks, stage="reading")
-        log = join_pieces(read, has_times=has_times, on_error=self.config.on_error, on_stage=engine.on_stage)
+        with self._rejects() as file:
+            log = join_pieces(read, has_times=has_times, on_error=on_error, rejects=file, on_stage=engine.on_stage)
         new = {name: span for name, span in log.spans.items() if base is None or name != str(base.folder)}
         if not new and (base is None or any(late in text for text in log.num_skipped for late in base.first_ms)):
             reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in source.parts)
@@ -229,6 +233,19 @@ class Job:
         if engine.memory is not None and (largest := buckets.largest) > EVENTS_PER_BUCKET:
             engine.memory.take(f"{largest:,} events at a time, of one user or a few", largest=largest)
         return log, buckets, texts
+
+    @contextlib.contextmanager
+    def _rejects(self) -> Iterator[BinaryIO | None]:
+        """Open the file of bad rows, if there is to be one, after those of the dataset to which events are appended."""
+        if not self.config.rejects:
+            yield None
+            return
+        with (self.folder / REJECTS_NAME).open("wb") as file:
+            content = b"file,line,reason,text\n"
+            if self.base is not None and (earlier := self.base.folder / REJECTS_NAME).exists():
+                content = earlier.read_bytes()
+            file.write(content)
+            yield file
 
     def _filter(self, log: Log, buckets: Buckets, engine: Engine) -> int:
         """Leave out what the filters say, and return the number of events that are left."""

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 # Files that the folder of a dataset may contain besides its manifest and its splits.
 ITEM_FEATURES_NAME = "item_features.parquet"
-_OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME)
+REJECTS_NAME = "rejects.csv"
+_OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME, REJECTS_NAME)
 
 DATASET_NAME = "dataset"  # folder of the new dataset in that of a run
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
-_IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
+_IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|rejects\.csv|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
 _LOGGER = logging.getLogger("evenrank.preprocess")
 _Result = TypeVar("_Result")
 

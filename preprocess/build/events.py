@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
@@ -21,7 +22,7 @@ from evenrank.core.files import replacing
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.options import OnError
 from evenrank.preprocess.read.keys import TextValues, by_bucket, keys_of
-from evenrank.preprocess.read.table import OPEN_QUOTE, BadRow, EventPart, Piece, first_bad_rows
+from evenrank.preprocess.read.table import OPEN_QUOTE, BadRows, EventPart, Piece
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 
@@ -167,6 +168,7 @@ class ReadRules:
     num_bits: int  # of the buckets
     texts: Mapping[str, TextValues]  # of the columns whose ids are text
     has_times: bool  # otherwise rows count as seconds
+    keeps_bad: bool  # whether bad rows are written to files, too
 
 
 class ReadPiece(NamedTuple):
@@ -181,8 +183,8 @@ class PieceSummary(NamedTuple):
     """What was read of a piece."""
 
     runs: Sequence[Run]
-    num_bad: int
-    first_bad: Sequence[BadRow]  # at most MAX_SHOWN; lines are counted from the begin of the piece
+    bad: BadRows  # whose lines are counted from the begin of the piece
+    bad_files: Sequence[Path]  # Parquet with all bad rows, if they are kept
     num_lines: int
     first_ms: int
     last_ms: int
@@ -190,7 +192,7 @@ class PieceSummary(NamedTuple):
 
 def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
     """Write the events of a piece in runs. Ids become keys; those that are text are registered."""
-    num_bad, first_bad, num_lines, num_rows = 0, list[BadRow](), 0, 0
+    bad, bad_files, num_lines, num_rows = BadRows(), list[Path](), 0, 0
     texts = {name: values.of_piece(task.number) for name, values in rules.texts.items()}
     runs, buffered = list[Run](), list[Columns]()
     first_ms, last_ms = 1 << 62, 0
@@ -203,8 +205,12 @@ def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
             buffered.clear()
 
     for batch in task.part.read(task.piece):
-        num_bad += batch.num_bad
-        first_bad = first_bad_rows([*first_bad, *batch.first_bad])
+        if len(batch.bad):
+            bad.add(batch.bad)
+            if rules.keeps_bad:
+                bad_files.append(rules.folder / f"bad-{task.number:05d}-{len(bad_files):05d}.parquet")
+                with replacing(bad_files[-1]) as new:
+                    batch.bad.write_parquet(new)
         num_lines = batch.last_line
         columns = {column.name: column for column in batch.good.iter_columns()}
         ids = {name: columns.pop(name) for name in (USER_ID, ITEM_ID)}
@@ -222,14 +228,14 @@ def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
     flush()
     for of_column in texts.values():
         of_column.flush()
-    return PieceSummary(runs, num_bad, first_bad, num_lines, first_ms, last_ms)
+    return PieceSummary(runs, bad, bad_files, num_lines, first_ms, last_ms)
 
 
 class Log(NamedTuple):
     """A log that was read."""
 
     runs: Sequence[Run]
-    num_skipped: Counter[str]  # rows, by a description of the first ones of each part
+    num_skipped: Counter[str]  # rows, by a description of the first ones of each part and kind of reason
     spans: dict[str, tuple[int, int]]  # times of the first and the last event by name of the part, of those with events
 
     @property
@@ -244,16 +250,24 @@ def join_pieces(
     *,
     has_times: bool,
     on_error: OnError,
+    rejects: BinaryIO | None,
     on_stage: Callable[[str], None],
 ) -> Log:
-    """Join all pieces in their order, and raise a DataError about rows that cannot be read, unless they are skipped."""
+    """Join all pieces in their order, and raise a DataError about rows that cannot be read, unless they are skipped.
+
+    All of them are written to `rejects`.
+    """
     num_events, spans, num_skipped = 0, dict[str, tuple[int, int]](), Counter[str]()
     runs = list[Run]()
     for (name, source), pieces in itertools.groupby(read, lambda pair: (pair[0].part.name, pair[0].part.source)):
-        num_bad, num_lines, first_bad = 0, 0, list[BadRow]()
+        bad, num_lines = BadRows(), 0
         for _, piece in pieces:
-            first_bad += [row._replace(line=row.line + num_lines) for row in piece.first_bad]
-            num_bad += piece.num_bad
+            bad.add_piece(piece.bad, num_lines)
+            if rejects is not None:
+                for path in piece.bad_files:
+                    rows = pl.read_parquet(path, glob=False)
+                    of_file = rows.select(pl.lit(source), pl.col("line") + num_lines, "reason", "text")
+                    rejects.write(of_file.write_csv(include_header=False, quote_style="non_numeric").encode())
             num_lines += piece.num_lines
             before_ms = 0 if has_times else 1000 * num_events
             if piece.runs:
@@ -262,12 +276,10 @@ def join_pieces(
             runs += [run._replace(first_ms=before_ms) for run in piece.runs]
             num_events += sum(run.num_events for run in piece.runs)
             on_stage(f"reading {name}: {num_events:,} events")
-        if num_bad:
-            shown = first_bad_rows(first_bad)
-            rows = "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in shown)
-            description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {rows}"
-            if on_error == "fail" or shown[0].reason == OPEN_QUOTE:
-                remedy = "skip them with --on-error skip" if shown[0].reason != OPEN_QUOTE else "convert the file"
+        if bad.counts:
+            description, of_kinds = bad.describe()
+            if on_error == "fail" or OPEN_QUOTE in bad.counts:
+                remedy = "convert the file" if OPEN_QUOTE in bad.counts else "skip them with --on-error skip"
                 raise DataError(f"{name}: {description}; fix them, or {remedy}")
-            num_skipped[f"{source}: {description}; all skipped"] += num_bad
+            num_skipped.update({f"{source}: {of_kind}; all skipped": count for of_kind, count in of_kinds.items()})
     return Log(runs, num_skipped, spans)

@@ -140,7 +140,7 @@ class _Rows:
         for rows in table.read(_numbers(self.config, self.kinds), piece):
             typed = replace(table, dtypes=rows.frame.schema)
             events = rows.check(*self.describe(typed))
-            if events.num_bad:
+            if len(events.bad):
                 passing = rows.frame.filter(pl.col(FAULT).is_null(), *self.values(typed)[1].values())
                 check_kinds(typed, passing, self.guessed, self.kinds)
             yield events

@@ -2,6 +2,7 @@
 
 import contextlib
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from evenrank.core.errors import DataError, first_line
 FAULT = "evenrank fault"
 # The fault of a line after which lines may be rows or text, so that bad rows of its file cannot be skipped.
 OPEN_QUOTE = "a quoted field does not end on its line, so the next lines may be its text; Parquet can store any text"
-MAX_SHOWN = 3  # bad rows in an error message
+MAX_SHOWN = 3  # bad rows of each kind of reason in an error message
 _IS_GOOD = "evenrank is_good"
 
 Types = Mapping[str, pl.DataType]  # of columns by name
@@ -40,9 +41,7 @@ class BadRow(NamedTuple):
     reason: str
 
 
-def first_bad_rows(rows: Iterable[BadRow]) -> list[BadRow]:
-    """Return the rows to show of bad ones in file order: those that cannot be skipped, then the first others."""
-    return sorted(rows, key=lambda row: row.reason != OPEN_QUOTE)[:MAX_SHOWN]
+_NO_BAD_ROWS = pl.DataFrame(schema={"line": pl.Int64(), "text": pl.String(), "reason": pl.String()})
 
 
 class Events(NamedTuple):
@@ -52,8 +51,47 @@ class Events(NamedTuple):
     """Columns user_id, item_id (Int64, UInt64 or String), timestamp_ms (int64), action (int32) and extra columns; there
     are neither nulls nor, in float32 columns, values that are not finite."""
     last_line: int = 0  # counted as that of a BadRow
-    num_bad: int = 0
-    first_bad: Sequence[BadRow] = ()  # at most MAX_SHOWN
+    bad: pl.DataFrame = _NO_BAD_ROWS
+    """The other rows, with the columns of a BadRow."""
+
+
+class BadRows:
+    """How many rows cannot be read, by the kind of the reason, and the first ones of each kind."""
+
+    def __init__(self) -> None:
+        self.counts, self.first = Counter[str](), defaultdict[str, list[BadRow]](list)
+
+    def add(self, rows: pl.DataFrame) -> None:
+        """Count further rows of a piece, which have the columns of a BadRow."""
+        kind = pl.col("reason").str.replace(", got .*", "")
+        for (of,), alike in rows.group_by(kind, maintain_order=True):
+            self._add(of, len(alike), map(BadRow._make, alike.head(MAX_SHOWN).iter_rows()))
+
+    def add_piece(self, piece: "BadRows", num_lines: int) -> None:
+        """Count the rows of the next piece of a file, after so many lines."""
+        for kind, count in piece.counts.items():
+            self._add(kind, count, (row._replace(line=row.line + num_lines) for row in piece.first[kind]))
+
+    def _add(self, kind: str, count: int, first: Iterable[BadRow]) -> None:
+        self.counts[kind] += count
+        self.first[kind] = [*self.first[kind], *first][:MAX_SHOWN]
+
+    def describe(self) -> tuple[str, dict[str, int]]:
+        """Return a description of all rows, those first that cannot be skipped, and one of each kind with the count."""
+        kinds = sorted(self.counts, key=lambda kind: kind != OPEN_QUOTE)
+        shown = {
+            kind: "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in self.first[kind])
+            for kind in kinds
+        }
+        described = {f"{_num_rows('bad', self.counts[kind])}, first {shown[kind]}": self.counts[kind] for kind in kinds}
+        if len(kinds) == 1:
+            return next(iter(described)), described
+        each = "; ".join(f"{shown[kind]} ({_num_rows('such', self.counts[kind])})" for kind in kinds)
+        return f"{_num_rows('bad', self.counts.total())}, first {each}", described
+
+
+def _num_rows(adjective: str, count: int) -> str:
+    return f"{count:,} {adjective} row{'s' if count > 1 else ''}"
 
 
 def _unchanged(events: dict[str, NDArray[Any]]) -> Iterable[dict[str, NDArray[Any]]]:
@@ -78,7 +116,7 @@ class Rows(NamedTuple):
 
     frame: pl.DataFrame  # the needed columns, and FAULT
     first_line: int
-    texts: Callable[[pl.Series], Sequence[str]]  # of the rows with these indices
+    texts: Callable[[pl.Series], pl.Series]  # of the rows with these indices
 
     def check(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> Events:
         """Compute columns of the rows that are well formed and pass all checks, whose keys are the reasons to report.
@@ -91,12 +129,12 @@ class Rows(NamedTuple):
         last_line = self.first_line + len(self.frame) - 1
         if not is_bad.any():
             return Events(good, last_line)
-        is_open = self.frame.get_column(FAULT).eq_missing(OPEN_QUOTE)
-        places = pl.concat([is_open.arg_true(), (is_bad & ~is_open).arg_true()]).head(MAX_SHOWN)
+        places = is_bad.arg_true()
         reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
         first_reasons = self.frame[places].select(pl.coalesce(FAULT, *reasons)).to_series()
-        shown = zip((places + self.first_line).to_list(), self.texts(places), first_reasons, strict=True)
-        return Events(good.filter(~is_bad), last_line, int(is_bad.sum()), [BadRow(*row) for row in shown])
+        lines = places.cast(pl.Int64) + self.first_line
+        bad = pl.DataFrame([lines, self.texts(places), first_reasons], schema=_NO_BAD_ROWS.schema)
+        return Events(good.filter(~is_bad), last_line, bad)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +179,7 @@ class Table:
         parts = []
         for rows in self.read():
             part = rows.check(columns, checks)
-            for row in part.first_bad:
+            for row in map(BadRow._make, part.bad.iter_rows()):
                 raise DataError(
                     f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line"
                 )

@@ -40,7 +40,7 @@ _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed 
 _Folders = Mapping[str, str | None]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # What Python writes and JSON does not have, and numbers that Polars refuses or rounds: where they may be, and which.
-_MAYBE_ODD = r"[:\[,][ \t]*(?:NaN|-?Infinity|-?[0-9]+\.?[0-9]*[eE]\+?[0-9]|-?[0-9]{16,}\.)"
+_MAYBE_ODD = r"[:\[,][ \t]*(?:NaN|-?Infinity|-?[0-9]+\.?[0-9]*[eE]\+?[0-9]|-?[0-9]{16,}\.|-?[0-9]{38})"
 _TEXT_OR_NUMBER = re.compile(
     r'"(?:[^"\\]|\\.)*"|(?<![0-9.eE+-])(?:NaN|-?Infinity|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)'
     r"(?=[ \t\r]*[,\]}])"
@@ -165,8 +165,8 @@ def _read_parquet(
     text = pl.concat_str(*(value.cast(pl.String, strict=False).fill_null("") for value in values), separator=",")
     no_fault = pl.lit(None, dtype=pl.String).alias(FAULT)
 
-    def describe(frame: pl.DataFrame, places: pl.Series) -> list[str]:
-        return frame[places].select(text).to_series().to_list()
+    def describe(frame: pl.DataFrame, places: pl.Series) -> pl.Series:
+        return frame[places].select(text).to_series()
 
     first_row = 1
     batches = rows.with_columns(*constants, no_fault).collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True)
@@ -235,7 +235,8 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
 def _quote_if_odd(found: re.Match[str]) -> str:
     """Return a text or number of a line of JSON, as text if it is no number of JSON, or too large for a float."""
     text = found[0]
-    if text[0] == '"' or text.lstrip("-").isdigit() or (text[-1].isdigit() and abs(float(text)) < 1 << 53):
+    is_integer = text.lstrip("-").isdigit() and len(text) < 38  # which Polars reads
+    if text[0] == '"' or is_integer or (text[-1].isdigit() and abs(float(text)) < 1 << 53):
         return text
     return '"' + re.sub(r"[eE]\+?", "e+", text) + '"'
 

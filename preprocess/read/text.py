@@ -47,9 +47,9 @@ class Block:
         """Return the text of all lines."""
         return pl.Series([self.data.decode()]).str.split("\n").explode()[:-1]
 
-    def texts(self, places: pl.Series) -> list[str]:
+    def texts(self, places: pl.Series) -> pl.Series:
         """Return the text of the lines with these indices."""
-        return self.lines().gather(places).to_list()
+        return self.lines().gather(places)
 
 
 @contextlib.contextmanager

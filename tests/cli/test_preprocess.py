@@ -28,6 +28,7 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "overwrite": (True, EVERY, {}),
     "raw_dir": ("raw", {*PUBLIC, "expanded"}, {}),
     "on_error": ("skip", EVERY - DRAWN, {}),
+    "rejects": (True, EVERY - DRAWN, {"on_error": "skip"}),
     "append": (True, CUSTOM, {}),
     "engine": ("ray", EVERY, {}),
     "ray_address": ("auto", EVERY, {"engine": "ray"}),

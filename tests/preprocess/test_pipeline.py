@@ -161,9 +161,9 @@ def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(
     manifest = _run(tmp_path, text, split="none", on_error="skip")
     assert manifest.splits["train"].interactions == 8
     assert manifest.options["audit"] == {
-        "ratings.csv: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not an integer in -2^63..2^63-1; "
-        "line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; line 10 ('1,2'): expected 4 fields, got 2; "
-        "all skipped": 3,
+        "ratings.csv: 1 bad row, first line 7 ('1,x,3,3'): movieId is not an integer in -2^63..2^63-1; all skipped": 1,
+        "ratings.csv: 2 bad rows, first line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; "
+        "line 10 ('1,2'): expected 4 fields, got 2; all skipped": 2,
         "duplicate events (kept)": 1,
     }
 

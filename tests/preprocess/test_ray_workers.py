@@ -40,7 +40,7 @@ def _bytes_in(folder: Path) -> dict[str, bytes]:
 
 def _configs(folder: Path) -> Iterator[PreprocessConfig]:
     rows = [(f"user {event % 37}", event * event % 53, 1_600_000_000 + event * 7 % 9999) for event in range(3000)]
-    (folder / "log.csv").write_text("user,item,time\n" + "".join("{},{},{}\n".format(*row) for row in rows))
+    (folder / "log.csv").write_text("user,item,time\n" + "".join("{},{},{}\n".format(*row) for row in rows) + "bad\n")
     (folder / "later.csv").write_text("user,item,time\n" + "".join(f"{u},{i + 9},{t + 10**5}\n" for u, i, t in rows))
     names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     log = PreprocessConfig(
@@ -51,6 +51,8 @@ def _configs(folder: Path) -> Iterator[PreprocessConfig]:
         filters=Filters(min_user_events=2, min_item_events=40, window=20, stride=10),
         split="time:last:1h",
         requests=RequestRule(seconds=60),
+        on_error="skip",
+        rejects=True,
     )
     yield log
     later = TabularConfig(events=(folder / "later.csv",), **names)

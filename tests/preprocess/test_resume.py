@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,14 +28,15 @@ from tests.preprocess.test_append import bytes_in
 def _config(folder: Path, out: str) -> PreprocessConfig:
     log = TabularConfig(events=(folder / "log.csv",), user_column="user", item_column="item", timestamp_column="time")
     filters = Filters(min_user_events=2, min_item_events=2, max_length=24)
+    skip: dict[str, Any] = {"on_error": "skip", "rejects": True}
     return PreprocessConfig(
-        dataset="custom", out=folder / out, custom=log, ids="dense", filters=filters, split="leave-last:1"
+        dataset="custom", out=folder / out, custom=log, ids="dense", filters=filters, split="leave-last:1", **skip
     )
 
 
 def _write_log(folder: Path, *, num_events: int = 900) -> None:
     rows = (f"u{event % 37},{event * event % 53},{1_600_000_000 + event * 7 % 1000}" for event in range(num_events))
-    (folder / "log.csv").write_text("user,item,time\n" + "\n".join(rows) + "\n")
+    (folder / "log.csv").write_text("user,item,time\n" + "\n".join(rows) + "\nbad\nrows\n")
 
 
 @contextmanager

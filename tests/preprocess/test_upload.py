@@ -8,6 +8,7 @@ import sys
 import tempfile
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.distributions import Lognormal
 from evenrank.datasets.schema import version_name
 from evenrank.datasets.stream import open_stream
-from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, TabularConfig, preprocess
 from tests.s3_server import BUCKET, S3, SECRET
 
 _SYNTHETIC = SyntheticConfig(num_users=40, lengths=Lognormal(mean=9, std=9, low=1, high=40))
@@ -67,6 +68,16 @@ def test_a_new_version_replaces_the_old_one_and_a_copied_folder(s3: S3, tmp_path
         version = version_name(s3.read("new/manifest.json"))
         assert {name.partition("/")[0] for name in s3.keys("new")} == {"manifest.json", version}
         assert len(open_store(s3.url("new"))) == read_manifest(s3.url("new")).splits["train"].rows
+
+
+def test_the_file_of_bad_rows_is_a_part_of_a_dataset_at_a_url(s3: S3, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user_id,item_id\n1,2\nbad\n1,3\n")
+    log = TabularConfig(events=(tmp_path / "log.csv",), timestamp_unit="row")
+    options: dict[str, Any] = {"custom": log, "on_error": "skip", "rejects": True, "split": "none"}
+    for _ in range(2):  # so that it is replaced, without `overwrite`
+        preprocess(PreprocessConfig(dataset="custom", out=s3.url("log"), allow_empty=True, **options))
+    content = s3.read(f"log/{version_name(s3.read('log/manifest.json'))}/rejects.csv")
+    assert content == b'file,line,reason,text\n"log.csv",3,"expected 2 fields, got 1","bad"\n'
 
 
 def test_where_nothing_may_be_deleted_the_new_version_is_complete_and_the_old_one_stays(

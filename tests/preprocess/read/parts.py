@@ -1,13 +1,19 @@
 from itertools import chain
+from typing import NamedTuple
 
 import polars as pl
 
-from evenrank.preprocess.read.table import EventPart, Events
+from evenrank.preprocess.read.table import BadRow, EventPart
 
 
-def read_part(part: EventPart) -> Events:
-    """Return all events of a part at once, and the first bad rows of each of its blocks."""
+class Read(NamedTuple):
+    good: pl.DataFrame
+    last_line: int
+    bad: list[BadRow]
+
+
+def read_part(part: EventPart) -> Read:
+    """Return all events of a part at once, and the bad rows of its blocks, whose lines are those of each piece."""
     blocks = [*chain.from_iterable(map(part.read, part.pieces))]
-    good, last_line = pl.concat([block.good for block in blocks]), blocks[-1].last_line
-    first_bad = [*chain(*(block.first_bad for block in blocks))]
-    return Events(good, last_line, sum(block.num_bad for block in blocks), first_bad)
+    bad = [BadRow._make(row) for block in blocks for row in block.bad.iter_rows()]
+    return Read(pl.concat([block.good for block in blocks]), blocks[-1].last_line, bad)

@@ -17,13 +17,11 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.read import table
 from evenrank.preprocess.read.features import NO_FEATURES, Interactions
 from evenrank.preprocess.read.log import read_tabular
-from evenrank.preprocess.read.table import Events
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.values import TextIdsError
-from tests.preprocess.read.parts import read_part
+from tests.preprocess.read.parts import Read, read_part
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
@@ -66,17 +64,11 @@ def _read(
     return read_tabular(_config(_write(folder / name, content), **options), rules, known)
 
 
-@pytest.fixture(autouse=True)
-def _all_bad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_SHOWN", 1000)
-
-
-def _read_parts(interactions: Interactions) -> list[Events]:
+def _read_parts(interactions: Interactions) -> list[Read]:
     parts = [read_part(part) for part in interactions.parts]
     ids = {name: TYPES[kind] for name, kind in interactions.id_kinds.items()}
     schema = {**ids, "action": pl.Int32, "timestamp_ms": pl.Int64}
     assert all(dict(events.good.schema) == schema for events in parts)
-    assert all(len(events.first_bad) == events.num_bad for events in parts)
     return parts
 
 
@@ -88,7 +80,7 @@ def _rows(interactions: Interactions) -> list[tuple[Any, ...]]:
 def _bad(interactions: Interactions) -> list[tuple[int, str]]:
     """Return lines and reasons of the bad rows of the only file."""
     (events,) = _read_parts(interactions)
-    return [(row.line, row.reason) for row in events.first_bad]
+    return [(row.line, row.reason) for row in events.bad]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +115,7 @@ def test_parquet_with_other_columns_and_several_types_of_numbers_and_times(tmp_p
     assert _rows(interactions) == [(7, 30, 0, 1_700_000_000_123)]
     assert interactions.id_kinds == {"user_id": "int64", "item_id": "uint64"}
     (part,) = interactions.parts
-    assert [(row.line, row.text) for row in read_part(part).first_bad] == [(2, "8.5,10,1.0")]
+    assert [(row.line, row.text) for row in read_part(part).bad] == [(2, "8.5,10,1.0")]
     assert part.num_events == 2
     time, noon = pl.lit(datetime(2024, 1, 1, 12, 0, 0, 1999)), 1_704_110_400_000
     for column, expected in (
@@ -176,7 +168,7 @@ def test_unsigned_ids_up_to_64_bits_are_exact_unless_they_are_kept(tmp_path: Pat
     interactions = read_tabular(_config(tmp_path / "a.parquet", tmp_path / "b.csv"), AUTO, {})
     assert interactions.id_kinds == {"user_id": "uint64", "item_id": "int64"}
     assert _rows(interactions) == [(0, 1, 0, 0), (2**63, 2, 0, 0), (2**64 - 1, 3, 0, 0), (7, 4, 0, 0)]
-    (bad,) = read_part(interactions.parts[1]).first_bad
+    (bad,) = read_part(interactions.parts[1]).bad
     assert (bad.line, bad.reason) == (3, "user is not an integer in 0..2^64-1")
 
 
@@ -332,7 +324,7 @@ def test_rows_with_faults_are_found_and_do_not_affect_the_type_of_ids(tmp_path: 
     ]
     assert _rows(kept) == [(low, high, 0, 3000), (4, 5, 0, 6000)]
     assert _rows(interactions) == [_rows(kept)[0], (1, -2, 0, 3000), *_rows(kept)[1:]]
-    assert [row.text for row in read_part(interactions.parts[0]).first_bad[:3]] == [",2,3,x", "1,,3,x", '"",2,3,x']
+    assert [row.text for row in read_part(interactions.parts[0]).bad[:3]] == [",2,3,x", "1,,3,x", '"",2,3,x']
 
 
 def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
@@ -517,7 +509,7 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     good = read_part(part).good.select("price", "dwell", "w")
     assert good.dtypes == [pl.Float32, pl.Int64, pl.Float32]
     assert good.rows() == [(1.5, 7, 0.25), (-1, 0, 1), (-2, -9, 1), (-1, 0, 2)]
-    assert [row.reason for row in read_part(part).first_bad] == [
+    assert [row.reason for row in read_part(part).bad] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
         "w is missing; declare a value instead, such as w=0",
@@ -540,7 +532,7 @@ def test_missing_numbers_in_parquet_are_null_or_nan(tmp_path: Path) -> None:
     frame = pl.DataFrame({"user": 1, "item": 2, "time": 3, "price": [1.0, None, math.nan, math.inf, 1e300]})
     (part,) = _read(tmp_path, frame, event_columns=("price:float=0.5",)).parts
     assert read_part(part).good.get_column("price").to_list() == [1, 0.5, 0.5]
-    assert [row.line for row in read_part(part).first_bad] == [4, 5]
+    assert [row.line for row in read_part(part).bad] == [4, 5]
 
 
 @pytest.mark.parametrize("missing", ["", "NaN", "-nan", "None", "NULL", "NA", "<NA>"])
@@ -552,9 +544,7 @@ def test_missing_numbers_in_text_are_empty_nan_or_stand_for_null(tmp_path: Path,
         ("b", 1.5, 4),
     ]
     (part,) = _read(tmp_path, text, event_columns=("price",)).parts
-    assert [row.reason for row in read_part(part).first_bad] == [
-        "price is missing; declare a value instead, such as price=0"
-    ]
+    assert [row.reason for row in read_part(part).bad] == ["price is missing; declare a value instead, such as price=0"]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
@@ -570,7 +560,7 @@ def test_numbers_that_float32_rounds_are_bad_rows_and_exact_as_integers(
     (part,) = read_tabular(_config(path, **options), AUTO, {}).parts
     assert read_part(part).good["x"].to_list() == [2**24 - 1]
     reason = "x is 2^24 or more, where float32 rounds integers; declare x:int"
-    assert [row.reason for row in read_part(part).first_bad] == [reason] * 2
+    assert [row.reason for row in read_part(part).bad] == [reason] * 2
     if suffix == "parquet" and dtype == pl.Float64:
         write_table(path, pl.read_parquet(path).cast({"x": pl.Float32}))  # in which nothing more is rounded
         (part,) = read_tabular(_config(path, **options), AUTO, {}).parts
@@ -587,13 +577,13 @@ def test_a_column_without_any_value_is_filled(tmp_path: Path) -> None:
     required: list[dict[str, Any]] = [{"event_columns": ("price",)}, {"action_columns": ("kind",)}]
     for options in (*required, {"user_column": "kind"}):
         (part,) = _read(tmp_path, frame, rules=KEEP, **options).parts
-        assert read_part(part).num_bad == 1
+        assert len(read_part(part).bad) == 1
 
 
 def test_a_negative_weight_is_a_fault(tmp_path: Path) -> None:
     text = "user,item,time,w,price\n1,2,3,0,-1\n1,2,3,-0.5,-1\n"
     (part,) = _read(tmp_path, text, event_columns=("price",), weight="w").parts
-    assert [(row.line, row.reason) for row in read_part(part).first_bad] == [(3, "w is a negative weight")]
+    assert [(row.line, row.reason) for row in read_part(part).bad] == [(3, "w is a negative weight")]
 
 
 def test_a_column_with_a_fill_that_json_lines_never_have_is_an_error(tmp_path: Path) -> None:
@@ -615,7 +605,7 @@ def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
     assert (interactions.num_actions, interactions.extra_events) == (1, {"rating": "float32"})
     events = read_part(interactions.parts[0])
     assert events.good.select("action", "rating").rows() == [(0, pytest.approx(4.7))]
-    assert events.num_bad == 1
+    assert len(events.bad) == 1
 
 
 @pytest.mark.parametrize(

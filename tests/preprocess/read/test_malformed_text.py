@@ -17,9 +17,8 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.read import log as logs
-from evenrank.preprocess.read import table as tables
 from evenrank.preprocess.read import text as text_files
-from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, Table
+from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, BadRow, Table
 from evenrank.preprocess.read.tabular import open_table
 from tests.preprocess.read.parts import read_part
 from tests.preprocess.read.test_public import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, read, write
@@ -200,17 +199,15 @@ def _check_log(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch
     _in_small_blocks(rng, monkeypatch, len(content))
     rules = {"user_id": "keep", "item_id": rng.choice(["keep", "dense"])}
     part = read(name, folder, rules).parts[0]
+    found = read_part(part)
     with monkeypatch.context() as patched:
-        patched.setattr(tables, "MAX_SHOWN", 1 << 30)
-        found = read_part(part)
         patched.setattr(logs, "_numbers", lambda *_: {})
         as_text = read_part(read(name, folder, rules).parts[0])
     assert found.good.equals(as_text.good), content
     assert found[1:] == as_text[1:], content
     lines = dict(list(_read_lines(content))[bool(header) :])
-    assert len(found.good) + found.num_bad == len(lines)
-    assert len(found.first_bad) == found.num_bad
-    assert all(lines[row.line] == row.text for row in found.first_bad), content
+    assert len(found.good) + len(found.bad) == len(lines)
+    assert all(lines[row.line] == row.text for row in found.bad), content
 
 
 def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) -> None:
@@ -219,7 +216,7 @@ def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) 
     table = open_table(path, ("user", "time"))
     (rows,) = table.read()
     assert rows.frame.get_column(FAULT).is_null().to_list() == [True, False, False, True]
-    reasons = {row.line: (row.text, row.reason) for row in rows.check([], {}).first_bad}
+    reasons = {row.line: (row.text, row.reason) for row in map(BadRow._make, rows.check([], {}).bad.iter_rows())}
     assert reasons == {
         3: ('a\0",3', "the line contains a NUL byte; the file is damaged there"),
         4: ('4,"5', OPEN_QUOTE),

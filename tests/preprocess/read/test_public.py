@@ -118,7 +118,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
         events = read_part(part)
         assert (events.good.columns, events.good.rows()) == (columns, rows)
         assert events.good.dtypes == types
-        assert events.num_bad == 0
+        assert len(events.bad) == 0
 
     assert interactions.num_actions == 256
     assert interactions.extra_events == {"play_time_ms": "int64", "duration_ms": "int64"}
@@ -163,9 +163,9 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
 def test_bad_rows_are_found_with_their_reason(tmp_path: Path, line: str, reason: str) -> None:
     first, second = read_pure(tmp_path, GOOD, line, GOOD).parts
     events = read_part(first)
-    assert (len(events.good), events.num_bad) == (2, 1)
-    assert events.first_bad == [BadRow(line=3, text=line, reason=reason)]
-    assert read_part(second).num_bad == 0
+    assert (len(events.good), len(events.bad)) == (2, 1)
+    assert events.bad == [BadRow(line=3, text=line, reason=reason)]
+    assert len(read_part(second).bad) == 0
 
 
 @pytest.mark.parametrize("name", PURE.files)

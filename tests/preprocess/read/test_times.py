@@ -176,7 +176,7 @@ def test_times_of_a_larger_unit_among_others_are_bad_rows(
     events = read_part(part)
     assert events.good["user_id"].to_list() == [1, 3]
     reason = f"time is before 1973 in {UNITS[unit]}, unlike other times; check its unit"
-    assert [row.reason for row in events.first_bad] == [reason]
+    assert [row.reason for row in events.bad] == [reason]
 
 
 def test_a_log_that_begins_in_another_unit_raises(tmp_path: Path) -> None:
