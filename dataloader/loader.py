@@ -298,8 +298,8 @@ class TimeWindowLoader(Loader[Batch]):
         The state may be of another dataset, and of windows of another length.
 
         Raises:
-            StateError: the state is damaged, of no windows, or of a dataset whose vocabulary this one does not extend;
-                or no window of this loader begins then.
+            StateError: the state is damaged, of no windows, of a dataset whose vocabulary this one does not extend, or
+                of `key_maps` that give keys other rows; or no window of this loader begins then.
         """
         _, time_ms = self._next_epoch(state)
         self._current.start_epoch(self._windows.index_of(time_ms))

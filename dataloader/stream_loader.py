@@ -254,6 +254,7 @@ class StreamLoader(RankLoader[Batch]):
         """Begin with the epoch after that of a state, which may be of another dataset; see `Loader.begin_after`."""
         state = FORMAT.check(state)
         checks.check_vocabulary(state[checks.VOCABULARY], self._source.manifest.ids, source="the stream's state")
+        check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the stream's state", may_grow=True)
         self._current.start_epoch(state["epoch"] + 1)
 
     def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:

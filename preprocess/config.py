@@ -26,8 +26,8 @@ class PreprocessConfig(Settings):
     """Replace a folder that contains something else than a dataset."""
     append: Annotated[bool, AppliesTo(dataset=(CUSTOM,)), AppliesTo(vocabulary=(None,))] = False
     """Add the events, which are later ones, to the dataset at `out`, which becomes as if all were preprocessed at once,
-    with the ids that its features have; its log is not read again. Repeat the other options by which it was made. Files
-    that it has already change nothing."""
+    with the rules of ids and the ids of features that it has; its log is not read again. Repeat the other options by
+    which it was made. Files that it has already change nothing."""
     raw_dir: Annotated[
         Path, Option("FOLDER"), AppliesTo(dataset=AllBut((SYNTHETIC, CUSTOM)), expand=AllBut((None,)))
     ] = Path("raw")

@@ -43,7 +43,9 @@ def dist_type(key_maps: Mapping[str, KeyMap]) -> str:
     return json.dumps({name: key_maps[name].describe() for name in sorted(key_maps)})
 
 
-def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source: str, notify: bool = True) -> None:
+def check_dist_type(
+    saved: str | None, key_maps: Mapping[str, KeyMap], *, source: str, notify: bool = True, may_grow: bool = False
+) -> None:
     """Check that a checkpoint has the key maps of this job. Features without a map are `continuous`.
 
     Args:
@@ -51,6 +53,7 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
         key_maps: of this job.
         source: of the entry, for messages, such as "the checkpoint".
         notify: whether to log, to the logger `evenrank`, that there is no entry; one rank is enough.
+        may_grow: whether tables may have got further rows, behind which `continuous` keys keep theirs.
 
     Raises:
         StateError: a feature has another map, or the entry is damaged.
@@ -68,6 +71,8 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
         # Of continuous maps, only entries that both have must be equal.
         both = before["mode"] == now["mode"] == "continuous"
         decisive = {*before} & {*now} if both else {*before, *now}
+        if both and may_grow:
+            continue
         if different := {entry for entry in decisive if before.get(entry) != now.get(entry)}:
             constants = " with other constants" if different == {"constants"} else ""
             raise StateError(

@@ -134,7 +134,8 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
 
         Raises:
-            StateError: the state is damaged, or of a dataset whose vocabulary this one does not extend.
+            StateError: the state is damaged, of a dataset whose vocabulary this one does not extend, or of `key_maps`
+                that give keys other rows.
         """
         self._current.start_epoch(self._next_epoch(state)[0])
 
@@ -144,6 +145,7 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         Of windows, also the time in milliseconds since 1970 before which all events are trained, else None.
         """
         entries = self._checked(state)
+        check_dist_type(entries[DIST_TYPE], self._key_maps, source="the loader's state", may_grow=True)
         epoch, left_out = entries["epoch"], entries["num_samples"] - entries["position"]
         if entries["position"] and left_out:
             _log.warning("epoch %d is not finished: %d samples of its dataset are never trained", epoch, left_out)

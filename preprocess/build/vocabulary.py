@@ -122,13 +122,15 @@ def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine:
         ids = Ids(size=int(rule.partition(":")[2]), summary=summary)
         _, counts = np.unique(ids.encode(np.concatenate([keys_in(rows) for rows in found.read()])), return_counts=True)
         return replace(ids, summary=replace(summary, collisions=int(counts[counts > 1].sum())))
-    if rule == AUTO:
+    # Ids that were numbered stay so when later events fill the gaps: models were trained with them.
+    if rule == AUTO and not (earlier is not None and earlier.summary.rule == DENSE):
         least, largest = found.limits or (0, 0)
         chosen = choose(column.kind, distinct=found.size, least=least, largest=largest)
-        if earlier is not None and chosen != earlier.summary.rule:
+        if earlier is not None and chosen != KEEP:
             raise DataError(
-                f"the rule auto would have {column.name} {chosen} by now, not {earlier.summary.rule}; preprocess all "
-                "of the log at once"
+                f"the ids of {column.name} were kept, and auto would number them by now: {found.size:,} values up to "
+                f"{largest:,}; append with --ids {column.name.removesuffix('_id')}=keep, or preprocess all of the log "
+                "at once, under other ids"
             )
         if chosen == KEEP:
             return Ids(size=None, summary=replace(summary, rule=KEEP, largest=largest))

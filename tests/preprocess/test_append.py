@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
-from evenrank.preprocess.options import DENSE, KEEP
+from evenrank.preprocess.options import KEEP
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 from tests.preprocess.read.test_log import write_table
 from tests.s3_server import S3
@@ -232,11 +232,7 @@ def test_late_events_are_bad_rows_which_can_be_skipped(tmp_path: Path) -> None:
 
 def test_ids_that_auto_keeps_are_still_counted_and_another_choice_is_refused(tmp_path: Path) -> None:
     few, many, far = ([(1, i, 1, 1) for i in items] for items in ([20], range(20), [999]))
-    for name, days, chosen in (
-        ("same", [many, few, many], KEEP),
-        ("later", [few, many], KEEP),
-        ("far", [many, far], DENSE),
-    ):
+    for name, days in (("same", [many, few, many]), ("later", [few, many]), ("far", [many, far])):
         folder = tmp_path / name
         folder.mkdir()
         first, *others = write_days(folder, days, user="u")
@@ -248,11 +244,17 @@ def test_ids_that_auto_keeps_are_still_counted_and_another_choice_is_refused(tmp
             assert bytes_in(folder / "out") == bytes_in(folder / "once")
             assert read_manifest(folder / "out").ids["item_id"].distinct == 21
             continue
-        was = {KEEP: DENSE, DENSE: KEEP}[chosen]
+        if name == "later":  # ids that were numbered stay so
+            run(folder / "out", *others, append=True, ids="")
+            run(folder / "once", first, *others, ids="dense")
+            assert bytes_in(folder / "out") == bytes_in(folder / "once")
+            continue
         with pytest.raises(
-            DataError, match=f"^the rule auto would have item_id {chosen} by now, not {was}; preprocess"
+            DataError, match=r"^the ids of item_id were kept, .* 21 values up to 999; append with --ids"
         ):
             run(folder / "out", *others, append=True, ids="")
+        run(folder / "out", *others, append=True, ids="user=dense,item=keep")
+        assert read_manifest(folder / "out").ids["item_id"].rule == KEEP
 
 
 def test_auto_cannot_choose_after_ids_that_were_not_counted(tmp_path: Path) -> None:

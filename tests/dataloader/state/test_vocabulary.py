@@ -1,7 +1,9 @@
 """Training on one day's log after another's: ids keep their meaning, or the state is refused."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ import pytest
 import torch
 
 from evenrank.core.errors import DataError, StateError
-from evenrank.dataloader import LoaderConfig, Mixture, build_loader, build_stream_loader
+from evenrank.dataloader import LoaderConfig, Mixture, TimeWindows, build_loader, build_stream_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
+from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.datasets import open_store
 from evenrank.datasets.schema import content_hash, read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 
 CONFIG = LoaderConfig(batch_size=2, seed=3)
+BALANCE = BalanceConfig(cost=LinearCost(interleave_actions=False))
 DAYS = (
     [
         ("ann", "tea", 1_772_086_400),
@@ -200,3 +205,72 @@ def test_a_state_is_continued_after_each_of_the_days_that_were_appended_since(tm
                 if builder is build:
                     build(out, CONFIG, rank=0, world_size=1).begin_after(state)
             states.append((build, build(out, CONFIG, rank=0, world_size=1).state_dict()))
+
+
+def append_day(folder: Path, day: int) -> Path:
+    """Write or append a day of a log with integers, of which `auto` numbers the items: they fill gaps later on."""
+    log, out = folder / f"day{day}.csv", folder / "all"
+    items = [[90, 91], [*range(60)]][day]
+    rows = [f"{1000 * day + item % 7},{item},{1_772_086_400 + 86_400 * day + item}\n" for item in items]
+    log.write_text("user,item,time\n" + "".join(rows))
+    custom = TabularConfig(events=(log,), user_column="user", item_column="item", timestamp_column="time")
+    preprocess(PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, append=day > 0))
+    return out
+
+
+BUILDERS: dict[str, Any] = {
+    "plain": partial(build_loader, config=CONFIG),
+    "balanced alone": partial(build_loader, config=CONFIG, balance=BALANCE),
+    "Balancer": partial(build_loader, config=CONFIG),
+    "windows of time": partial(
+        build_loader, config=replace(CONFIG, order=TimeWindows(every="1d"), max_num_candidates=9)
+    ),
+    "stream": partial(build_stream_loader, config=CONFIG),
+}
+
+
+def test_a_dataset_is_continued_after_new_users_and_items_were_appended_on_any_number_of_ranks(tmp_path: Path) -> None:
+    out, states = append_day(tmp_path, 0), {}
+    for name, build in BUILDERS.items():
+        loader = build(out, rank=0, world_size=1)
+        with Balancer(loader, BALANCE) if name == "Balancer" else nullcontext(loader) as batches:
+            list(batches)
+            states[name] = batches.state_dict()
+    append_day(tmp_path, 1)
+    for name, build in BUILDERS.items():
+        for world_size in (1, 3):
+            items: list[int] = []
+            for rank in range(world_size):
+                loader = build(out, rank=rank, world_size=world_size)
+                loader.begin_after(states[name])
+                assert loader.epoch == 1
+                with (
+                    Balancer(loader, BALANCE)
+                    if name == "Balancer" and world_size == 1
+                    else nullcontext(loader) as batches
+                ):
+                    for batch in batches:
+                        items += batch.features["item_id"].values().tolist()
+            raw = pl.read_parquet(out / "vocabulary_item_id.parquet").get_column("value").gather([i - 1 for i in items])
+            expected = range(60) if name == "windows of time" else [*range(60), 90, 91]
+            assert sorted(raw.unique()) == [*expected], name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
+def test_keys_keep_their_rows_when_tables_grow_or_the_state_is_refused(
+    days: tuple[Path, Path], build: Any, mode: Any
+) -> None:
+    def make(day: int, num_embeddings: int) -> Any:
+        key_map = KeyMap(num_embeddings=num_embeddings, world_size=2, mode=mode)
+        return build(days[day], replace(CONFIG, key_maps={"item_id": key_map}), rank=0, world_size=1)
+
+    roomy, tight = (make(0, num_embeddings).state_dict() for num_embeddings in (9, 3))
+    make(1, 9).begin_after(roomy)
+    if mode == "continuous":
+        make(1, 5).begin_after(tight)
+        return
+    with pytest.raises(StateError, match=rf"state stores item_id with routing {mode} \(num_embeddings 3.* uses {mode}"):
+        make(1, 5).begin_after(tight)
+    with pytest.raises(StateError, match=r"but this job uses continuous"):
+        build(days[1], CONFIG, rank=0, world_size=1).begin_after(roomy)
