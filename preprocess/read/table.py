@@ -111,6 +111,10 @@ class EventPart:
     """Called with the columns of some good rows, ids as keys; returns the events to use instead, in pieces."""
 
 
+class Hint(str):
+    """A reason why rows fail one of the next checks, with a remedy; so it is looked for in bad rows alone."""
+
+
 class Rows(NamedTuple):
     """Consecutive rows of a file."""
 
@@ -123,8 +127,10 @@ class Rows(NamedTuple):
 
         The other rows are bad.
         """
-        is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values()).fill_null(False)
-        good = self.frame.select(*columns, is_good.alias(_IS_GOOD))
+        needed = (check for reason, check in checks.items() if not isinstance(reason, Hint))
+        is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *needed).fill_null(False)
+        # Lazily, so that what columns and checks have in common is computed once.
+        good = self.frame.lazy().select(*columns, is_good.alias(_IS_GOOD)).collect()
         is_bad = ~good.drop_in_place(_IS_GOOD)
         last_line = self.first_line + len(self.frame) - 1
         if not is_bad.any():
