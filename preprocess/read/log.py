@@ -13,7 +13,7 @@ from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_m
 from evenrank.preprocess.options import KEEP
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
-from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table
+from evenrank.preprocess.read.table import FAULT, Dropped, EventPart, Events, Piece, Table
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.times import (
     MAX_TIMESTAMP_MS,
@@ -72,7 +72,7 @@ def read_tabular(
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
-    check_json_keys(tables, [column.name for column in config.extra_columns if column.fill is not None])
+    check_json_keys(tables, [column.name for column in config.extra_columns if column[2:] != (None, False)])
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
     judged = {name: column for name, column in columns.items() if name not in fixed}
@@ -230,13 +230,16 @@ def _flag(table: Table, name: str) -> pl.Expr:
 
 def _event_column(table: Table, column: Column) -> Checked:
     name, is_float, checks = column.name, column.dtype == "float32", dict[str, pl.Expr]()
-    if column.fill is None:
-        fill = "=0" if is_float else ":int=0"
-        checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_missing(table, name)
+    typed, fill = name if is_float else f"{name}:int", 0 if column.drops_missing else column.fill
+    if fill is None:
+        reason = f"{name} is missing; declare a value instead, such as {typed}=0, or {typed}=drop"
+        checks[reason] = ~is_missing(table, name)
+    if column.drops_missing:
+        checks[Dropped(name)] = ~is_missing(table, name)
     if is_float:
-        value, of_number = as_float32(table, name, column.fill, f"declare {name}:int")
+        value, of_number = as_float32(table, name, fill, f"declare {name}:int")
         return value, checks | of_number
-    missing, number = pl.lit(column.fill, dtype=pl.Int64), as_integer(table, name)
+    missing, number = pl.lit(fill, dtype=pl.Int64), as_integer(table, name)
     value = pl.when(is_missing(table, name)).then(missing).otherwise(number).alias(name)
     hints = number_hints(table, name)
     return value, checks | hints | {f"{name} is not an integer in -2^63..2^63-1": value.is_not_null()}

@@ -547,8 +547,8 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     assert [row.reason for row in read_part(part).bad] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
-        "w is missing; declare a value instead, such as w=0",
-        "w is missing; declare a value instead, such as w=0",
+        "w is missing; declare a value instead, such as w=0, or w=drop",
+        "w is missing; declare a value instead, such as w=0, or w=drop",
         "item is missing",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
@@ -579,7 +579,9 @@ def test_missing_numbers_in_text_are_empty_nan_or_stand_for_null(tmp_path: Path,
         ("b", 1.5, 4),
     ]
     (part,) = _read(tmp_path, text, event_columns=("price",)).parts
-    assert [row.reason for row in read_part(part).bad] == ["price is missing; declare a value instead, such as price=0"]
+    assert [row.reason for row in read_part(part).bad] == [
+        "price is missing; declare a value instead, such as price=0, or price=drop"
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
