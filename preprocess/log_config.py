@@ -23,13 +23,15 @@ _ID, _LIST = "id", "list"
 
 
 class Column(NamedTuple):
-    """A column as `NAME[:TYPE][=FILL]` describes it."""
+    """A column as `NAME[:TYPE][=FILL]` or `NAME[:TYPE]=drop` describes it."""
 
     name: str
     dtype: str
     """`int64`, `float32`, or `id`: any values, which are numbered from 1; `list`: any number of them."""
     fill: float | None
     """Number in place of missing values; None: there must be none, except in features, where they are 0."""
+    drops_missing: bool = False
+    """Whether events without a value are left out."""
 
 
 class FeatureFile(NamedTuple):
@@ -53,8 +55,8 @@ def parse_column(text: str, *, is_feature: bool) -> Column:
     known = (_ID, _LIST, "float") if is_feature else tuple(_TYPES)
     if kind not in known or not name or (is_feature and has_fill):
         raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(known)}")
-    if not has_fill:
-        return Column(name, _TYPES.get(kind, kind), None)
+    if not has_fill or fill == "drop":
+        return Column(name, _TYPES.get(kind, kind), None, bool(has_fill))
     try:
         number = float(fill) if kind == "float" else int(fill) if kind == "int" else None
     except ValueError:
@@ -128,7 +130,7 @@ class TabularConfig(Settings):
     0 on."""
     event_columns: _Names = ()
     """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; float32, below 2^24, unless `int`,
-    which is int64."""
+    which is int64. `=drop` leaves out events without a value."""
     label: _Name = ""
     """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
     weight: _Name = ""

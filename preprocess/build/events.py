@@ -185,6 +185,7 @@ class PieceSummary(NamedTuple):
     runs: Sequence[Run]
     bad: BadRows  # whose lines are counted from the begin of the piece
     bad_files: Sequence[Path]  # Parquet with all bad rows, if they are kept
+    dropped: Counter[str]  # rows without a value, by column
     num_lines: int
     first_ms: int
     last_ms: int
@@ -194,7 +195,7 @@ def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
     """Write the events of a piece in runs. Ids become keys; those that are text are registered."""
     bad, bad_files, num_lines, num_rows = BadRows(), list[Path](), 0, 0
     texts = {name: values.of_piece(task.number) for name, values in rules.texts.items()}
-    runs, buffered = list[Run](), list[Columns]()
+    runs, buffered, dropped = list[Run](), list[Columns](), Counter[str]()
     first_ms, last_ms = 1 << 62, 0
 
     def flush() -> None:
@@ -211,6 +212,7 @@ def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
                 bad_files.append(rules.folder / f"bad-{task.number:05d}-{len(bad_files):05d}.parquet")
                 with replacing(bad_files[-1]) as new:
                     batch.bad.write_parquet(new)
+        dropped.update(batch.dropped)
         num_lines = batch.last_line
         columns = {column.name: column for column in batch.good.iter_columns()}
         ids = {name: columns.pop(name) for name in (USER_ID, ITEM_ID)}
@@ -228,7 +230,7 @@ def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
     flush()
     for of_column in texts.values():
         of_column.flush()
-    return PieceSummary(runs, bad, bad_files, num_lines, first_ms, last_ms)
+    return PieceSummary(runs, bad, bad_files, dropped, num_lines, first_ms, last_ms)
 
 
 class Log(NamedTuple):
@@ -263,6 +265,8 @@ def join_pieces(
         bad, num_lines = BadRows(), 0
         for _, piece in pieces:
             bad.add_piece(piece.bad, num_lines)
+            for column, count in piece.dropped.items():
+                num_skipped[f"{source}: events without {column}, all skipped"] += count
             if rejects is not None:
                 for path in piece.bad_files:
                     rows = pl.read_parquet(path, glob=False)

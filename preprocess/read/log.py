@@ -13,9 +13,17 @@ from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_m
 from evenrank.preprocess.options import KEEP
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
-from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table
+from evenrank.preprocess.read.table import FAULT, Dropped, EventPart, Events, Piece, Table
 from evenrank.preprocess.read.tabular import open_table
-from evenrank.preprocess.read.times import MAX_TIMESTAMP_MS, PER_SECOND, UNITS, decide_unit, least_ms, timestamp_ms
+from evenrank.preprocess.read.times import (
+    MAX_TIMESTAMP_MS,
+    PER_SECOND,
+    UNITS,
+    decide_unit,
+    least_ms,
+    time_hints,
+    timestamp_ms,
+)
 from evenrank.preprocess.read.values import (
     as_float32,
     as_integer,
@@ -26,6 +34,7 @@ from evenrank.preprocess.read.values import (
     id_kinds,
     integer_bits,
     is_missing,
+    number_hints,
     raw_id,
     with_ids,
 )
@@ -63,7 +72,7 @@ def read_tabular(
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
-    check_json_keys(tables, [column.name for column in config.extra_columns if column.fill is not None])
+    check_json_keys(tables, [column.name for column in config.extra_columns if column[2:] != (None, False)])
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
     judged = {name: column for name, column in columns.items() if name not in fixed}
@@ -164,7 +173,8 @@ def _values(config: TabularConfig, table: Table) -> Described:
     if config.timestamp_unit != "row":
         time = timestamp_ms(table, config.timestamp_column, config.timestamp_unit)
         reason = f"{config.timestamp_column} is not a time in {UNITS[config.timestamp_unit]} up to the year 9999"
-        checks = {reason: time.is_between(0, MAX_TIMESTAMP_MS)} | checks
+        hints = time_hints(table, config.timestamp_column, config.timestamp_unit)
+        checks = hints | {reason: time.is_between(0, MAX_TIMESTAMP_MS)} | checks
     columns = [action.cast(pl.Int32, strict=False).alias(ACTION), time.alias(TIMESTAMP_MS)]
     for extra in config.extra_columns:
         value, of_column = _event_column(table, extra)
@@ -197,16 +207,18 @@ def _action(config: TabularConfig, table: Table) -> Checked:
         position = dict(zip(values, range(len(values)), strict=True))
         action = pl.col(name).cast(pl.String).replace_strict(position, default=None, return_dtype=pl.Int64)
         return action, {f"{name} is not one of {', '.join(values)}": action.is_not_null()}
+    hints = number_hints(table, name)
     if action_map == "bins":
         number = as_number(table, name)
-        return pl.sum_horizontal(number >= limit for limit in values), {f"{name} is not a number": number.is_not_null()}
+        checks = hints | {f"{name} is not a number": number.is_not_null()}
+        return pl.sum_horizontal(number >= limit for limit in values), checks
     if action_map:
         steps = as_number(table, name) * _PER_STAR[action_map]
         lowest = 1 / _PER_STAR[action_map]
         reason = f"{name} is not on the scale {lowest:g} to 5 in steps of {lowest:g}"
-        return steps - 1, {reason: (steps == steps.round()) & steps.is_between(1, 5 * _PER_STAR[action_map])}
+        return steps - 1, hints | {reason: (steps == steps.round()) & steps.is_between(1, 5 * _PER_STAR[action_map])}
     action, largest = as_integer(table, name), min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
-    return action, {f"{name} is not an integer in 0..{largest}": action.is_between(0, largest)}
+    return action, hints | {f"{name} is not an integer in 0..{largest}": action.is_between(0, largest)}
 
 
 def _flag(table: Table, name: str) -> pl.Expr:
@@ -218,12 +230,16 @@ def _flag(table: Table, name: str) -> pl.Expr:
 
 def _event_column(table: Table, column: Column) -> Checked:
     name, is_float, checks = column.name, column.dtype == "float32", dict[str, pl.Expr]()
-    if column.fill is None:
-        fill = "=0" if is_float else ":int=0"
-        checks[f"{name} is missing; declare a value instead, such as {name}{fill}"] = ~is_missing(table, name)
+    typed, fill = name if is_float else f"{name}:int", 0 if column.drops_missing else column.fill
+    if fill is None:
+        reason = f"{name} is missing; declare a value instead, such as {typed}=0, or {typed}=drop"
+        checks[reason] = ~is_missing(table, name)
+    if column.drops_missing:
+        checks[Dropped(name)] = ~is_missing(table, name)
     if is_float:
-        value, of_number = as_float32(table, name, column.fill, f"declare {name}:int")
+        value, of_number = as_float32(table, name, fill, f"declare {name}:int")
         return value, checks | of_number
-    missing, number = pl.lit(column.fill, dtype=pl.Int64), as_integer(table, name)
+    missing, number = pl.lit(fill, dtype=pl.Int64), as_integer(table, name)
     value = pl.when(is_missing(table, name)).then(missing).otherwise(number).alias(name)
-    return value, checks | {f"{name} is not an integer in -2^63..2^63-1": value.is_not_null()}
+    hints = number_hints(table, name)
+    return value, checks | hints | {f"{name} is not an integer in -2^63..2^63-1": value.is_not_null()}

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -18,7 +19,7 @@ FAULT = "evenrank fault"
 # The fault of a line after which lines may be rows or text, so that bad rows of its file cannot be skipped.
 OPEN_QUOTE = "a quoted field does not end on its line, so the next lines may be its text; Parquet can store any text"
 MAX_SHOWN = 3  # bad rows of each kind of reason in an error message
-_IS_GOOD = "evenrank is_good"
+_IS_GOOD, _LACKS = "evenrank is_good", "evenrank lacks"
 
 Types = Mapping[str, pl.DataType]  # of columns by name
 
@@ -52,7 +53,9 @@ class Events(NamedTuple):
     are neither nulls nor, in float32 columns, values that are not finite."""
     last_line: int = 0  # counted as that of a BadRow
     bad: pl.DataFrame = _NO_BAD_ROWS
-    """The other rows, with the columns of a BadRow."""
+    """Rows that cannot be read, with the columns of a BadRow."""
+    dropped: Mapping[str, int] = MappingProxyType({})
+    """Numbers of rows that are left out because they have no value, by column."""
 
 
 class BadRows:
@@ -111,6 +114,14 @@ class EventPart:
     """Called with the columns of some good rows, ids as keys; returns the events to use instead, in pieces."""
 
 
+class Hint(str):
+    """A reason why rows fail one of the next checks, with a remedy; so it is looked for in bad rows alone."""
+
+
+class Dropped(str):
+    """A column, whose check tells which rows have a value; those without are left out, and not bad."""
+
+
 class Rows(NamedTuple):
     """Consecutive rows of a file."""
 
@@ -123,18 +134,30 @@ class Rows(NamedTuple):
 
         The other rows are bad.
         """
-        is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values()).fill_null(False)
-        good = self.frame.select(*columns, is_good.alias(_IS_GOOD))
+        needed = (check for reason, check in checks.items() if not isinstance(reason, Hint | Dropped))
+        lacking = [pl.when(~check).then(pl.lit(name)) for name, check in checks.items() if isinstance(name, Dropped)]
+        is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *needed).fill_null(False)
+        computed = [*columns, is_good.alias(_IS_GOOD), *([pl.coalesce(lacking).alias(_LACKS)] if lacking else [])]
+        good = self.frame.lazy().select(computed).collect()  # so that what they have in common is computed once
         is_bad = ~good.drop_in_place(_IS_GOOD)
         last_line = self.first_line + len(self.frame) - 1
-        if not is_bad.any():
+        is_left_out, counts = is_bad, dict[str, int]()
+        if lacking:
+            lacks = good.drop_in_place(_LACKS)
+            counts = dict(lacks.filter(~is_bad).drop_nulls().value_counts().iter_rows())
+            is_left_out = is_bad | lacks.is_not_null()
+        if not is_left_out.any():
             return Events(good, last_line)
         places = is_bad.arg_true()
-        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
+        reasons = (
+            pl.when(~check.fill_null(False)).then(pl.lit(reason))
+            for reason, check in checks.items()
+            if not isinstance(reason, Dropped)
+        )
         first_reasons = self.frame[places].select(pl.coalesce(FAULT, *reasons)).to_series()
         lines = places.cast(pl.Int64) + self.first_line
         bad = pl.DataFrame([lines, self.texts(places), first_reasons], schema=_NO_BAD_ROWS.schema)
-        return Events(good.filter(~is_bad), last_line, bad)
+        return Events(good.filter(~is_left_out), last_line, bad, counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

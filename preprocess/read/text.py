@@ -344,8 +344,9 @@ def _read_line(line: str, separator: str, num_columns: int, places: Sequence[int
 
 def with_encoding_faults(block: Block, names: Sequence[str], frame: pl.DataFrame) -> pl.DataFrame:
     """Return rows with FAULT where needed text is not UTF-8; such bytes would merge different ids."""
-    names = names if _REPLACEMENT.encode() in block.data else []
-    is_damaged = pl.any_horizontal(False, *(pl.col(name).str.contains(_REPLACEMENT, literal=True) for name in names))
-    reason = pl.lit("the line is not UTF-8; convert the file, for example with iconv")
-    earlier = [name for name in (FAULT,) if name in frame.columns]
-    return frame.with_columns(pl.coalesce(*earlier, pl.when(is_damaged).then(reason)).alias(FAULT))
+    fault = pl.col(FAULT) if FAULT in frame.columns else pl.lit(None, dtype=pl.String)
+    if _REPLACEMENT.encode() in block.data:
+        is_damaged = pl.any_horizontal(pl.col(name).str.contains(_REPLACEMENT, literal=True) for name in names)
+        reason = pl.lit("the line is not UTF-8; convert the file, for example with iconv")
+        fault = pl.coalesce(fault, pl.when(is_damaged).then(reason))
+    return frame.with_columns(fault.alias(FAULT))

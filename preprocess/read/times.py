@@ -7,8 +7,8 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess.log_config import TimestampUnit
-from evenrank.preprocess.read.table import Table
-from evenrank.preprocess.read.values import as_integer, integer_bits
+from evenrank.preprocess.read.table import Hint, Table
+from evenrank.preprocess.read.values import as_integer, integer_bits, number_hints
 
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999
@@ -27,11 +27,12 @@ _SAMPLE_ROWS = 1000
 _YEAR_MS = 31_536_000_000
 _LEAST_MS = 10**11  # in 1973; the milliseconds below it are taken for seconds
 # Not `\d`, which matches the digits of all scripts. Leap seconds cannot be expressed in ms since 1970.
+_ZONE = "(?:Z| UTC|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)"
 _ISO = (
     "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
-    "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
-    "(?:Z| UTC|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
+    f"(?:[T ]([0-9]{{2}}:[0-9]{{2}})(?::([0-5][0-9])(?:[.,]([0-9]{{1,3}})[0-9]*)?)?{_ZONE}?)?$"
 )
+_CLOCK_AND_ZONE = "^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:[.,][0-9]+)?)?(.*)$"
 # The second form is also a number, so it is limited to years that occur; .0 is of integers stored as floats.
 _DATE = r"^(?:([0-9]{4})-([0-9]{2})-([0-9]{2})|((?:19|20)[0-9]{2})([0-9]{2})([0-9]{2})(?:\.0)?)$"
 
@@ -111,15 +112,32 @@ def timestamp_ms(table: Table, column: str, unit: TimestampUnit) -> pl.Expr:
     return as_integer(table, column) // (PER_SECOND[unit] // 1000)
 
 
+def time_hints(table: Table, column: str, unit: TimestampUnit) -> dict[str, pl.Expr]:
+    """Return the checks that tell why a text is no time of a unit."""
+    if unit in PER_SECOND:
+        return number_hints(table, column)
+    if unit != "iso" or table.dtypes[column] != pl.String:
+        return {}
+    zone = pl.col(column).str.extract(_CLOCK_AND_ZONE)
+    is_known = zone.str.contains(f"^{_ZONE}?$") | ~zone.str.contains("[A-Za-z+-]")
+    remedy = "write UTC, or an offset such as +02:00"
+    return {Hint(f"{column} has a time zone that cannot be read; {remedy}"): is_known.fill_null(True)}
+
+
 def _iso_ms(text: pl.Expr) -> pl.Expr:
-    # Polars' parser expects a single format for a column, but logs mix several.
-    part = text.str.extract_groups(_ISO).struct
-    date, clock, seconds, millis, sign, offset_hours, offset_minutes = (part.field(str(i)) for i in range(1, 8))
+    return text.map_batches(_parse_iso, return_dtype=pl.Int64, is_elementwise=True)
+
+
+def _parse_iso(texts: pl.Series) -> pl.Series:
+    # Polars' parser expects a single format for a column, but logs mix several. As one expression, it would divide the
+    # texts again for each part of a time.
+    parts = texts.str.extract_groups(_ISO).struct.unnest()
+    date, clock, seconds, millis, sign, offset_hours, offset_minutes = (pl.col(str(i)) for i in range(1, 8))
     moment = pl.concat_str(date, clock.fill_null("00:00"), seconds.fill_null("00"), separator=" ")
     local = moment.str.to_datetime("%Y-%m-%d %H:%M %S", time_unit="ms", strict=False).dt.epoch("ms")
     minutes = offset_hours.cast(pl.Int64) * 60 + offset_minutes.cast(pl.Int64).fill_null(0)
     offset = pl.when(sign == "-").then(-minutes).otherwise(minutes).fill_null(0)
-    return local + millis.str.pad_end(3, "0").cast(pl.Int64).fill_null(0) - offset * 60_000
+    return parts.select(local + millis.str.pad_end(3, "0").cast(pl.Int64).fill_null(0) - offset * 60_000).to_series()
 
 
 def _date_ms(text: pl.Expr) -> pl.Expr:

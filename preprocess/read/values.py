@@ -14,7 +14,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types
+from evenrank.preprocess.read.table import FAULT, Hint, Piece, Rows, Table, Types
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 # Of types that text files do not have. A column without values, whose type is Null, has integers that are missing.
@@ -163,10 +163,18 @@ def as_number(table: Table, column: str) -> pl.Expr:
     return pl.when(value.is_finite()).then(value).alias(column)
 
 
+def number_hints(table: Table, column: str) -> dict[str, pl.Expr]:
+    """Return the checks that tell why a text is no number."""
+    if table.dtypes[column] != pl.String:
+        return {}
+    has_comma = pl.col(column).str.contains(r"^[+-]?[0-9.]*,[0-9]+$").fill_null(False)
+    return {Hint(f"{column} has a decimal comma; write a decimal point"): ~has_comma}
+
+
 def as_float32(table: Table, column: str, fill: float | None, remedy: str) -> tuple[pl.Expr, dict[str, pl.Expr]]:
     """Return a number as Float32, or `fill` if it is missing, and its checks by the reason to report if they fail."""
     number = pl.when(is_missing(table, column)).then(fill).otherwise(as_number(table, column)).cast(pl.Float32)
-    checks = {f"{column} is not a finite float32": number.is_finite()}
+    checks = number_hints(table, column) | {f"{column} is not a finite float32": number.is_finite()}
     if table.dtypes[column] != pl.Float32:
         reason = f"{column} is 2^24 or more, where float32 rounds integers; {remedy}"
         checks[reason] = number.abs() < 1 << _FLOAT_BITS["Float32"]

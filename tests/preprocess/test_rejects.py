@@ -105,3 +105,38 @@ def test_bad_rows_of_parquet_are_written_as_text(tmp_path: Path) -> None:
 def test_the_file_is_written_only_where_bad_rows_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rejects=True applies to on_error='skip', not to on_error='fail'"):
         make(tmp_path / "out", tmp_path / "log.csv", on_error="fail")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("typed", ["x", "x:int"])
+def test_events_without_a_value_are_left_out_and_counted_where_that_is_declared(
+    tmp_path: Path, suffix: str, typed: str
+) -> None:
+    names = ("user", "item", "time", "x", "y")
+    rows = [(1, 2, BEGIN, 5, 1), (1, 3, BEGIN, None, 7), (1, 4, BEGIN, 0, None), (None, 2, BEGIN, None, 3)]
+    frame = pl.DataFrame(rows, schema=names, orient="row")
+    for name, first in (("a", 0), ("b", 1)):
+        day = frame.with_columns(pl.col("time") + first)
+        getattr(day, {"csv": "write_csv", "jsonl": "write_ndjson", "parquet": "write_parquet"}[suffix])(
+            tmp_path / f"{name}.{suffix}"
+        )
+    logs = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    columns: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+
+    def run(out: str, *logs: Path, **options: Any) -> dict[str, int]:
+        log = TabularConfig(events=logs, label=f"{typed}=drop", event_columns=("y:float=drop",), **columns)
+        given: dict[str, Any] = {"split": "none", "ids": "dense", "on_error": "skip", **options}
+        return dict(
+            preprocess(PreprocessConfig(dataset="custom", out=tmp_path / out, custom=log, **given)).options["audit"]
+        )
+
+    audit = run("once", *logs)
+    for name in "ab":
+        assert audit[f"{name}.{suffix}: events without x, all skipped"] == 1
+        assert audit[f"{name}.{suffix}: events without y, all skipped"] == 1
+    assert [reason for reason in audit if "user is missing" in reason]
+    assert pl.read_parquet(tmp_path / "once" / "train" / "*.parquet")["x"].to_list() == [[5, 5]]
+    run("days", logs[0])
+    assert run("days", logs[1], append=True) == audit
+    with pytest.raises(DataError, match=f"{suffix}: 1 bad row, first line . .*: user is missing; fix"):
+        run("failed", *logs, on_error="fail")

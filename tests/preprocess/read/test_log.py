@@ -83,6 +83,12 @@ def _bad(interactions: Interactions) -> list[tuple[int, str]]:
     return [(row.line, row.reason) for row in events.bad]
 
 
+def _bad_rows_of(interactions: Interactions) -> list[tuple[int, str]]:
+    """Return the same of a file with more columns."""
+    (part,) = interactions.parts
+    return [(row.line, row.reason) for row in read_part(part).bad]
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -299,8 +305,37 @@ def test_times_are_converted_to_milliseconds_and_invalid_ones_are_bad_rows(
     lines = "".join(f"1,{text},2\n" for text in (*bad, *good))
     interactions = _read(tmp_path, f"user,time,item\n{lines}", timestamp_unit=unit)
     reason = f"time is not a time {time_format} up to the year 9999"
-    assert _bad(interactions) == [(line, reason) for line in range(2, len(bad) + 2)]
+    zone = "time has a time zone that cannot be read; write UTC, or an offset such as +02:00"
+    are_zones = [unit == "iso" and bool(re.search(r":.*[+-]", text)) and text[:4] != "1970" for text in bad]
+    assert _bad(interactions) == [(line, zone if is_zone else reason) for line, is_zone in enumerate(are_zones, 2)]
     assert _rows(interactions) == [(1, 2, 0, expected) for expected in good.values()]
+
+
+@pytest.mark.parametrize(
+    "zone", ["CET", " CET", " Europe/Berlin", "+02:00[Europe/Berlin]", " GMT", "+2", " +02:00", "z"]
+)
+def test_a_zone_that_cannot_be_read_has_its_remedy(tmp_path: Path, zone: str) -> None:
+    text = f"user,item,time\n1,2,2024-01-01T12:00:00{zone}\n,2,2024-01-01T12:00:00Z\n1,2,2024-13-01T12:00:00+02:00\n"
+    _, *reasons = (reason for _, reason in _bad(_read(tmp_path, text, timestamp_unit="iso")))
+    assert reasons == ["user is missing", "time is not a time in ISO 8601 up to the year 9999"]
+    remedy = "time has a time zone that cannot be read; write UTC, or an offset such as +02:00"
+    assert _bad(_read(tmp_path, text, timestamp_unit="iso"))[0] == (2, remedy)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"event_columns": (column,)} for column in ("n", "n=0", "n:int", "n:int=0")),
+        *({"action_columns": ("n",), "action_map": rule} for rule in ("", "stars", "bins:1,2", "float")),
+        {"timestamp_column": "n", "timestamp_unit": "s"},
+    ],
+)
+def test_a_decimal_comma_has_its_remedy(tmp_path: Path, options: dict[str, Any]) -> None:
+    text = "user;item;time;n\n1;2;3;3,5\n1;2;3;3\n1;2;3;3,x\n"
+    bad = _bad_rows_of(_read(tmp_path, text, **options))
+    assert bad[0] == (2, "n has a decimal comma; write a decimal point")
+    assert [line for line, _ in bad] == [2, 4]
+    assert "comma" not in bad[1][1]
 
 
 def test_rows_with_faults_are_found_and_do_not_affect_the_type_of_ids(tmp_path: Path) -> None:
@@ -512,8 +547,8 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     assert [row.reason for row in read_part(part).bad] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
-        "w is missing; declare a value instead, such as w=0",
-        "w is missing; declare a value instead, such as w=0",
+        "w is missing; declare a value instead, such as w=0, or w=drop",
+        "w is missing; declare a value instead, such as w=0, or w=drop",
         "item is missing",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
@@ -544,7 +579,9 @@ def test_missing_numbers_in_text_are_empty_nan_or_stand_for_null(tmp_path: Path,
         ("b", 1.5, 4),
     ]
     (part,) = _read(tmp_path, text, event_columns=("price",)).parts
-    assert [row.reason for row in read_part(part).bad] == ["price is missing; declare a value instead, such as price=0"]
+    assert [row.reason for row in read_part(part).bad] == [
+        "price is missing; declare a value instead, such as price=0, or price=drop"
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
