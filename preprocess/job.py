@@ -222,7 +222,8 @@ class Job:
             log = join_pieces(read, has_times=has_times, on_error=on_error, rejects=file, on_stage=engine.on_stage)
         new = {name: span for name, span in log.spans.items() if base is None or name != str(base.folder)}
         if not new and (base is None or any(late in text for text in log.num_skipped for late in base.first_ms)):
-            reasons = "; ".join(log.num_skipped) or ", ".join(part.name for part in source.parts)
+            more = f" and {len(source.parts) - 1} more" if len(source.parts) > 1 else ""
+            reasons = "; ".join(log.num_skipped) or f"there is no row in {source.parts[0].name}{more}"
             raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
         if new and base is not None:  # else nothing tells the unit
             base.check_options({"timestamp_unit": source.time_unit})

@@ -157,11 +157,13 @@ class FeatureLookup:
 
     def lookup(self, keys: NDArray[np.int64]) -> tuple[pl.DataFrame, Seen]:
         """Return the features of the given users or items, a row of each, and whom `record` takes."""
-        places = self._index.find(keys)
+        has_features = len(self.requested) > 0
+        places = self._index.find(keys) if has_features else np.full(len(keys), -1)
+        rows = pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()])
+        if not has_features:  # nobody counts as without them
+            return rows, Seen(keys[:0], keys[:0])
         is_known = places >= 0
-        unknown = keys[~is_known] if len(self.requested) else keys[:0]  # nobody is, where there are no features
-        seen = (pl.Series(some).unique().to_numpy() for some in (places[is_known], unknown))
-        return pl.DataFrame([column.gather(places) for column in self._rows.iter_columns()]), Seen(*seen)
+        return rows, Seen(*(pl.Series(some).unique().to_numpy() for some in (places[is_known], keys[~is_known])))
 
     def record(self, seen: Seen) -> None:
         """Take note of users or items that were looked up."""

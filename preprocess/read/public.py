@@ -7,8 +7,6 @@ import contextlib
 import hashlib
 import shutil
 import stat
-import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -227,6 +225,9 @@ def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> 
 
 
 def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
+    import tarfile  # which every command would wait for
+    import zipfile
+
     targets = {f"{dataset.folder}/{name}": folder / name for name in dataset.files}
     scratch = folder.with_name(f".{folder.name}.partial")
     try:
@@ -256,6 +257,9 @@ def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]:
     """Check all members of an archive and return a function to open each of its files, by name, in archive order."""
+    import tarfile
+    import zipfile
+
     found: list[tuple[str, bool, bool, Callable[[], Any]]]  # name, whether a file, whether a file or folder, open
     with contextlib.ExitStack() as stack:
         if archive.suffix == ".zip":

@@ -140,7 +140,11 @@ INVALID_ML_1M = [
             HEADER.replace("\n", "\r1,2,3,4\n5,6,1,8\n"),
             "ratings.csv: the first line .* cannot be parsed; fix its quotes or line ends",
         ),
-        ("ml-20m", HEADER, "no events could be read: .*ratings.csv; check the file, or unpack or download it again"),
+        (
+            "ml-20m",
+            HEADER,
+            "no events could be read: there is no row in .*ratings.csv; check the file, or unpack or down",
+        ),
         *(("ml-20m", f"{ML_20M}{line}\n", message) for line, message in RATING_FAULTS.items()),
         *(("ml-1m", {"ml-1m/ratings.dat": ratings, USERS: users}, text) for ratings, users, text in INVALID_ML_1M),
     ],

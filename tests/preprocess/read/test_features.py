@@ -540,3 +540,12 @@ def test_keys_without_features_are_counted_once_and_get_zeros() -> None:
     for of_one in (seen, seen_again):
         lookup.record(of_one)
     assert lookup.audit() == {"users with features but no event (left out)": 1, "users without features": 3}
+
+
+def test_nobody_counts_as_without_features_where_nobody_has_any() -> None:
+    features = Features(keys=np.empty(0, dtype=np.int64), rows=pl.DataFrame(schema={"age": pl.Float32}), values={})
+    lookup = FeatureLookup(features, of="users")
+    found, seen = lookup.lookup(np.array([9, 3, 9]))
+    lookup.record(seen)
+    assert found.equals(pl.DataFrame({"age": [0.0] * 3}, schema={"age": pl.Float32}))
+    assert set(lookup.audit().values()) == {0}
