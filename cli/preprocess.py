@@ -85,8 +85,10 @@ def preprocess_command(
     for name in CATALOG if dataset == _ALL else (dataset,):
         folder = Path("out", name) if out is None else join(out, name) if dataset == _ALL else out
         config = settings_options.make(PreprocessConfig, values, OPTIONS, dataset=name, out=folder)
+        added: list[str] = []
         with console.stages() as on_stage:
-            manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
+            shows_progress = console.shows_progress()
+            manifest = preprocess(config, on_stage=on_stage, on_added=added.append, show_progress=shows_progress)
         time = manifest.options["time"]
         console.print_result(
             f"timestamps: {UNITS[time['unit']]}, first event {time['first']}, last event {time['last']}"
@@ -99,6 +101,8 @@ def preprocess_command(
         for description, count in manifest.options["audit"].items():
             console.print_result(f"{description}: {count:,}")
         console.print_aligned(read_statistics(manifest).describe())
+        for text in added:
+            console.print_result(f"added: {text}")
         rest = "  # with the options and credentials of --out" if is_url(folder) and str(folder) != str(place) else ""
         console.print_result(f"next: evenrank inspect {shlex.quote(str(place))}{rest}")
 

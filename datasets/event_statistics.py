@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import REMEDY, Manifest
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH, REMEDY, Manifest
 
 DAY_MS = 86_400_000
 DURATIONS_MS = {"h": DAY_MS // 24, "d": DAY_MS, "w": 7 * DAY_MS}
@@ -53,6 +53,9 @@ class Statistics:
     eval_users: int
     cold_users: int
     """Users of eval without an event in train."""
+    cut_share: float | None = None
+    """Share of the events in rows of train that are before the newest `MAX_HISTORY_LENGTH` of their row, which loaders
+    leave out unless `max_history_length` says otherwise. None: unknown, as in older datasets."""
 
     def __post_init__(self) -> None:
         if not self.num_events == sum(self.hours_of_day) == sum(self.bins) or len(self.hours_of_day) != 24:
@@ -83,6 +86,11 @@ class Statistics:
             f"UTC, {_percent(largest_hour, total)}",
             "popularity": f"{_percent(self.top_events, total)} of events have one of the most popular 1 % of items",
         }
+        if self.cut_share:
+            beyond = (
+                f"{100 * self.cut_share:.2g} % of train is before the newest {MAX_HISTORY_LENGTH} events of its rows"
+            )
+            lines["cut off"] = f"{beyond}, which loaders leave out (max_history_length)"
         if in_eval:
             early, of_items, of_users = self._verdicts()
             cold_events = f"{self.cold_item_events:,} or {_percent(self.cold_item_events, in_eval)} of its events"

@@ -287,9 +287,12 @@ def manifest_bytes(dataset: Path | Remote) -> bytes:
     """Return the content of `manifest.json`, or raise a DataError."""
     path = dataset / MANIFEST_NAME
     if not (path.exists() if isinstance(path, Path) else path.is_file()):
-        is_folder = isinstance(dataset, Remote) or dataset.is_dir()
-        reason = f"it contains no {MANIFEST_NAME}" if is_folder else "no such folder"
-        place = "FOLDER`, another one than that of the log" if is_folder else f"{dataset}`"
+        is_folder, is_there = (
+            isinstance(dataset, Remote) or dataset.is_dir(),
+            isinstance(dataset, Remote) or dataset.exists(),
+        )
+        reason = f"it contains no {MANIFEST_NAME}" if is_folder else "it is a file" if is_there else "no such folder"
+        place = "FOLDER`, another one than that of the log" if is_there else f"{dataset}`"
         raise DataError(f"{dataset} is not a dataset: {reason}; make one with `evenrank preprocess --out {place}")
     if isinstance(path, Remote):
         return path.read()

@@ -47,6 +47,18 @@ class Base:
         reason = f"is not after {utc_text(last_ms)}, where the dataset ends; append later events, or {_AT_ONCE}"
         return {reason: last_ms + 1}
 
+    def describe_added(self, manifest: Manifest, statistics: Statistics) -> str:
+        """Return how much a dataset, with its statistics, has beyond this one."""
+        counts = {
+            "events": statistics.num_events - self.statistics.num_events,
+            "users": statistics.users - self.statistics.users,
+            "items": statistics.items - self.statistics.items,
+            "files": len(manifest.sources) - len(self.manifest.sources),
+        }
+        return ", ".join(
+            f"{count:,} {what.removesuffix('s') if count == 1 else what}" for what, count in counts.items()
+        )
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise a ConfigError if options of preprocessing are not those of this dataset."""
         for name, value in json.loads(json.dumps(options)).items():

@@ -21,6 +21,7 @@ from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
     ITEM_ID,
+    MAX_HISTORY_LENGTH,
     REQUESTS_NAME,
     USER_ID,
     DataFile,
@@ -45,7 +46,7 @@ from evenrank.preprocess.build.events import (
 )
 from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
-from evenrank.preprocess.build.splits import IN_EVAL, SplitFacts, SplitRule, parse_split, read_listed_users
+from evenrank.preprocess.build.splits import IN_EVAL, TRAIN, SplitFacts, SplitRule, parse_split, read_listed_users
 from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, look_up_items, number_ids
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine
@@ -81,6 +82,7 @@ class Job:
     earlier: Mapping[str, EarlierIds]
     base: Base | None  # to which events are appended
     counts: dict[str, int] = field(default_factory=dict)  # of events and users, by what became of them
+    added: str = ""  # description of what was appended to `base`
 
     @property
     def folder(self) -> Path:
@@ -191,6 +193,8 @@ class Job:
         )
         manifest = replace(manifest, content_hash=content_hash(manifest))
         manifest.write(self.folder)
+        if base is not None:
+            self.added = base.describe_added(manifest, statistics) + self.added
         return manifest
 
     def _listed_users(self) -> tuple[NDArray[np.int64], int]:
@@ -227,6 +231,8 @@ class Job:
             raise DataError(f"no events could be read: {reasons}; check the file, or unpack or download it again")
         if new and base is not None:  # else nothing tells the unit
             base.check_options({"timestamp_unit": source.time_unit})
+            limits_ms = log._replace(spans=new).limits_ms
+            self.added = f", from {utc_text(limits_ms[0])} to {utc_text(limits_ms[1])}"
         if new and not self.config.allow_empty:
             check_era(new, source.time_unit)
         self.counts = dict(log.num_skipped if base is None else Counter(base.skipped) + log.num_skipped)
@@ -322,7 +328,9 @@ class Job:
         if not any(split.rows for split in splits.values()):
             raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
         self.counts |= rules.context.audit() | rules.items.audit()
-        return splits, largest, statistics.report(self.folder)
+        beyond = sum(np.maximum(of_rows - MAX_HISTORY_LENGTH, 0).sum() for of_rows in lengths[TRAIN])
+        cut_share = round(beyond / max(1, splits[TRAIN].interactions), 6)
+        return splits, largest, replace(statistics.report(self.folder), cut_share=cut_share)
 
     def _split(self, name: str, rules: RangeRules, files: list[DataFile], lengths: NDArray[np.int64]) -> Split:
         files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]

@@ -43,26 +43,47 @@ _LOGGER = logging.getLogger("evenrank.preprocess")
 
 
 def preprocess(
-    config: PreprocessConfig, *, on_stage: Callable[[str], None] = lambda stage: None, show_progress: bool = False
+    config: PreprocessConfig,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_added: Callable[[str], None] = lambda added: None,
+    show_progress: bool = False,
 ) -> Manifest:
     """Write a dataset to a folder or URL and return its manifest.
 
     Args:
         config: the dataset, its options and its folder.
         on_stage: called with a short description of the progress.
+        on_added: called with a description of what was appended to a dataset.
         show_progress: whether to show a progress bar of downloads on standard error.
 
     Raises:
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
     """
     check_not_forked()
-    out, before = locate(config.out), own_memory()
+    out, before, added = locate(config.out), own_memory(), list[str]()
+
+    _check_out(_given_paths(config), out)
 
     def write(folder: Path) -> Manifest:
         with copies_in(folder / "inputs", on_stage) as copies:
-            return _write(folder, _with_copies(config, copies), out, copies, before, show_progress=show_progress)
+            job, manifest = _write(
+                folder, _with_copies(config, copies), out, copies, before, show_progress=show_progress
+            )
+            added.extend(filter(None, [job.added]))
+            return manifest
 
-    return replace_dataset(out, write, overwrite=config.overwrite, on_stage=on_stage)
+    manifest = replace_dataset(out, write, overwrite=config.overwrite, on_stage=on_stage)
+    for text in added:
+        on_added(text)
+    return manifest
+
+
+def _given_paths(config: PreprocessConfig) -> list[Path]:
+    """Return the paths, patterns and folders of a log that are no URLs, with what is read besides."""
+    custom = config.custom
+    given = [] if custom is None else [*custom.events, custom.context, custom.item_features]
+    return [path for path in (*given, parse_split(config.split).file) if path is not None and not is_url(path)]
 
 
 def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
@@ -86,7 +107,7 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
 
 def _write(
     folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, before: int, *, show_progress: bool
-) -> Manifest:
+) -> tuple[Job, Manifest]:
     """Write the dataset to the folder of a run, again if what begins like integers turns out to be texts."""
     base = read_base(copies.dataset_of(config.out).absolute(), config) if config.append else None
     copies.remove_others()
@@ -118,7 +139,7 @@ def _write(
         job = Job(folder, config, source if base is None else base.followed_by(source), rules, earlier, base)
         try:
             with wrap_write_errors(out, folder), _engine(job, before, files, copies.on_stage) as engine:
-                return job.run(engine)
+                return job, job.run(engine)
         except TextIdsError as error:  # columns that began with integers
             (found,) = error.args
             for name in filter(earlier.__contains__, found):
@@ -142,13 +163,13 @@ def _engine(
     return ray_workers(config.ray_address, count, [job.run_folder, *files], results, memory, on_stage)
 
 
-def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remote]) -> None:
+def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remote] = ()) -> None:
     """Raise a ConfigError if replacing the output would remove what is read."""
     replaced: Sequence[Path | Remote] = [file for file in fetched if f"{file}".startswith(f"{out}/")]
     if isinstance(out, Path):
         replaced = [path for path in files if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(out))]
     if replaced:
-        raise ConfigError(f"{replaced[0]} is read, and is in {out}, which would be replaced; choose another folder")
+        raise ConfigError(f"{replaced[0]} is read, and would be replaced with {out}; choose another output folder")
 
 
 def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:

@@ -320,6 +320,13 @@ def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Pat
     run = evenrank("preprocess", "--config", config)
     assert run.returncode == 0, run.stderr
     assert open_store(tmp_path / "out").events["timestamp_ms"].tolist() == [1420070400000, 1420070401000]
+    (tmp_path / "later.csv").write_text("uid,item_id,time\n1,11,1420070500\n")
+    run = evenrank("preprocess", "--config", config, "--events", tmp_path / "later.csv", "--append")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-2:] == [
+        "added: 1 event, 0 users, 0 items, 1 file, from 2015-01-01T00:01:40Z to 2015-01-01T00:01:40Z",
+        f"next: evenrank inspect {tmp_path / 'out'}",
+    ]
     run = evenrank("preprocess", "--config", config, "--users", 9)
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
     message = "--users 9 applies to --dataset synthetic, not to dataset = custom in "

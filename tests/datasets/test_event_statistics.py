@@ -56,6 +56,15 @@ def test_statistics_are_described_in_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("share", "shown"), [(None, ""), (0.0, ""), (0.5, "50 %"), (0.012345, "1.2 %"), (1e-6, "0.0001 %")]
+)
+def test_what_loaders_cut_off_is_described_with_its_share(share: float | None, shown: str) -> None:
+    line = dataclasses.replace(STATISTICS, cut_share=share).describe().get("cut off", "")
+    rest = " of train is before the newest 512 events of its rows, which loaders leave out (max_history_length)"
+    assert line == (shown and f"{shown}{rest}")
+
+
+@pytest.mark.parametrize(
     ("by", "label", "count", "verdict"),
     [
         ("user", EARLY, 5, "5 (expected: the split is by user, not by time)"),

@@ -48,6 +48,11 @@ def test_a_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | No
     assert "\n" not in str(raised.value)
     with pytest.raises(DataError, match=r"nowhere is not a dataset: no such folder; make one with .* --out .*nowhere`"):
         read_manifest(tmp_path / "nowhere")
+    (tmp_path / "log.csv").touch()
+    with pytest.raises(
+        DataError, match=r"log\.csv is not a dataset: it is a file; make one with .* --out FOLDER`, another"
+    ):
+        read_manifest(tmp_path / "log.csv")
 
 
 def _split(path: str = "train/a", **changes: object) -> dict[str, object]:

@@ -50,7 +50,8 @@ def write_days(
     return paths
 
 
-def run(out: Path | str, *paths: Path, **options: Any) -> None:
+def run(out: Path | str, *paths: Path, **options: Any) -> list[str]:
+    """Preprocess, and return what was said to be added."""
     folder = paths[0].parent
     folder = folder.parent if "=" in folder.name else folder
     log = TabularConfig(
@@ -66,7 +67,10 @@ def run(out: Path | str, *paths: Path, **options: Any) -> None:
         item_columns=("brand",),
     )
     split = options.pop("split", "none").replace("users.txt", str(folder / "users.txt"))
-    preprocess(PreprocessConfig(dataset="custom", out=out, custom=log, split=split, **_DEFAULTS | options))
+    added: list[str] = []
+    config = PreprocessConfig(dataset="custom", out=out, custom=log, split=split, **_DEFAULTS | options)
+    preprocess(config, on_added=added.append)
+    return added
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:
@@ -211,6 +215,16 @@ def test_events_that_are_not_later_and_what_is_no_dataset_are_refused(tmp_path: 
     third = write_days(tmp_path, [[], [], [(4, 5, 1, 1)]], user="")[2]
     with pytest.raises(DataError, match=r"part-00000\.parquet does not match its manifest"):
         run(tmp_path / "out", third, append=True)
+
+
+def test_what_was_added_is_described(tmp_path: Path) -> None:
+    days = [[(1, 1, 5, 1), (2, 7, 6, 1)], [(1, 5, 1, 1), (3, 5, 9, 1)], []]
+    first, second, empty = write_days(tmp_path, days, user="")
+    assert run(tmp_path / "out", first) == []
+    (line,) = run(tmp_path / "out", second, append=True)
+    assert line == "2 events, 1 user, 1 item, 1 file, from 2023-11-15T22:13:21Z to 2023-11-15T22:13:29Z"
+    assert run(tmp_path / "out", second, append=True) == []
+    assert run(tmp_path / "out", empty, append=True) == ["0 events, 0 users, 0 items, 1 file"]
 
 
 def test_late_events_are_bad_rows_which_can_be_skipped(tmp_path: Path) -> None:

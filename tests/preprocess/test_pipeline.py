@@ -1,6 +1,8 @@
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from hashlib import sha256
 from pathlib import Path
@@ -352,9 +354,19 @@ def test_a_folder_with_what_is_read_is_not_replaced(tmp_path: Path) -> None:
     users.write_text("1\n")
     names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     log = TabularConfig(events=(events,), **names)
-    for out, read in ((events.parent, events), (users.parent, users)):
+    pattern = events.parent / "*.csv"
+    for out, read in (
+        (events.parent, events),
+        (users.parent, users),
+        (events.parent, events.parent),
+        (events.parent, pattern),
+    ):
+        if read != users:
+            log = replace(log, events=(read,))
         config = PreprocessConfig(dataset="custom", out=out, custom=log, split=f"file:{users}", overwrite=True)
-        with pytest.raises(ConfigError, match=f"^{read} is read, and is in {out}, which would be replaced; choose an"):
+        with pytest.raises(
+            ConfigError, match=f"^{re.escape(str(read))} is read, and would be replaced with {out}; choose an"
+        ):
             preprocess(config)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["lists", "log.csv", "logs", "users.txt"]
 
@@ -374,6 +386,13 @@ def test_windows_cover_a_long_history(tmp_path: Path) -> None:
     _run(tmp_path, text, split="none", filters=Filters(window=4, stride=3))
     rows = [(row["user_id"], row["window"], row["item_id"]) for row in _rows(tmp_path / "out" / "train")]
     assert sorted(rows) == [(5, 0, [0, 1, 2, 3]), (5, 1, [3, 4, 5, 6]), (5, 2, [6, 7]), (6, 0, [1])]
+
+
+@pytest.mark.parametrize(("window", "share"), [(None, 188 / 702), (600, 88 / 702), (512, 0)])
+def test_the_share_of_events_that_loaders_cut_off_is_counted(tmp_path: Path, window: int | None, share: float) -> None:
+    text = HEADER + "".join(f"{user},1,3,{n}\n" for user, length in ((5, 700), (6, 2)) for n in range(length))
+    manifest = _run(tmp_path, text, split="none", filters=Filters(window=window))
+    assert read_statistics(manifest).cut_share == round(share, 6)
 
 
 def test_requests_are_written_and_replaced_with_the_dataset(tmp_path: Path) -> None:
