@@ -31,8 +31,6 @@ from evenrank.datasets.schema import (
     summarize_lengths,
 )
 from evenrank.preprocess.append import Base
-from evenrank.preprocess.build.count_events import EventCounter
-from evenrank.preprocess.build.distinct import Column
 from evenrank.preprocess.build.events import (
     EVENTS_PER_BUCKET,
     Buckets,
@@ -45,9 +43,18 @@ from evenrank.preprocess.build.events import (
     read_piece,
 )
 from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
-from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA
+from evenrank.preprocess.build.sequences import REQUEST_SCHEMA
 from evenrank.preprocess.build.splits import IN_EVAL, TRAIN, SplitFacts, SplitRule, parse_split, read_listed_users
-from evenrank.preprocess.build.vocabulary import EarlierIds, Ids, look_up_items, number_ids
+from evenrank.preprocess.build.statistics import EventCounter
+from evenrank.preprocess.build.vocabulary import (
+    EarlierIds,
+    IdColumn,
+    Ids,
+    look_up_items,
+    number_ids,
+    vocabulary_name,
+    write_vocabulary,
+)
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine
 from evenrank.preprocess.options import Filters
@@ -143,8 +150,8 @@ class Job:
             )
             options["on_error"] = max(options["on_error"], base.manifest.options["on_error"])
         eval_users, num_listed = self._listed_users()
-        # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
-        with ThreadPoolExecutor(1) as background:
+        # The raw files are read a second time for their checksums, and vocabularies are written, while events are.
+        with ThreadPoolExecutor(3) as background:
             pending_sources = background.submit(source.sources)
             if base is not None and {*pending_sources.result()} <= {*base.manifest.sources}:
                 _LOGGER.warning("%s has these events already, and stays as it is", config.out)
@@ -152,11 +159,18 @@ class Job:
             log, buckets, texts = self._read(engine)
             num_left = self._filter(log, buckets, engine)
             ids = self._number(buckets, texts, engine)
+            pending_summaries = {
+                name: background.submit(
+                    write_vocabulary, self.folder / vocabulary_name(name), of, self.earlier.get(name)
+                )
+                for name, of in ids.items()
+            }
             rules = self._rules(log, buckets, num_left, ids, eval_users)
             splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], rules.items.requested)
             sources = pending_sources.result()
+            summaries = {name: pending.result() for name, pending in pending_summaries.items()}
             if self.rule.file is not None and not source.has_eval_log:
                 sources += source_files([(self.rule.file, self.rule.file.name)])
         first_ms, last_ms = log.limits_ms
@@ -184,8 +198,8 @@ class Job:
             context_labels={name: (None, *map(str, values)) for name, values in source.context.values.items()},
             ids={
                 **{
-                    name: of.summary if of.size is not None else replace(of.summary, largest=largest[name])
-                    for name, of in ids.items()
+                    name: summary if ids[name].size is not None else replace(summary, largest=largest[name])
+                    for name, summary in summaries.items()
                 },
                 **source.feature_ids,
             },
@@ -265,12 +279,12 @@ class Job:
         return sum(run.num_events for run in log.runs) - num_dropped - num_left_out
 
     def _number(self, buckets: Buckets, texts: Mapping[str, TextValues], engine: Engine) -> dict[str, Ids]:
-        """Find the ids of users and items, at the same time, and write their vocabularies."""
+        """Find the ids of users and items, at the same time."""
         kinds = self.source.id_kinds
 
         def number(name: str) -> Ids:
-            column = Column(name, kinds[name], texts.get(name), buckets, self.work / "values")
-            return number_ids(self.rules[name], column, self.earlier.get(name), engine=engine, folder=self.folder)
+            column = IdColumn(name, kinds[name], texts.get(name), buckets, self.work / "values")
+            return number_ids(self.rules[name], column, self.earlier.get(name), engine)
 
         with ThreadPoolExecutor(2) as both:
             return dict(zip(kinds, both.map(number, kinds), strict=True))
@@ -330,7 +344,7 @@ class Job:
         self.counts |= rules.context.audit() | rules.items.audit()
         beyond = sum(np.maximum(of_rows - MAX_HISTORY_LENGTH, 0).sum() for of_rows in lengths[TRAIN])
         cut_share = round(beyond / max(1, splits[TRAIN].interactions), 6)
-        return splits, largest, replace(statistics.report(self.folder), cut_share=cut_share)
+        return splits, largest, replace(statistics.report(self.folder, engine), cut_share=cut_share)
 
     def _split(self, name: str, rules: RangeRules, files: list[DataFile], lengths: NDArray[np.int64]) -> Split:
         files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]

@@ -6,10 +6,10 @@ bucket: a bucket is a slice of each. Rows that cannot be read are counted.
 """
 
 import itertools
-import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,30 +29,31 @@ Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or 
 EVENTS_PER_BUCKET = 1 << 21  # target size
 _MAX_BITS = 16  # an index is a uint16
 _INT32 = np.iinfo(np.int32)
-_HEADER_BYTES = 1 << 12
 
 
 class Run(NamedTuple):
-    """A file of events that are sorted by bucket; those of a bucket are in the order of the log."""
+    """A file of events that are sorted by bucket, one column after the other; those of a bucket are in log order."""
 
     path: Path
-    num_events: int
+    dtypes: Mapping[str, str]  # of the columns, in the order of the file
+    offsets: NDArray[np.uint32]  # where each bucket begins, and the number of events: [buckets + 1]
     first_ms: int = 0  # to add to all times
+
+    @property
+    def num_events(self) -> int:
+        """Number of events."""
+        return int(self.offsets[-1])
 
 
 def write_run(path: Path, events: Columns, num_bits: int, *, key: str = USER_ID) -> Run:
     """Write events, whose buckets are those of the column `key`, int64."""
-    order, ends = by_bucket(events[key], num_bits)
+    order, offsets = by_bucket(events[key], num_bits)
     narrow = {name: _narrowed(values) for name, values in events.items()}  # half the bytes to reorder and to write
-    header = json.dumps({name: values.dtype.str for name, values in narrow.items()}).encode()
-    assert len(header) <= _HEADER_BYTES
     with replacing(path) as new, new.open("wb") as file:
-        file.write(header.ljust(_HEADER_BYTES))
-        # Not by `tofile`, which reports no error if the disk is full when it closes its own buffer.
-        file.write(np.concatenate(([0], ends)).data)
         for values in narrow.values():
+            # Not by `tofile`, which reports no error if the disk is full when it closes its own buffer.
             file.write(values[order].data)
-    return Run(path, len(order))
+    return Run(path, {name: values.dtype.str for name, values in narrow.items()}, offsets.astype(np.uint32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,24 +72,30 @@ class Buckets:
     @property
     def largest(self) -> int:
         """The number of events of the largest bucket."""
-        sizes = np.zeros(len(self), dtype=np.int64)
-        for run in self.runs:
-            ends = np.fromfile(run.path, dtype=np.int64, count=len(self) + 1, offset=_HEADER_BYTES)
-            sizes += ends[1:] - ends[:-1]
-        return int(sizes.max())
+        return int(np.sum([np.diff(run.offsets) for run in self.runs], axis=0, dtype=np.int64).max())
 
     def read(self, index: int, names: Collection[str] = (), *, reason: int = 0) -> Columns:
         """Return the named columns, or all, of the events of a bucket that are left, or were left out for a reason."""
         names = [name for name in self.dtypes if not names or name in names]
-        parts: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, dtype=self.dtypes[name])] for name in names}
-        for run in self.runs:
-            with run.path.open("rb") as file:
-                for name, values in _read_slice(file, run.num_events, 8 * (1 << self.num_bits) + 8, index, names):
-                    if name == TIMESTAMP_MS and run.first_ms:
-                        values = values.astype(np.int64) + run.first_ms
-                    parts[name].append(values)
-        # One column after the other, because the bucket of a user with very many events is as large as these.
-        columns = {name: np.concatenate(parts.pop(name), dtype=self.dtypes[name]) for name in names}
+        slices = [(run, *run.offsets[index : index + 2].tolist()) for run in self.runs]
+        size, filled = sum(end - begin for _, begin, end in slices), 0
+        columns = {name: np.empty(size, dtype=self.dtypes[name]) for name in names}
+        for run, begin, end in slices:
+            if begin == end:
+                continue
+            position = 0
+            with FileIO(run.path) as file:
+                for name, dtype in run.dtypes.items():
+                    values = np.empty(end - begin, dtype=dtype)
+                    if name in columns:
+                        file.seek(position + begin * values.itemsize)
+                        num_bytes = file.readinto(values.data)  # `fromfile` is slow for few values
+                        assert num_bytes == values.nbytes
+                        columns[name][filled : filled + end - begin] = values
+                        if name == TIMESTAMP_MS and run.first_ms:
+                            columns[name][filled : filled + end - begin] += run.first_ms
+                    position += run.num_events * values.itemsize
+            filled += end - begin
         if not (reasons := self._reasons(index)).exists():
             return columns
         is_read = np.fromfile(reasons, dtype=np.uint8) == reason
@@ -122,21 +129,6 @@ class Buckets:
         """Return the path of a uint8 for each event: 0 if it is left, otherwise why it is not."""
         # Not in NumPy's format, whose headers threads cannot read at once before Python 3.11.8 (CPython issue 106905).
         return self.folder / f"left-out-{index:05d}.uint8"
-
-
-def _read_slice(
-    file: BinaryIO, num_events: int, bytes_of_ends: int, index: int, names: Collection[str]
-) -> Iterator[tuple[str, NDArray[Any]]]:
-    dtypes = json.loads(file.read(_HEADER_BYTES))
-    file.seek(8 * index, 1)
-    begin, end = np.fromfile(file, dtype=np.int64, count=2).tolist()
-    position = _HEADER_BYTES + bytes_of_ends
-    for name, dtype in dtypes.items():
-        item_bytes = np.dtype(dtype).itemsize
-        if name in names:
-            file.seek(position + begin * item_bytes)
-            yield name, np.fromfile(file, dtype=dtype, count=end - begin)
-        position += num_events * item_bytes
 
 
 def bytes_on_disk(num_events: int, dtypes: Mapping[str, str]) -> int:

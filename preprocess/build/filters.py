@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.value_counts import ValueCounts
+from evenrank.core.value_counts import ValueCounts, count_values
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.sequences import Sequences
@@ -57,7 +57,7 @@ def k_core(buckets: Buckets, filters: Filters, engine: Engine) -> int:
 
 
 def _count_items(buckets: Buckets, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return np.unique(buckets.read(index, (ITEM_ID,))[ITEM_ID], return_counts=True)
+    return count_values(buckets.read(index, (ITEM_ID,))[ITEM_ID])
 
 
 def _remove_rare(buckets: Buckets, frequent: KeyTable, min_user_events: int, index: int) -> int:

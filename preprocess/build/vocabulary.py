@@ -6,16 +6,20 @@ keep       the integers of the log
 hash:1000  a hash of the value, 0..999, for which no vocabulary is needed
 
 Values are ordered by the time of their first event, then by value, so appending later days to a log renumbers nothing.
-What stays in memory is a hash table of the keys, about 14 bytes per value.
+They are counted bucket by bucket, into parts by key. Each part is sorted, and the sorted parts are merged a range of
+this order at a time. What stays in memory is a hash table of the keys, about 14 bytes per value.
 """
 
+import glob
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -24,17 +28,25 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.files import replacing
 from evenrank.core.hashing import mix64
-from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
-from evenrank.preprocess.build.distinct import COUNT, KEY, VALUE, Column, Distinct, find_distinct, keys_in
+from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
+from evenrank.preprocess.build.events import Buckets, Run, write_run
 from evenrank.preprocess.engine import BYTES_PER_ID, Engine
 from evenrank.preprocess.options import AUTO, DENSE, HASH, KEEP
 from evenrank.preprocess.read.features import FeatureLookup, Features, Interactions
-from evenrank.preprocess.read.keys import KeyTable, keys_of
+from evenrank.preprocess.read.keys import KeyTable, TextValues, encode_keys, keys_of, random_seed
 
-_ROWS_PER_GROUP = 1 << 20
+FIRST, COUNT, KEY, VALUE = "first", "count", "key", "value"
+_ORDER = (FIRST, VALUE)
+_ROWS_PER_GROUP, _BYTES_PER_ROW = 1 << 20, 100  # of the file; the latter while sequences are written
+# A range has as few values as keep all cores busy, until there are many ranges: each is a slice of all parts.
+_VALUES_PER_RANGE, _MANY_RANGES, _MAX_VALUES_PER_RANGE = 1 << 18, 64, 1 << 21
+_SAMPLES = 64  # of a range of the least size, to find the limits of ranges
+_SOME = 1 << 16  # events that tell whether most values occur twice
 _DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
 _SHOWN = 3  # unknown values in an error message
+_Counts = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # keys, times of first events, counts
 
 
 def choose(kind: IdKind, *, distinct: int, least: int, largest: int) -> str:
@@ -51,6 +63,8 @@ class Ids:
     summary: IdSummary
     table: KeyTable | None = None
     """Of the keys, in the order of their ids, if the rule is `dense`."""
+    rows: Sequence[Path] = ()
+    """Files of the values in the same order, and how often each occurs."""
 
     def encode(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the ids of keys: int64 [n] both; of those that a vocabulary lacks, 0."""
@@ -106,86 +120,211 @@ def read_values(path: Path, dtype: pl.DataType | None = None) -> pl.Series:
         raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
 
 
-def number_ids(rule: str, column: Column, earlier: EarlierIds | None, *, engine: Engine, folder: Path) -> Ids:
-    """Find the ids of a column from its events, and write its vocabulary to `folder` if it has one.
+@dataclass(frozen=True, slots=True)
+class IdColumn:
+    """A column of ids, its events, and where its values are counted."""
+
+    name: str
+    kind: IdKind
+    texts: TextValues | None  # by key, if the kind is text
+    buckets: Buckets  # of events, or of values that were counted in part
+    work: Path
+
+
+class Part(NamedTuple):
+    """The values with some keys, in order; of those that an earlier vocabulary has, only how often they occur."""
+
+    path: Path  # of a file of `first`, `value`, `key` (if they are texts), `count`
+    known: Path | None  # of a file of `place` in the earlier vocabulary, `count`
+    num_values: int  # all
+    num_lacking: int  # in the earlier vocabulary
+    num_events: int  # of those that it lacks
+    limits: tuple[int, ...]  # the least and the largest value, unless they are texts
+    samples: Sequence[tuple[int, Any, int]]  # first, value and number of every n-th row
+
+
+def number_ids(rule: str, column: IdColumn, earlier: EarlierIds | None, engine: Engine) -> Ids:
+    """Find the ids of a column from its events.
 
     `rule` is `auto`, `dense`, `keep` or `hash:N`; with the ids of an `earlier` vocabulary, theirs.
     """
     summary = IdSummary(rule=rule, kind=column.kind)
     if rule == KEEP:
         return Ids(size=None, summary=summary)
-    found = find_distinct(column, engine)
-    summary = replace(summary, distinct=found.size)
+    known = earlier if earlier is not None and earlier.unknown else None
+    parts = _find_values(column, None if known is None else KeyTable(known.keys), engine)
+    distinct = sum(part.num_values for part in parts)
+    summary = replace(summary, distinct=distinct)
     if engine.memory is not None:
-        engine.memory.take(f"{found.size:,} ids of {column.name}", BYTES_PER_ID * found.size)
+        num_bytes = BYTES_PER_ID * distinct + _BYTES_PER_ROW * min(distinct, _ROWS_PER_GROUP)
+        engine.memory.take(f"{distinct:,} ids of {column.name}", num_bytes)
     if rule.startswith(HASH):
         ids = Ids(size=int(rule.partition(":")[2]), summary=summary)
-        _, counts = np.unique(ids.encode(np.concatenate([keys_in(rows) for rows in found.read()])), return_counts=True)
+        _, counts = np.unique(ids.encode(_keys_in(column.kind, [part.path for part in parts])), return_counts=True)
         return replace(ids, summary=replace(summary, collisions=int(counts[counts > 1].sum())))
+    limits = [limit for part in parts for limit in part.limits] or [0]
     # Ids that were numbered stay so when later events fill the gaps: models were trained with them.
     if rule == AUTO and not (earlier is not None and earlier.summary.rule == DENSE):
-        least, largest = found.limits or (0, 0)
-        chosen = choose(column.kind, distinct=found.size, least=least, largest=largest)
+        chosen = choose(column.kind, distinct=distinct, least=min(limits), largest=max(limits))
         if earlier is not None and chosen != KEEP:
             raise DataError(
-                f"the ids of {column.name} were kept, and auto would number them by now: {found.size:,} values up to "
-                f"{largest:,}; append with --ids {column.name.removesuffix('_id')}=keep, or preprocess all of the log "
-                "at once, under other ids"
+                f"the ids of {column.name} were kept, and auto would number them by now: {distinct:,} values up to "
+                f"{max(limits):,}; append with --ids {column.name.removesuffix('_id')}=keep, or preprocess all of the "
+                "log at once, under other ids"
             )
         if chosen == KEEP:
-            return Ids(size=None, summary=replace(summary, rule=KEEP, largest=largest))
-    return _write(folder / vocabulary_name(column.name), found, earlier, engine)
+            return Ids(size=None, summary=replace(summary, rule=KEEP, largest=max(limits)))
+    summary = replace(summary, rule=DENSE, largest=None if column.kind == "text" else max(limits))
+    rows = _merge(column, parts, engine)
+    if known is not None:
+        num_values, num_events = sum(part.num_lacking for part in parts), sum(part.num_events for part in parts)
+        if known.unknown == "fail" and num_values:
+            first = _read(rows[:1]).head(_SHOWN).get_column(VALUE).to_list()
+            raise DataError(
+                f"the vocabulary of {column.name} lacks {num_values:,} of the values, in {num_events:,} events, "
+                f"first {', '.join(map(repr, first))}; set unknown to append, oov or drop, or correct the log"
+            )
+        summary = replace(summary, unknown_values=num_values, unknown_events=num_events)
+        rows = [_write_known(known, column, parts), *([] if known.unknown == "oov" else rows)]
+    table = KeyTable(_keys_in(column.kind, rows))
+    return Ids(size=len(table) + 1, summary=summary, table=table, rows=rows)
 
 
-def _write(path: Path, found: Distinct, earlier: EarlierIds | None, engine: Engine) -> Ids:
-    """Write a vocabulary, after the values of an earlier one if there is one, and return the ids."""
-    kind, parts, num_known, num_values, num_events, size = found.column.kind, found.merged(engine), 0, 0, 0, 0
-    if earlier is not None and earlier.unknown:
-        num_known = len(earlier.keys)
-        parts, num_values, num_events = _after(earlier, found, parts)
-    keys = np.empty(num_known + found.size, dtype=np.int64)
-    schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[kind])).schema
+def _find_values(column: IdColumn, known: KeyTable | None, engine: Engine) -> list[Part]:
+    """Count the values of a column, and sort those that are not known."""
+    name, buckets = column.name, column.buckets
+    if name != USER_ID and len(buckets) > 1:  # else the buckets are parts by key
+        counted = engine.map(partial(_count_bucket, column), range(len(buckets)), stage=f"counting {name}")
+        runs, dtypes = [run for _, run in counted], dict.fromkeys((KEY, FIRST, COUNT), "int64")
+        folder = column.work / f"{name} by key"
+        column = replace(column, buckets=replace(buckets, folder=folder, runs=runs, dtypes=dtypes, key=KEY))
+    parts = engine.map(partial(_sort_part, column, known), range(len(buckets)), stage=f"sorting {name}")
+    return [part for _, part in parts]
+
+
+def _count_bucket(column: IdColumn, index: int) -> Run:
+    """Write the values of a bucket of events in a run; where hardly one occurs twice, it is left to the parts."""
+    keys, firsts, counts = _counts_in(column, index)
+    some = keys[:_SOME]
+    if 2 * len(encode_keys(some, random_seed())[0]) < len(some):
+        keys, firsts, counts = _counted(keys, firsts, counts)
+    path = column.work / f"{column.name}-{index:05d}.run"
+    return write_run(path, {KEY: keys, FIRST: firsts, COUNT: counts}, column.buckets.num_bits, key=KEY)
+
+
+def _sort_part(column: IdColumn, known: KeyTable | None, index: int) -> Part:
+    keys, firsts, counts = _counted(*_counts_in(column, index))
+    part, limits, of_known = pl.DataFrame({FIRST: firsts, KEY: keys, COUNT: counts}), tuple[int, ...](), None
+    if known is not None:
+        places = pl.Series("place", known.find(keys))
+        of_known = _write(column, f"known-{index:05d}", part.select(places, COUNT).filter(places >= 0))
+        part = part.filter(places < 0)
+    if column.texts is not None:
+        part = part.join(column.texts.part(index), on=KEY, how="left")
+    else:
+        dtype = np.uint64 if column.kind == "uint64" else np.int64
+        limits = (int(keys.view(dtype).min()), int(keys.view(dtype).max())) if len(keys) else ()
+        part = part.with_columns(pl.Series(VALUE, part.get_column(KEY).to_numpy().view(dtype))).drop(KEY)
+    part = part.sort(_ORDER)
+    samples = part.select(*_ORDER, pl.int_range(pl.len())).gather_every(max(1, _VALUES_PER_RANGE // _SAMPLES)).rows()
+    path, num_events = _write(column, f"part-{index:05d}", part), int(part.get_column(COUNT).sum())
+    return Part(path, of_known, len(keys), len(part), num_events, limits, samples)
+
+
+def _counts_in(column: IdColumn, index: int) -> _Counts:
+    """Read the values of a bucket of events, or of values that were counted in part."""
+    if column.buckets.key == KEY:
+        counted = column.buckets.read(index)
+        return counted[KEY], counted[FIRST], counted[COUNT]
+    events = column.buckets.read(index, (column.name, TIMESTAMP_MS))
+    return events[column.name], events[TIMESTAMP_MS], np.ones(len(events[column.name]), dtype=np.int64)
+
+
+def _counted(keys: NDArray[np.int64], times: NDArray[np.int64], counts: NDArray[np.int64]) -> _Counts:
+    distinct, codes = encode_keys(keys, random_seed())
+    firsts = np.full(len(distinct), np.iinfo(np.int64).max)
+    sums = np.zeros(len(distinct), dtype=np.int64)
+    np.minimum.at(firsts, codes, times)
+    np.add.at(sums, codes, counts)
+    return distinct, firsts, sums
+
+
+def _merge(column: IdColumn, parts: Sequence[Part], engine: Engine) -> list[Path]:
+    """Write the values of all parts in their order, in one file after the other."""
+    size = sum(part.num_lacking for part in parts)
+    num_ranges = min(-(-size // _VALUES_PER_RANGE), max(_MANY_RANGES, -(-size // _MAX_VALUES_PER_RANGE)))
+    samples = sorted(sample[:2] for part in parts for sample in part.samples)
+    limits = [samples[len(samples) * index // num_ranges] for index in range(1, num_ranges)]
+    tasks = [*enumerate(pairwise([None, *limits, None]))]
+    merged = engine.map(partial(_merge_range, column, parts), tasks, stage=f"numbering {column.name}")
+    return [path for _, path in merged]
+
+
+def _merge_range(column: IdColumn, parts: Sequence[Part], task: tuple[int, Sequence[tuple[int, Any] | None]]) -> Path:
+    """Write the values of all parts from one value of their order, or from the begin, to before another, or the end."""
+    number, (begin, end) = task
+    first, value, slices = pl.col(FIRST), pl.col(VALUE), []
+    for part in parts:  # of each, the rows between two samples
+        before = 0 if begin is None else max(0, bisect_left(part.samples, begin) - 1)
+        after = [] if end is None else part.samples[bisect_left(part.samples, end) :]
+        begin_row = part.samples[before][2] if part.samples else 0
+        end_row = after[0][2] if after else part.num_lacking
+        slices.append(_scan(part.path).slice(begin_row, end_row - begin_row))
+    rows = pl.concat(slices)
+    if begin is not None:
+        rows = rows.filter((first > begin[0]) | (first == begin[0]) & (value >= begin[1]))
+    if end is not None:
+        rows = rows.filter((first < end[0]) | (first == end[0]) & (value < end[1]))
+    return _write(column, f"range-{number:05d}", rows.sort(_ORDER).drop(FIRST).collect())
+
+
+def _write_known(known: EarlierIds, column: IdColumn, parts: Sequence[Part]) -> Path:
+    """Write the values of an earlier vocabulary, with how often they occur now."""
+    counts = np.zeros(len(known.keys), dtype=np.int64)
+    for part in parts:
+        if part.known is not None:
+            of_part = _read([part.known])
+            counts[of_part.get_column("place").to_numpy()] += of_part.get_column(COUNT).to_numpy()
+    columns = {VALUE: known.values, COUNT: counts, **({KEY: known.keys} if column.kind == "text" else {})}
+    return _write(column, "known", pl.DataFrame(columns))
+
+
+def _write(column: IdColumn, name: str, rows: pl.DataFrame) -> Path:
+    with replacing(path := column.work / f"{column.name}-{name}.arrow") as file:
+        rows.write_ipc(file)
+    return path
+
+
+def _scan(path: Path) -> pl.LazyFrame:
+    return pl.scan_ipc(glob.escape(str(path)))  # `glob=False` is newer than the oldest Polars
+
+
+def _read(paths: Sequence[Path], *names: str) -> pl.DataFrame:
+    return pl.concat([_scan(path).select(*(names or ("*",))) for path in paths]).collect()
+
+
+def _keys_in(kind: IdKind, paths: Sequence[Path]) -> NDArray[np.int64]:
+    """Return the keys of the values in some files: int64 [n]."""
+    rows = _read(paths, KEY if kind == "text" else VALUE)
+    keys: NDArray[np.int64] = rows.to_series().to_numpy(writable=True).view(np.int64)
+    return keys
+
+
+def write_vocabulary(path: Path, ids: Ids, earlier: EarlierIds | None) -> IdSummary:
+    """Write the vocabulary of a column if its ids have one, and return what the manifest says about them."""
+    if ids.table is None:
+        return ids.summary
+    schema = vocabulary_rows(1, pl.Series(dtype=_DTYPES[ids.summary.kind])).schema
     encodings = {field.name: "DELTA_BINARY_PACKED" for field in schema if pa.types.is_integer(field.type)}
     options = {"compression": "zstd", "use_dictionary": False, "column_encoding": encodings}  # 3 times as fast as usual
+    first_id = 1
     with pq.ParquetWriter(path, schema, **options) as file:
-        for rows in _in_groups(parts):
-            file.write_table(vocabulary_rows(size + 1, rows.get_column(VALUE), rows.get_column(COUNT)))
-            keys[size : size + len(rows)] = keys_in(rows)
-            size += len(rows)
-    keys = keys[:size]
-    summary = IdSummary(
-        rule=DENSE,
-        kind=kind,
-        distinct=found.size,
-        largest=None if kind == "text" else max(found.limits or (0,)),
-        versions=_versions(None if earlier is None else earlier.summary, size, _digest(kind, keys)),
-        unknown_values=num_values,
-        unknown_events=num_events,
-    )
-    return Ids(size=size + 1, summary=summary, table=KeyTable(keys))
-
-
-def _after(
-    earlier: EarlierIds, found: Distinct, parts: Iterator[pl.DataFrame]
-) -> tuple[Iterator[pl.DataFrame], int, int]:
-    """Return the values of an earlier vocabulary, then those that it lacks; how many these are, and their events."""
-    known, num_values, num_events = KeyTable(earlier.keys), 0, 0
-    counts = np.zeros(len(known), dtype=np.int64)
-    for rows in found.read():
-        places, added = known.find(keys_in(rows)), rows.get_column(COUNT).to_numpy()
-        counts[places[places >= 0]] += added[places >= 0]
-        num_values += int(np.count_nonzero(places < 0))
-        num_events += int(added[places < 0].sum())
-    lacking = (rows.filter(known.find(keys_in(rows)) < 0) for rows in parts)
-    if earlier.unknown == "fail" and num_values:
-        first = next(filter(len, lacking)).get_column(VALUE).head(_SHOWN).to_list()
-        raise DataError(
-            f"the vocabulary of {found.column.name} lacks {num_values:,} of the values, in {num_events:,} events, "
-            f"first {', '.join(map(repr, first))}; set unknown to append, oov or drop, or correct the log"
-        )
-    old = pl.DataFrame({VALUE: earlier.values, COUNT: counts, KEY: earlier.keys})
-    new = (rows.select(VALUE, COUNT, pl.Series(KEY, keys_in(rows))) for rows in lacking)
-    return chain([old], () if earlier.unknown == "oov" else new), num_values, num_events
+        for rows in _in_groups(_read([of_range], VALUE, COUNT) for of_range in ids.rows):
+            file.write_table(vocabulary_rows(first_id, rows.get_column(VALUE), rows.get_column(COUNT)))
+            first_id += len(rows)
+    digest = _digest(ids.summary.kind, ids.table.keys)
+    versions = _versions(None if earlier is None else earlier.summary, len(ids.table), digest)
+    return replace(ids.summary, versions=versions)
 
 
 def _in_groups(parts: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:

@@ -71,12 +71,12 @@ class TextValues:
         """Write the texts that were added."""
         if self._frames:
             frame = pl.concat(self._frames).unique()
-            order, ends = by_bucket(frame.get_column(_KEY).to_numpy(), self._num_bits)
+            order, offsets = by_bucket(frame.get_column(_KEY).to_numpy(), self._num_bits)
             path = self._folder / f"{self._piece:05d}-{self._num_files:05d}.arrow"
             with replacing(path) as new:
                 frame[order].write_ipc(new)
             with replacing(path.with_suffix(".ends")) as new:
-                new.write_bytes(np.concatenate(([0], ends)).data)
+                new.write_bytes(offsets.data)
             self._frames, self._num_files = [], self._num_files + 1
 
     def part(self, index: int) -> pl.DataFrame:
@@ -188,18 +188,18 @@ def encode_keys(keys: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[np.in
 def by_bucket(keys: NDArray[np.int64], num_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Sort events by the bucket of their key, which is stable.
 
-    Return their indices, int64 [events], and the end of each bucket, int64 [buckets].
+    Return their indices, int64 [events], and where each bucket begins, then their number: int64 [buckets + 1].
     """
     buckets = np.zeros(len(keys), dtype=np.uint16)
-    ends = np.zeros((1 << num_bits) + 1, dtype=np.int64)
+    offsets = np.zeros((1 << num_bits) + 1, dtype=np.int64)
     for event in range(len(keys)):
         if num_bits > 0:  # as by `user_hash`
             buckets[event] = mix_word(np.uint64(keys[event])) >> np.uint64(64 - num_bits)
-        ends[buckets[event] + 1] += 1
-    ends = np.cumsum(ends)
-    next_position = ends[:-1].copy()
+        offsets[buckets[event] + 1] += 1
+    offsets = np.cumsum(offsets)
+    next_position = offsets[:-1].copy()
     order = np.empty(len(keys), dtype=np.int64)
     for event in range(len(keys)):
         order[next_position[buckets[event]]] = event
         next_position[buckets[event]] += 1
-    return order, ends[1:]
+    return order, offsets

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core import value_counts
-from evenrank.core.value_counts import ValueCounts
+from evenrank.core.value_counts import ValueCounts, count_values
 
 VALUES = st.integers(-3, 20) | st.sampled_from([-(2**63), -(2**40), 2**40, 2**63 - 1])
 
@@ -21,6 +21,8 @@ def test_every_value_is_counted(parts: list[list[int]], num_values: int | None) 
         values, numbers = counts.result()
     expected = Counter(value for part in parts for value in part)
     assert list(zip(values.tolist(), numbers.tolist(), strict=True)) == sorted(expected.items())
+    at_once = count_values(np.array([value for part in parts for value in part], dtype=np.int64))
+    assert list(zip(*(column.tolist() for column in at_once), strict=True)) == sorted(expected.items())
     queries = [-(2**63), -(2**50), -1, 0, 3, 16, 2**40, 2**63 - 1]
     assert counts.count(np.array(queries)).tolist() == [expected[value] for value in queries]
 

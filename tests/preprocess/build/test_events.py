@@ -49,8 +49,8 @@ def test_a_range_is_read_in_little_more_memory_than_its_events_take(tmp_path: Pa
 
 @pytest.mark.processes
 def test_a_run_that_does_not_fit_on_the_disk_is_an_error_and_no_file(small_disk: Path) -> None:
-    columns = {"user_id": np.arange(9), "timestamp_ms": np.arange(9)}
-    (small_disk / "other").write_bytes(bytes(3 << 12))  # there is room for the header alone
+    columns = {"user_id": np.arange(999), "timestamp_ms": np.arange(999)}
+    (small_disk / "other").write_bytes(bytes(3 << 12))  # there is room for the first column alone
     with pytest.raises(OSError, match="No space left on device"):
         write_run(small_disk / "run", columns, 3)
     assert [path.name for path in small_disk.iterdir()] == ["other"]

@@ -14,7 +14,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest
 from evenrank.preprocess import Filters, job
-from evenrank.preprocess.build import distinct, events
+from evenrank.preprocess.build import events
 from evenrank.preprocess.build import vocabulary as vocabulary_module
 from evenrank.preprocess.build.vocabulary import choose
 from evenrank.preprocess.options import parse_ids, parse_unknown
@@ -56,7 +56,7 @@ def test_ids_are_dense_by_first_appearance_whatever_the_parts(
             patch.setattr(job, "EVENTS_PER_BUCKET", 3)
             patch.setattr(events, "EVENTS_PER_RUN", 2)
             patch.setattr(key_table, "_BUFFERED_ROWS", 3)
-            patch.setattr(distinct, "_VALUES_PER_RANGE", 2)
+            patch.setattr(vocabulary_module, "_VALUES_PER_RANGE", 2)
             patch.setattr(vocabulary_module, "_ROWS_PER_GROUP", 3)
             in_parts = number(folder / "parts", path, ids="dense")
         for column, name in enumerate(("user_id", "item_id")):

@@ -42,11 +42,11 @@ def test_a_table_grows_while_keys_are_numbered() -> None:
 
 @given(st.lists(words, max_size=60), st.integers(0, 4))
 def test_events_are_sorted_by_the_leading_bits_of_their_hash_and_stay_in_order(keys: list[int], num_bits: int) -> None:
-    order, ends = by_bucket(np.array(keys, dtype=np.int64), num_bits)
+    order, offsets = by_bucket(np.array(keys, dtype=np.int64), num_bits)
     hashes = mix64(np.array(keys, dtype=np.int64).view(np.uint64)).tolist()
     buckets = [(word >> (64 - num_bits)) for word in hashes]
     assert order.tolist() == sorted(range(len(keys)), key=lambda event: buckets[event])
-    assert ends.tolist() == [sum(bucket <= index for bucket in buckets) for index in range(1 << num_bits)]
+    assert offsets.tolist() == [sum(bucket < index for bucket in buckets) for index in range((1 << num_bits) + 1)]
 
 
 @given(st.lists(st.text(max_size=20), unique=True, max_size=30))

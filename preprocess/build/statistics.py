@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +11,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from evenrank.core.value_counts import ValueCounts
+from evenrank.core.value_counts import ValueCounts, count_values
 from evenrank.datasets.event_statistics import DAY_MS, Statistics
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, WINDOW
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.build.splits import EVAL, TRAIN
+from evenrank.preprocess.engine import Engine
 
 _HOUR_MS = DAY_MS // 24
 _MAX_BINS = 120  # of the timeline: as many bars as can be told apart on a phone
@@ -40,13 +42,13 @@ def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> Even
     for name, rows in divided.items():
         if rows.num_targets.any():  # the events before those to predict are in train too
             rows = replace(rows, begins=rows.ends - rows.num_targets)
-        items[name] = np.unique(rows.values(ITEM_ID), return_counts=True)
+        items[name] = count_values(rows.values(ITEM_ID))
     train = divided[TRAIN]
     newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
     eval_users = divided[EVAL].user_keys if EVAL in divided else train.user_keys[:0]
     cold_users = int(np.isin(eval_users, train.user_keys, invert=True).sum())
     return EventCounts(
-        hours=np.unique(times // _HOUR_MS, return_counts=True),
+        hours=count_values(times // _HOUR_MS),
         items=items,
         sums={"users": len(sequences), "eval_users": len(eval_users), "cold_users": cold_users},
         first_ms=int(times.min(initial=_LARGEST)),
@@ -85,7 +87,7 @@ class EventCounter:
         self._last_ms = max(self._last_ms, counts.last_ms)
         self._newest_train = max(self._newest_train, counts.newest_train)
 
-    def report(self, folder: Path) -> Statistics:
+    def report(self, folder: Path, engine: Engine) -> Statistics:
         """Return the statistics, once all splits are written to a folder."""
         hours, counts = self._hours.result()
         days, first_of_day = np.unique(hours // 24, return_index=True)
@@ -93,9 +95,9 @@ class EventCounter:
         width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
         bins = hours // width - hours[0] // width
         popularity, eval_items, cold_items, cold_item_events = ValueCounts(), 0, 0, 0
-        early_eval_events = (
-            _count_early(folder / EVAL, self._newest_train, self._overlap) if self._sums["eval_users"] else 0
-        )
+        count_early = partial(_count_early, self._newest_train, self._overlap)
+        files = sorted((folder / EVAL).glob("*.parquet"))
+        early = engine.map(count_early, files, stage="counting early events", keep=False)
         for items, num_events in self._items.pieces():
             popularity.add(num_events.astype(np.int64))
             if EVAL in self._events:
@@ -124,7 +126,7 @@ class EventCounter:
             ranks=ranks.tolist(),
             ranks_events=popular[np.searchsorted(last_ranks, ranks)].tolist(),
             top_events=int((popular * in_top).sum()),
-            early_eval_events=early_eval_events,
+            early_eval_events=sum(count for _, count in early),
             eval_items=eval_items,
             cold_items=cold_items,
             cold_item_events=cold_item_events,
@@ -132,9 +134,9 @@ class EventCounter:
         )
 
 
-def _count_early(folder: Path, newest: int, overlap: int) -> int:
-    """Count the events of eval that are older than a time, those in two windows once."""
-    rows, times = pl.scan_parquet(sorted(folder.glob("*.parquet")), glob=False), pl.col(TIMESTAMP_MS)
+def _count_early(newest: int, overlap: int, path: Path) -> int:
+    """Count the events in a file of eval that are older than a time, those in two windows once."""
+    rows, times = pl.scan_parquet(path, glob=False), pl.col(TIMESTAMP_MS)
     if NUM_TARGETS in rows.collect_schema():
         times = times.list.tail(pl.col(NUM_TARGETS))
     elif WINDOW in rows.collect_schema():
