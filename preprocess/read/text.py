@@ -27,6 +27,7 @@ from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, WHOLE, Piece, Type
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 16 << 20
+_FIRST_BYTES = 1 << 18  # of a file's first block, which are enough for whoever looks at its first rows alone
 _PIECE_BYTES = 32 << 20
 _MAX_LINE_BYTES = 64 << 20
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -109,7 +110,7 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
         DataError: a line is too long.
     """
     with _open_text(path) as (_, file):
-        number, begin = 1, 0
+        number, begin, block_bytes = 1, 0, _BLOCK_BYTES if piece.begin else min(_FIRST_BYTES, _BLOCK_BYTES)
         if piece.begin:
             file.seek(piece.begin - 1)
             while (read := file.readline(_BLOCK_BYTES)) and not read.endswith(b"\n"):
@@ -119,7 +120,7 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
             file.readline()
             number = 2
         while True:
-            size = _BLOCK_BYTES if piece.end is None else min(_BLOCK_BYTES, max(0, piece.end - file.tell()))
+            size = block_bytes if piece.end is None else min(block_bytes, max(0, piece.end - file.tell()))
             data = bytearray(file.read(size))  # without touching more memory than a small file needs
             if number == 1 and not piece.begin and data.startswith(_BOM):
                 del data[: len(_BOM)]
@@ -141,6 +142,7 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
             num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
             yield Block(first_line=number, num_lines=num_lines, data=data)
             number += num_lines
+            block_bytes = min(8 * block_bytes, _BLOCK_BYTES)
 
 
 def _lines_before(path: Path, end: int) -> int:
