@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache, reduce
+from itertools import cycle
 from operator import or_
 from pathlib import Path
 from types import UnionType
@@ -42,8 +43,12 @@ def fault_finder(kind: Any) -> Callable[[Any], Fault | None]:
         options = [fault_finder(one) for one in arguments]
 
         def of_option(value: Any) -> Fault | None:
-            faults = [find(value) for find in options]
-            return None if None in faults else next((fault for fault in faults if fault and fault.rule), faults[0])
+            faults = []
+            for find in options:
+                if (fault := find(value)) is None:
+                    return None
+                faults.append(fault)
+            return next((fault for fault in faults if fault.rule), faults[0])
 
         return of_option
     is_a = _type_test(origin, arguments)
@@ -54,12 +59,11 @@ def fault_finder(kind: Any) -> Callable[[Any], Fault | None]:
     def of_parts(value: Any) -> Fault | None:
         if not is_a(value):
             return Fault(None, value)
-        if origin is Mapping:
-            find_in_key, find = finders
-            faults = ((f"[{key!r}]", find_in_key(key) or find(one)) for key, one in value.items())
-        else:
-            faults = (("", finders[index % len(finders)](part)) for index, part in enumerate(value))
-        return next((fault._replace(place=place + fault.place) for place, fault in faults if fault), None)
+        if origin is not Mapping:
+            return next(filter(None, (find(part) for find, part in zip(cycle(finders), value, strict=False))), None)
+        find_in_key, find = finders
+        faults = ((key, find_in_key(key) or find(one)) for key, one in value.items())
+        return next((fault._replace(place=f"[{key!r}]{fault.place}") for key, fault in faults if fault), None)
 
     return of_parts
 
@@ -74,10 +78,11 @@ def _type_test(origin: Any, arguments: tuple[Any, ...]) -> Callable[[Any], bool]
         return lambda value: isinstance(value, int | origin) and not isinstance(value, bool)
     if origin is Path:
         return lambda value: isinstance(value, str | Path)
-    if getattr(origin, "_is_protocol", False) and "__call__" in vars(origin):
-        return callable
-    is_unknown = not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty)
-    return lambda value: is_unknown or getattr(origin, "_is_protocol", False) or isinstance(value, origin)
+    if getattr(origin, "_is_protocol", False):
+        return callable if "__call__" in vars(origin) else lambda value: True
+    if not isinstance(origin, type) or origin in (Any, inspect.Parameter.empty):
+        return lambda value: True
+    return lambda value: isinstance(value, origin)
 
 
 def without_rules(kind: Any) -> Any:

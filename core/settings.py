@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from evenrank.core.annotations import converted, declared_rules, fault_finder, without_rules
@@ -204,7 +205,7 @@ def shared_options(record: Any, user: str) -> dict[str, Any]:
 def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str) -> Made:
     """Return `make(**settings)`, with the settings checked against its signature; messages begin with `name`.
 
-    Files have neither tuples nor times, so lists and seconds are accepted for these.
+    Files have neither tuples nor times nor records, so lists, seconds and mappings are accepted for these.
 
     Raises:
         ConfigError: a setting is unknown, missing, or not of the annotated type.
@@ -217,9 +218,21 @@ def construct(make: Callable[..., Made], settings: Mapping[str, Any], name: str)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; its settings are {', '.join(signature.parameters)}") from error
     kinds = {key: parameter.annotation for key, parameter in signature.parameters.items()}
-    made = {key: converted(value, kinds.get(key)) for key, value in settings.items()}
+    made = {key: _made(value, kinds.get(key), f"{name}: {key}") for key, value in settings.items()}
     check_types(make, made, name)
     return make(**made)
+
+
+def _made(value: Any, kind: Any, name: str) -> Any:
+    """Return what a value of a file stands for, where its type, or a part of it, is a tuple, a time or a dataclass."""
+    origin, parts = get_origin(kind) or kind, [part for part in get_args(kind) if part is not NoneType]
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(origin):
+        return construct(cast("type", origin), value, name)
+    if isinstance(value, Mapping) and origin is Mapping:
+        return {key: _made(one, parts[1], f"{name}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, list) and origin is tuple and dataclasses.is_dataclass(parts[0]):
+        return tuple(_made(one, parts[0], f"{name}[{index}]") for index, one in enumerate(value))
+    return _made(value, parts[0], name) if origin is UnionType and len(parts) == 1 else converted(value, kind)
 
 
 def check_keys(place: object, keys: Iterable[str], known: Collection[str]) -> None:

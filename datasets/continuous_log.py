@@ -124,20 +124,19 @@ def rows_of_table(table: pa.Table, manifest: Manifest, place: str) -> SequenceSt
 
 
 def _columns(manifest: Manifest) -> list[str]:
-    return [*manifest.row_columns, schema.NUM_TARGETS, *manifest.event_dtypes]
+    return [*(column.name for column in manifest.columns), schema.NUM_TARGETS]
 
 
 def _checked_rows(table: pa.Table, manifest: Manifest, place: str, first_row: int) -> RowBlock:
     sizes = {name: size for name, size in manifest.vocabulary_sizes.items() if size}
-    required, names = {*sizes, *manifest.contextual, *manifest.extra_events}, _columns(manifest)
-    columns = {name: name for name in names if name in required or name in table.column_names}
+    required = {*sizes, *manifest.contextual, *manifest.extra_events}
+    columns = {name: name for name in _columns(manifest) if name in required or name in table.column_names}
     check_columns(columns, table.column_names, place, "write one, as the log's manifest says")
     block = ListReader(columns=columns, row_numbers=repeat(0)).rows(table, manifest, place, first_row)
     if (num_targets := block.columns.get(schema.NUM_TARGETS)) is not None:
         for row in np.flatnonzero(num_targets > block.lengths)[:1]:
             fault = f"{schema.NUM_TARGETS} is {num_targets[row]}, of {block.lengths[row]} events"
             raise DataError(f"{place}, row {first_row + row}: {fault}; it is the number of last events to predict")
-        block.columns[schema.NUM_TARGETS] = num_targets.astype(np.int32)
     for name, values in block.columns.items():
         if name in sizes and (largest := int(values.max(initial=0))) >= sizes[name]:
             raise DataError(
@@ -172,8 +171,8 @@ class FolderLog:
 
     def __init__(self, url: Path | str | Remote, manifest: Manifest, *, incomplete_seconds: _Seconds = 7200.0) -> None:
         check_types(FolderLog, {"incomplete_seconds": incomplete_seconds})
-        if manifest.multi_valued:
-            raise ConfigError(f"rows of a log cannot have several values of a feature, as {manifest.multi_valued[0]!r}")
+        if lists := [column.name for column in manifest.columns if column.kind == "list"]:
+            raise ConfigError(f"rows of a log cannot have several values of a feature, as {lists[0]!r}")
         root = url if isinstance(url, Remote) else locate(url)
         if isinstance(root, Path):
             if not root.is_dir():

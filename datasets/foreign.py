@@ -26,8 +26,10 @@ from evenrank.datasets.schema import (
     EVENT_DTYPES,
     FLOAT,
     ITEM_ID,
+    TARGETS,
     TIMESTAMP_MS,
     USER_ID,
+    Column,
     IdSummary,
     Manifest,
     Split,
@@ -62,7 +64,8 @@ class ListReader:
     def rows(self, table: pa.Table, manifest: Manifest, path: str, first_row: int) -> RowBlock:
         """Return the rows of a table that begins with a row of the file or other place `path`."""
         arrays = {name: table.column(column).combine_chunks() for name, column in self.columns.items()}
-        lists = {name: arrays.pop(name) for name in manifest.event_dtypes if name in arrays}
+        of_events = [column for column in manifest.columns if column.kind == "event"]
+        lists = {column.name: arrays.pop(column.name) for column in of_events if column.name in arrays}
         if wrong := [name for name, array in lists.items() if not _is_list(array.type)]:
             raise DataError(f"{path}: column {self.columns[wrong[0]]!r} ({wrong[0]}) has no lists; map one that has")
         counts = {
@@ -75,13 +78,12 @@ class ListReader:
                 of_items, of_others = repr(self.columns[ITEM_ID]), repr(self.columns[name])
                 fault = f"{of_items} has {lengths[row]} values, {of_others} has {others[row]}"
                 raise DataError(f"{path}, row {first_row + row}: {fault}; the lists of a row need one value per event")
-        values = {
-            name: self._values(name, array, manifest, path)
-            for name, array in (arrays | {name: array.flatten() for name, array in lists.items()}).items()
-        }
+        arrays |= {name: array.flatten() for name, array in lists.items()}
+        known = {column.name: column for column in (*manifest.columns, TARGETS)}
+        values = {name: self._values(known[name], array, path) for name, array in arrays.items()}
         events = {
             name: values.pop(name) if name in lists else np.zeros(lengths.sum(), dtype)
-            for name, dtype in manifest.event_dtypes.items()
+            for name, _, dtype, _ in of_events
         }
         if self.sort_by_time:
             order = np.lexsort((events[TIMESTAMP_MS], np.repeat(np.arange(len(lengths)), lengths)))
@@ -97,28 +99,28 @@ class ListReader:
         users = {USER_ID: np.fromiter(islice(self.row_numbers, len(lengths)), int)}
         return RowBlock(users | values | events, dict.fromkeys(events, lengths))
 
-    def _values(self, name: str, array: pa.Array, manifest: Manifest, path: str) -> NDArray[Any]:
-        column = f"{path}: column {self.columns[name]!r} ({name})"
+    def _values(self, column: Column, array: pa.Array, path: str) -> NDArray[Any]:
+        place = f"{path}: column {self.columns[column.name]!r} ({column.name})"
         fault: object = f"{array.null_count} nulls and type {array.type}"
         try:
             if pa.types.is_timestamp(array.type):
                 array = array.cast(pa.timestamp("ms"), safe=False).cast("int64")
-            if FLOAT in (manifest.extra_events.get(name), manifest.contextual.get(name)):
+            if column.dtype == FLOAT:
                 floats: NDArray[np.float32] = array.cast(pa.float32()).fill_null(0).to_numpy()
                 largest = np.abs(floats).max(initial=0)
                 if largest < (np.inf if array.type == pa.float32() else 1 << 24):  # else a float32 rounds integers
                     return floats
                 rounded = f"{largest:.9g}, not finite or from 2^24 on"
-                raise DataError(f"{column} has {rounded}; convert it to integers or float32")
+                raise DataError(f"{place} has {rounded}; convert it to integers or float32")
             if pa.types.is_integer(array.type) and not array.null_count:
-                values: NDArray[np.integer] = array.cast(manifest.event_dtypes.get(name, "int64")).to_numpy()
-                if name in (USER_ID, TIMESTAMP_MS, *manifest.extra_events) or values.min(initial=0) >= 0:
+                values: NDArray[np.integer] = array.cast(column.dtype).to_numpy()
+                if not column.is_index or values.min(initial=0) >= 0:
                     return values
                 fault = values.min()
         except pa.ArrowException as error:
-            raise DataError(f"{column} cannot have type {array.type}: {first_line(error)}; convert it") from error
+            raise DataError(f"{place} cannot have type {array.type}: {first_line(error)}; convert it") from error
         wanted = "must have integers, from 0 if they are ids"
-        raise DataError(f"{column} {wanted}, it has {fault}; `evenrank preprocess` numbers ids")
+        raise DataError(f"{place} {wanted}, it has {fault}; `evenrank preprocess` numbers ids")
 
 
 def describe_folder(folder: Path, split: str, reader: ListReader) -> Manifest:

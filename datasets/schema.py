@@ -20,12 +20,14 @@ import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PureWindowsPath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
+from evenrank.core.rules import Bounds, OneOf, Valid
+from evenrank.core.settings import construct
 from evenrank.core.storage import Remote, locate
 
 if TYPE_CHECKING:  # the command line imports this module
@@ -52,16 +54,65 @@ REQUEST_COLUMNS = (USER_ID, "request_ts_ms", "history_end")  # int64 each, of RE
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}
 FLOAT = "float32"
 MULTI_VALUED = "list<int64>"
-_CONTEXT_DTYPES = ("int64", FLOAT, MULTI_VALUED)
 EXTRA_DTYPES = ("int64", "int32", FLOAT)
 # Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
 )
 _MAX_NAME_BYTES = 200  # file systems allow 255 for a file name, including its suffix
-_MAX_COUNT = 2**48  # its products with sizes of types fit into int64
 # Percentiles of history lengths in a manifest, by nearest rank, so each is a length that occurs.
 LENGTH_PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
+_LENGTH_NAMES = ("min", *(f"p{percent}" for percent in LENGTH_PERCENTILES), "max")
+
+
+class Column(NamedTuple):
+    """A column of the rows of a dataset, from its log to batches."""
+
+    name: str
+    kind: Literal["scalar", "list", "event"]
+    """What a row has: one value; a list of any number; or a list with one value per event."""
+    dtype: str
+    """Of a value: `int64`, `int32` or `float32`."""
+    vocabulary_size: int | None = None
+    """Largest id + 1; None: values are no ids."""
+
+    @property
+    def is_index(self) -> bool:
+        """Whether values must be at least 0, as those of all ids but users' and of `num_targets`."""
+        return self.name == NUM_TARGETS or (self.vocabulary_size is not None and self.name != USER_ID)
+
+
+TARGETS = Column(NUM_TARGETS, "scalar", "int32")
+Schema = tuple[Column, ...]
+
+
+def feature_column(name: str, dtype: str, vocabulary_size: int | None = None) -> Column:
+    """Return the column of a feature of users or items, by its type in the manifest."""
+    is_list = dtype == MULTI_VALUED
+    return Column(name, "list" if is_list else "scalar", "int64" if is_list else dtype, vocabulary_size)
+
+
+def columns_of(
+    contextual: Mapping[str, str], extra_events: Mapping[str, str], vocabulary_sizes: Mapping[str, int] | None = None
+) -> Schema:
+    """Return the columns of a dataset, by its fields in the manifest: those of rows, then those of events."""
+    sizes = vocabulary_sizes or {}
+    lists = {**EVENT_DTYPES, **extra_events}
+    return (
+        *(feature_column(name, dtype, sizes.get(name)) for name, dtype in {USER_ID: "int64", **contextual}.items()),
+        *(Column(name, "event", dtype, sizes.get(name)) for name, dtype in lists.items()),
+    )
+
+
+def _is_inside(path: str) -> bool:
+    """Return whether a path is of a file inside the folder that it is relative to, on every system."""
+    parts = PureWindowsPath(path)  # recognizes all separators and drives
+    return bool(path.isprintable() and parts.name and not parts.anchor and ".." not in parts.parts)
+
+
+_MAX_COUNT = 2**48  # its products with sizes of types fit into int64
+_Count = Annotated[int, Bounds(at_least=0, at_most=_MAX_COUNT)]
+_Sha256 = Annotated[str, Valid(re.compile("[0-9a-f]{64}").fullmatch, "a SHA-256")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +129,10 @@ class SourceFile:
 class DataFile:
     """A Parquet file of a split."""
 
-    path: str
+    path: Annotated[str, Valid(_is_inside, "a path inside the dataset")]
     """Relative to the dataset's folder, with forward slashes."""
-    rows: int
-    sha256: str
+    rows: _Count
+    sha256: _Sha256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +140,9 @@ class Split:
     """The files of a split, in row order, and the numbers of their rows and events."""
 
     files: tuple[DataFile, ...]
-    rows: int
-    interactions: int
-    lengths: Mapping[str, float]
+    rows: _Count
+    interactions: _Count
+    lengths: Mapping[str, Annotated[float, Bounds(at_least=0, at_most=_MAX_COUNT)]]
     """Events per row: min, p1, ..., p99, max, mean; empty if the split has no rows."""
 
 
@@ -102,9 +153,9 @@ IdKind = Literal["int64", "uint64", "text"]
 class VocabularyVersion:
     """The state of a vocabulary after a dataset was added to it."""
 
-    size: int
+    size: _Count
     """Values; later versions begin with the same ones."""
-    sha256: str
+    sha256: _Sha256
     """Of the kind and the values, in the order of their ids."""
 
 
@@ -150,36 +201,25 @@ class Manifest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of preprocessing; `audit` counts what was left out, `statistics` the events."""
     splits: Mapping[str, Split] = field(default_factory=dict)
-    contextual: Mapping[str, str] = field(default_factory=dict)
+    contextual: Mapping[str, Annotated[str, OneOf(("int64", FLOAT, MULTI_VALUED))]] = field(default_factory=dict)
     """The contextual features, in column order, and their types: `int64`, `list<int64>` or `float32`."""
-    extra_events: Mapping[str, str] = field(default_factory=dict)
+    extra_events: Mapping[str, Annotated[str, OneOf(EXTRA_DTYPES)]] = field(default_factory=dict)
     """Further list columns and their element types: `int64`, `int32` or `float32`."""
-    vocabulary_sizes: Mapping[str, int] = field(default_factory=dict)
+    vocabulary_sizes: Mapping[str, Annotated[int, Bounds(at_least=0, at_most=2**63)]] = field(default_factory=dict)
     """Per feature of ids: largest id + 1."""
     context_labels: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Per contextual feature of ids: the labels of ids 0 (None), 1, 2, ..."""
     ids: Mapping[str, IdSummary] = field(default_factory=dict)
     """Of `user_id` and `item_id`, and of features whose values were numbered."""
-    content_hash: str = ""
+    content_hash: _Sha256 = ""
     """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
     item_features: DataFile | None = None
     """The table of the features of items, if there is one."""
 
     @property
-    def event_dtypes(self) -> dict[str, str]:
-        """Element type of every list column."""
-        return {**EVENT_DTYPES, **self.extra_events}
-
-    @property
-    def row_columns(self) -> dict[str, str]:
-        """Type of the values of `user_id` and every contextual feature."""
-        types = {name: "int64" if dtype == MULTI_VALUED else dtype for name, dtype in self.contextual.items()}
-        return {USER_ID: "int64", **types}
-
-    @property
-    def multi_valued(self) -> tuple[str, ...]:
-        """Names of the contextual features with any number of values per row."""
-        return tuple(name for name, dtype in self.contextual.items() if dtype == MULTI_VALUED)
+    def columns(self) -> Schema:
+        """The columns of rows: `user_id`, the contextual features, and lists of events."""
+        return columns_of(self.contextual, self.extra_events, self.vocabulary_sizes)
 
     def split(self, name: str, dataset: object) -> Split:
         """Return a split, or raise a DataError that names the dataset, a folder or URL."""
@@ -253,9 +293,8 @@ def summarize_lengths(lengths: "NDArray[np.int64]") -> dict[str, float]:
 
     if len(lengths) == 0:
         return {}
-    names = ("min", *(f"p{percent}" for percent in LENGTH_PERCENTILES), "max")
     values = np.percentile(lengths, (0, *LENGTH_PERCENTILES, 100), method="inverted_cdf").tolist()
-    return {**dict(zip(names, values, strict=True)), "mean": round(float(lengths.mean()), 3)}
+    return {**dict(zip(_LENGTH_NAMES, values, strict=True)), "mean": round(float(lengths.mean()), 3)}
 
 
 def content_hash(manifest: Manifest) -> str:
@@ -329,9 +368,12 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     if version != SCHEMA_VERSION:
         known = f"this version of evenrank reads {SCHEMA_VERSION}"
         raise DataError(f"{path} has schema version {version!r}, {known}; {REMEDY}")
+    names = [field.name for field in fields(Manifest)]
     try:
-        manifest = _manifest_from_json(raw)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        # An older manifest may lack the table of items, which is then the default.
+        given = {name: raw[name] for name in names if name in raw or name != "item_features"}
+        _check(manifest := construct(Manifest, given, MANIFEST_NAME))
+    except (KeyError, ConfigError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise DataError(f"{path} has a missing or malformed field ({reason}); {REMEDY}") from error
     # Unpacked columns are found by this hash, also in caches that several datasets share.
@@ -343,84 +385,22 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     return manifest
 
 
-def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
-    splits = {name: _checked_split(split) for name, split in raw["splits"].items()}
-    _check_distinct(splits)
-    contextual, extra_events = (dict(raw[field].items()) for field in ("contextual", "extra_events"))
-    for dtypes, known in ((contextual, _CONTEXT_DTYPES), (extra_events, EXTRA_DTYPES)):
-        if unknown := [dtype for dtype in dtypes.values() if dtype not in known]:
-            raise ValueError(f"a column has the type {unknown[0]!r}; known: {', '.join(known)}")
-    check_names((*contextual, *extra_events))
-    ids = [name for name, dtype in contextual.items() if dtype != FLOAT]
-    vocabulary_sizes = {name: _checked_count(size, 2**63) for name, size in raw["vocabulary_sizes"].items()}
-    if missing := [name for name in (USER_ID, ITEM_ID, ACTION, *ids) if name not in vocabulary_sizes]:
-        raise ValueError(f"vocabulary_sizes lacks {missing[0]!r}")
-    labels = {name: raw["context_labels"][name] for name in ids}
-    for values in labels.values():
-        if not isinstance(values, list) or not all(label is None or isinstance(label, str) for label in values):
-            raise ValueError("the labels of a feature are no list of strings")
-    return Manifest(
-        dataset=str(raw["dataset"]),
-        sources=tuple(SourceFile(**source) for source in raw["sources"]),
-        options=dict(raw["options"]),
-        splits=splits,
-        contextual=contextual,
-        extra_events=extra_events,
-        vocabulary_sizes=vocabulary_sizes,
-        context_labels={name: tuple(values) for name, values in labels.items()},
-        ids={name: _checked_ids(raw["ids"][name]) for name in (USER_ID, ITEM_ID, *raw["ids"])},
-        content_hash=_checked_sha256(raw["content_hash"]),
-        item_features=_checked_file(raw["item_features"]) if raw.get("item_features") else None,
-    )
-
-
-def _checked_ids(raw: dict[str, Any]) -> IdSummary:
-    versions = tuple(VocabularyVersion(**version) for version in raw["versions"])
-    for version in versions:
-        _checked_count(version.size)
-        _checked_sha256(version.sha256)
-    if raw["kind"] not in get_args(IdKind) or not isinstance(raw["rule"], str):
-        raise ValueError(f"ids have rule {raw['rule']!r} and kind {raw['kind']!r}")
-    return IdSummary(**{**raw, "versions": versions})
-
-
-def _checked_split(raw: dict[str, Any]) -> Split:
-    split = Split(
-        files=tuple(map(_checked_file, raw["files"])),
-        rows=_checked_count(raw["rows"]),
-        interactions=_checked_count(raw["interactions"]),
-        lengths={str(name): _checked_number(value) for name, value in raw["lengths"].items()},
-    )
-    if (rows := sum(file.rows for file in split.files)) != split.rows:
-        raise ValueError(f"a split has {split.rows} rows, its files {rows}")
-    expected = ("min", *(f"p{percentile}" for percentile in LENGTH_PERCENTILES), "max", "mean") if split.rows else ()
-    if set(split.lengths) != set(expected):
-        raise ValueError(f"the lengths of a split of {split.rows} rows are {', '.join(split.lengths) or 'missing'}")
-    return split
-
-
-def _checked_file(raw: dict[str, Any]) -> DataFile:
-    name, rows, sha256 = raw["path"], _checked_count(raw["rows"]), _checked_sha256(raw["sha256"])
-    if isinstance(name, str) and name.isprintable():
-        path = PureWindowsPath(name)  # recognizes all separators and drives
-        if path.name and not path.anchor and ".." not in path.parts:
-            return DataFile(path=name, rows=rows, sha256=sha256)
-    raise ValueError(f"{name!r} is not a path inside the dataset")
-
-
-def _checked_number(value: object, limit: int = _MAX_COUNT) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limit:
-        raise ValueError(f"{value!r} is not a number of at least 0")
-    return value
-
-
-def _checked_count(value: object, limit: int = _MAX_COUNT) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"{value!r} is not a count")
-    return int(_checked_number(value, limit))
-
-
-def _checked_sha256(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
-        raise ValueError(f"{value!r} is not a SHA-256")
-    return value
+def _check(manifest: Manifest) -> None:
+    """Raise a ConfigError about what no rule of a single field says."""
+    _check_distinct(manifest.splits)
+    check_names((*manifest.contextual, *manifest.extra_events))
+    features = [name for name, dtype in manifest.contextual.items() if dtype != FLOAT]
+    of_fields = {
+        "vocabulary_sizes": (USER_ID, ITEM_ID, ACTION, *features),
+        "context_labels": features,
+        "ids": (USER_ID, ITEM_ID),
+    }
+    for name, needed in of_fields.items():
+        if missing := [column for column in needed if column not in getattr(manifest, name)]:
+            raise ConfigError(f"{name} lacks {missing[0]!r}")
+    for split in manifest.splits.values():
+        if (rows := sum(file.rows for file in split.files)) != split.rows:
+            raise ConfigError(f"a split has {split.rows} rows, its files {rows}")
+        if set(split.lengths) != ({*_LENGTH_NAMES, "mean"} if split.rows else set()):
+            named = ", ".join(split.lengths) or "missing"
+            raise ConfigError(f"the lengths of a split of {split.rows} rows are {named}")

@@ -25,19 +25,19 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     MANIFEST_NAME,
     NUM_TARGETS,
+    TIMESTAMP_MS,
     Manifest,
     latest_version,
     parse_manifest,
     read_manifest,
 )
 from evenrank.datasets.unpack import (
-    EVENTS,
     OFFSETS,
     ROW_OFFSETS,
-    ROWS,
     ColumnWriter,
     find_or_build,
     map_column,
+    path_of,
     read_row_group,
     unpack,
 )
@@ -216,6 +216,22 @@ class SequenceStore:
         return _reopen, (*opened, None if self.slices is None else (self.slices, self.num_targets))
 
 
+def store_of(
+    manifest: Manifest, split: str, values: Mapping[str, NDArray[Any]], offsets: Mapping[str, NDArray[np.int64]]
+) -> SequenceStore:
+    """Return a store of the values of columns, and the offsets of their lists, those of events as `timestamp_ms`."""
+    columns = manifest.columns
+    return SequenceStore(
+        manifest=manifest,
+        split=split,
+        offsets=offsets[TIMESTAMP_MS],
+        events={column.name: values[column.name] for column in columns if column.kind == "event"},
+        rows={column.name: values[column.name] for column in columns if column.kind != "event"},
+        multi_valued={name: MultiValued(offsets=of_name) for name, of_name in offsets.items() if name != TIMESTAMP_MS},
+        num_targets=values.get(NUM_TARGETS),
+    )
+
+
 def _reopen(
     folder: Path,
     split: str,
@@ -291,27 +307,18 @@ def _open(folder: Path, split: str, reader: ListReader | None, source: Path | Re
     manifest = read_manifest(folder) if reader is None else describe_folder(folder, split, reader)
     info = manifest.split(split, folder)
     cache = unpack(folder, manifest, split, reader or read_row_group, source)
-    has_targets = (cache / f"{NUM_TARGETS}.npy").exists()
-    row_offsets = {name: _map(cache, f"{ROW_OFFSETS}/{name}", "int64", info.rows + 1) for name in manifest.multi_valued}
-    num_values = {name: int(offsets[-1]) for name, offsets in row_offsets.items()}
-    store = SequenceStore(
-        manifest=manifest,
-        split=split,
-        offsets=_map(cache, OFFSETS, "int64", info.rows + 1),
-        events={
-            name: _map(cache, f"{EVENTS}/{name}", dtype, info.interactions)
-            for name, dtype in manifest.event_dtypes.items()
-        },
-        rows={
-            name: _map(cache, f"{ROWS}/{name}", dtype, num_values.get(name, info.rows))
-            for name, dtype in manifest.row_columns.items()
-        },
-        multi_valued={name: MultiValued(offsets=offsets) for name, offsets in row_offsets.items()},
-        num_targets=_map(cache, NUM_TARGETS, "int32", info.rows) if has_targets else None,
-        folder=folder,
-        columns=None if reader is None else reader.columns,
-        source=source,
-    )
+    offsets = {TIMESTAMP_MS: _map(cache, OFFSETS, "int64", info.rows + 1)}
+    values = {}
+    for column in manifest.columns:
+        length = info.interactions if column.kind == "event" else info.rows
+        if column.kind == "list":
+            offsets[column.name] = _map(cache, f"{ROW_OFFSETS}/{column.name}", "int64", info.rows + 1)
+            length = int(offsets[column.name][-1])
+        values[column.name] = _map(cache, path_of(column), column.dtype, length)
+    if (cache / f"{NUM_TARGETS}.npy").exists():
+        values[NUM_TARGETS] = _map(cache, NUM_TARGETS, "int32", info.rows)
+    columns = None if reader is None else reader.columns
+    store = replace(store_of(manifest, split, values, offsets), folder=folder, columns=columns, source=source)
     _check_indices(store, cache, info.interactions)
     return store
 

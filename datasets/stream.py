@@ -35,13 +35,14 @@ from evenrank.datasets.schema import (
     MANIFEST_NAME,
     NUM_TARGETS,
     REMEDY,
+    TARGETS,
     TIMESTAMP_MS,
     DataFile,
     Manifest,
     latest_version,
     parse_manifest,
 )
-from evenrank.datasets.store import MultiValued, SequenceStore
+from evenrank.datasets.store import SequenceStore, store_of
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
 # Changes with every write to a file: its size and, locally, the times of its last change in nanoseconds, the second of
@@ -186,22 +187,14 @@ def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, plac
     if len({NUM_TARGETS in block.columns for block in blocks}) > 1:
         raise DataError(f"{place}: some files have a column {NUM_TARGETS!r} and some not; write it to all or to none")
 
-    def column(name: str, dtype: str) -> NDArray[Any]:
-        return np.concatenate([np.empty(0, dtype), *(block.columns[name] for block in blocks)])
-
-    def offsets(name: str) -> NDArray[np.int64]:
-        counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
-        return np.cumsum(np.concatenate(counts))
-
-    return SequenceStore(
-        manifest=manifest,
-        split=split,
-        offsets=offsets(TIMESTAMP_MS),
-        events={name: column(name, dtype) for name, dtype in manifest.event_dtypes.items()},
-        rows={name: column(name, dtype) for name, dtype in manifest.row_columns.items()},
-        multi_valued={name: MultiValued(offsets=offsets(name)) for name in manifest.multi_valued},
-        num_targets=column(NUM_TARGETS, "int32") if blocks and NUM_TARGETS in blocks[0].columns else None,
-    )
+    values, offsets = {}, {}
+    has_targets = bool(blocks) and NUM_TARGETS in blocks[0].columns
+    for name, kind, dtype, _ in (*manifest.columns, *[TARGETS] * has_targets):
+        values[name] = np.concatenate([np.empty(0, dtype), *(block.columns[name] for block in blocks)])
+        if kind == "list" or name == TIMESTAMP_MS:
+            counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
+            offsets[name] = np.cumsum(np.concatenate(counts))
+    return store_of(manifest, split, values, offsets)
 
 
 def overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:

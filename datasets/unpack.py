@@ -40,8 +40,9 @@ from evenrank.datasets.schema import (
     LENGTH,
     NUM_TARGETS,
     REMEDY,
+    TARGETS,
     TIMESTAMP_MS,
-    USER_ID,
+    Column,
     Manifest,
     Split,
 )
@@ -164,6 +165,11 @@ OFFSETS, ROWS, ROW_OFFSETS, EVENTS = "offsets", "rows", "row_offsets", "events"
 _LAYOUT = "v5"  # version of the cache's contents, part of the entry's name
 
 
+def path_of(column: Column) -> str:
+    """Return the path of the values of a column in a cache entry, without its suffix."""
+    return f"{EVENTS if column.kind == 'event' else ROWS}/{column.name}"
+
+
 class RowBlock(NamedTuple):
     """Consecutive rows of a split: n rows."""
 
@@ -210,12 +216,14 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
         def create(name: str, dtype: str) -> ColumnWriter:
             return stack.enter_context(ColumnWriter(entry / f"{name}.npy", dtype))
 
-        offsets = {name: create(f"{ROW_OFFSETS}/{name}", "int64") for name in manifest.multi_valued}
-        offsets[TIMESTAMP_MS] = create(OFFSETS, "int64")
+        offsets = {TIMESTAMP_MS: create(OFFSETS, "int64")}
+        columns = {}
+        for one in manifest.columns:
+            columns[one.name] = create(path_of(one), one.dtype)
+            if one.kind == "list":
+                offsets[one.name] = create(f"{ROW_OFFSETS}/{one.name}", "int64")
         for column in offsets.values():
             column.append(np.zeros(1, dtype=np.int64))
-        columns = {name: create(f"{ROWS}/{name}", dtype) for name, dtype in manifest.row_columns.items()}
-        columns |= {name: create(f"{EVENTS}/{name}", dtype) for name, dtype in manifest.event_dtypes.items()}
         for index, (path, block) in enumerate(read_blocks(folder, manifest, split, read_group, entry)):
             if index == 0 and NUM_TARGETS in block.columns:
                 columns[NUM_TARGETS] = create(NUM_TARGETS, "int32")
@@ -280,11 +288,10 @@ def check_columns(names: Iterable[str], present: Sequence[str], place: object, r
 
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
     """Read a row group; check types, lengths and ranges of its columns, and that no value is null or not finite."""
-    event_dtypes, row_dtypes = manifest.event_dtypes, manifest.row_columns
-    present = file.schema_arrow.names
+    columns, present = manifest.columns, file.schema_arrow.names
     if NUM_TARGETS in present:
-        row_dtypes[NUM_TARGETS] = "int32"
-    names = [*row_dtypes, *event_dtypes, LENGTH]
+        columns += (TARGETS,)
+    names = [*(column.name for column in columns), LENGTH]
     check_columns(names, present, path, REMEDY)
     table = file.read_row_group(group, columns=names)
     arrays = {name: table.column(name).combine_chunks() for name in names}
@@ -292,20 +299,17 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     _check_range(lengths, 0, None, LENGTH, path)
     values: dict[str, NDArray[Any]] = {}
     counts: dict[str, NDArray[np.int64]] = {}
-    for name, dtype in {**row_dtypes, **event_dtypes}.items():
-        if name in event_dtypes or name in manifest.multi_valued:
-            values[name], counts[name] = _list_values(arrays[name], dtype, name, path)
-        else:
+    for column in columns:
+        name, kind, dtype, size = column
+        if kind == "scalar":
             values[name] = flat_values(arrays[name], dtype, name, path)
-        if name in event_dtypes and not np.array_equal(counts[name], lengths):
+        else:
+            values[name], counts[name] = _list_values(arrays[name], dtype, name, path)
+        if kind == "event" and not np.array_equal(counts[name], lengths):
             raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
-    for name, size in manifest.vocabulary_sizes.items():
-        if name in values:  # not in a table of items
-            _check_range(values[name], None if name == USER_ID else 0, size, name, path)
-    if NUM_TARGETS in row_dtypes:
-        _check_range(values[NUM_TARGETS], 0, None, NUM_TARGETS, path)
-        if (values[NUM_TARGETS] > lengths).any():
-            raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {REMEDY}")
+        _check_range(values[name], 0 if column.is_index else None, size, name, path)
+    if NUM_TARGETS in values and (values[NUM_TARGETS] > lengths).any():
+        raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {REMEDY}")
     check_times(values[TIMESTAMP_MS], lengths, lambda row: f"{path}, row {row} of row group {group}: {TIMESTAMP_MS!r}")
     return RowBlock(values, counts)
 
@@ -335,7 +339,7 @@ def check_times(
 
 def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, name: str, path: str) -> None:
     """Check that low <= value < end, where None is no limit: loops and embedding tables use these values as indices."""
-    if not len(values):
+    if not len(values) or (low is None and end is None):
         return
     least, greatest = int(values.min()), int(values.max())
     if (low is not None and least < low) or (end is not None and greatest >= end):

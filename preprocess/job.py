@@ -19,7 +19,6 @@ from evenrank.core.files import check_space
 from evenrank.datasets.event_statistics import Statistics
 from evenrank.datasets.schema import (
     ACTION,
-    EVENT_DTYPES,
     ITEM_ID,
     MAX_HISTORY_LENGTH,
     REQUESTS_NAME,
@@ -27,6 +26,7 @@ from evenrank.datasets.schema import (
     DataFile,
     Manifest,
     Split,
+    columns_of,
     content_hash,
     summarize_lengths,
 )
@@ -66,8 +66,8 @@ from evenrank.preprocess.replace import DATASET_NAME, REJECTS_NAME
 from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
     RangeRules,
-    schema_of,
     split_file,
+    split_schema,
     write_item_features,
     write_no_rows,
     write_range,
@@ -105,7 +105,7 @@ class Job:
     def dtypes(self) -> dict[str, str]:
         """Types of the columns of events, with keys in place of ids."""
         in_eval = {IN_EVAL: "int32"} if self.source.has_eval_log else {}
-        return {USER_ID: "int64", **EVENT_DTYPES, **self.source.extra_events, **in_eval}
+        return {column.name: column.dtype for column in columns_of({}, self.source.extra_events)} | in_eval
 
     @property
     def event_bytes(self) -> int:
@@ -294,6 +294,7 @@ class Job:
     ) -> RangeRules:
         """Return what becomes of the events that are left."""
         source, config = self.source, self.config
+        items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
         return RangeRules(
             folder=self.folder,
             buckets=buckets,
@@ -305,8 +306,8 @@ class Job:
             user_ids=ids[USER_ID],
             item_ids=ids[ITEM_ID],
             context=FeatureLookup(source.context, of="users"),
-            items=look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table),
-            extra_events=source.extra_events,
+            items=items,
+            columns=columns_of(source.context.dtypes, {**source.extra_events, **items.dtypes}),
         )
 
     def _write_splits(self, rules: RangeRules, engine: Engine) -> tuple[dict[str, Split], dict[str, int], Statistics]:
@@ -347,7 +348,7 @@ class Job:
         return splits, largest, replace(statistics.report(self.folder, engine), cut_share=cut_share)
 
     def _split(self, name: str, rules: RangeRules, files: list[DataFile], lengths: NDArray[np.int64]) -> Split:
-        files = files or [write_no_rows(self.folder, split_file(name, 0), schema_of(rules, name))]
+        files = files or [write_no_rows(self.folder, split_file(name, 0), split_schema(rules, name))]
         summary = summarize_lengths(lengths)
         return Split(files=tuple(files), rows=len(lengths), interactions=int(lengths.sum()), lengths=summary)
 

@@ -4,7 +4,7 @@ Files end where ranges do, and the ranges depend on the number of events alone, 
 on buckets nor on how many ranges are written at once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 from evenrank.core.files import replacing
 from evenrank.datasets.schema import (
     ACTION,
-    EVENT_DTYPES,
     ITEM_ID,
     LENGTH,
-    MULTI_VALUED,
     NUM_TARGETS,
+    TARGETS,
     USER_ID,
     WINDOW,
+    Column,
     DataFile,
+    Schema,
+    feature_column,
     sha256_of,
 )
 from evenrank.preprocess.build.events import Buckets
@@ -50,18 +52,14 @@ def split_file(split: str, index: int) -> str:
     return f"{split}/part-{index:05d}.parquet"
 
 
-def split_schema(row_columns: Mapping[str, str], extra_events: Mapping[str, str]) -> pa.Schema:
-    """Return the columns of the files of a split.
-
-    Args:
-        row_columns: further columns besides lists of events, and their types: `window`, `num_targets` (int32),
-            contextual features.
-        extra_events: further list columns and their element types.
-    """
-    row_types, element_types = {USER_ID: "int64", **row_columns}, {**EVENT_DTYPES, **extra_events}
-    fields = [pa.field(column, _arrow_type(dtype), nullable=False) for column, dtype in row_types.items()]
-    fields += [pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()]
-    return pa.schema([*fields, pa.field(LENGTH, pa.int32(), nullable=False)])
+def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
+    """Return the columns of a Parquet file."""
+    fields = []
+    for column in columns:
+        dtype = pa.type_for_alias(column.dtype)
+        dtype = dtype if column.kind == "scalar" else pa.list_(dtype)
+        fields.append(pa.field(column.name, dtype, nullable=column.kind == "event"))
+    return pa.schema(fields)
 
 
 def write_rows(folder: Path, name: str, schema: pa.Schema, rows: Sequences, context: pl.DataFrame) -> DataFile:
@@ -125,15 +123,11 @@ def write_item_features(folder: Path, source: Interactions, ids: Ids, requested:
         pq.write_table(vocabulary, folder / vocabulary_name(name), compression="zstd")
     if not source.has_item_table:
         return None
-    types = {ITEM_ID: "int64", **features.dtypes}
-    schema = pa.schema([pa.field(name, _arrow_type(dtype), nullable=False) for name, dtype in types.items()])
+    of_features = [feature_column(name, dtype) for name, dtype in features.dtypes.items()]
+    schema = arrow_schema([Column(ITEM_ID, "scalar", "int64"), *of_features])
     columns = {ITEM_ID: item_ids[order], **{name: rows.get_column(name).to_arrow() for name in features.dtypes}}
     pq.write_table(pa.table(columns, schema=schema), folder / ITEM_FEATURES_NAME, compression="zstd")
     return DataFile(path=ITEM_FEATURES_NAME, rows=len(rows), sha256=sha256_of(folder / ITEM_FEATURES_NAME))
-
-
-def _arrow_type(dtype: str) -> pa.DataType:
-    return pa.list_(pa.int64()) if dtype == MULTI_VALUED else pa.type_for_alias(dtype)
 
 
 def _arrow_array(values: NDArray[np.number]) -> pa.Array:
@@ -156,7 +150,7 @@ class RangeRules:
     item_ids: Ids
     context: FeatureLookup
     items: FeatureLookup  # features of items that become columns of events
-    extra_events: Mapping[str, str]  # types of the further columns of events
+    columns: Schema  # of the dataset
 
 
 class WrittenRange(NamedTuple):
@@ -172,12 +166,12 @@ class WrittenRange(NamedTuple):
     items: Seen
 
 
-def schema_of(rules: RangeRules, split: str) -> pa.Schema:
+def split_schema(rules: RangeRules, split: str) -> pa.Schema:
     """Return the columns of the files of a split."""
-    counted = [WINDOW] * (rules.filters.window is not None)
-    counted += [NUM_TARGETS] * (split == EVAL and rules.split.has_targets)
-    columns = {**dict.fromkeys(counted, "int32"), **rules.context.dtypes}
-    return split_schema(columns, {**rules.extra_events, **rules.items.dtypes})
+    user, *others = rules.columns
+    counted = [Column(WINDOW, "scalar", "int32")] * (rules.filters.window is not None)
+    counted += [TARGETS] * (split == EVAL and rules.split.has_targets)
+    return arrow_schema([user, *counted, *others, Column(LENGTH, "scalar", "int32")])
 
 
 def write_range(rules: RangeRules, index: int) -> WrittenRange:
@@ -200,7 +194,7 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
         lengths[split] = rows.lengths
         name = split_file(split, index)
         if len(rows):
-            files[split] = write_rows(rules.folder, name, schema_of(rules, split), rows, context)
+            files[split] = write_rows(rules.folder, name, split_schema(rules, split), rows, context)
     known, unknown = (np.unique(np.concatenate(parts)) for parts in zip(*seen, strict=True))
     return WrittenRange(
         files=files,

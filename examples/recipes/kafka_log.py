@@ -27,10 +27,10 @@ class KafkaLog:
 
     def __init__(self, servers: str, topic: str, manifest: Manifest) -> None:
         self.manifest = manifest
-        lists = {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in manifest.event_dtypes.items()}
-        rows = {name: pa.type_for_alias(dtype) for name, dtype in manifest.row_columns.items()}
-        columns = {**rows, **lists}
-        self._schema = pa.schema([(name, columns[name]) for name in columns if manifest.vocabulary_sizes.get(name, 1)])
+        columns = [column for column in manifest.columns if column.vocabulary_size != 0]
+        types = {column.name: pa.type_for_alias(column.dtype) for column in columns}
+        lists = {column.name: pa.list_(types[column.name]) for column in columns if column.kind == "event"}
+        self._schema = pa.schema([*(types | lists).items()])
         # Positions are in the states of the loader, so the group commits none, and does nothing.
         options = {"group.id": "evenrank", "enable.auto.commit": False, "auto.offset.reset": "error"}
         self._consumer = Consumer({"bootstrap.servers": servers, **options})

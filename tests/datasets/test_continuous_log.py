@@ -311,6 +311,16 @@ def test_a_dataset_with_a_table_of_items_is_a_log_without_its_columns() -> None:
     assert len(rows_of_table(table_of(range(3)), manifest, "here")) == 3
 
 
+def test_ids_of_events_besides_those_of_items_are_not_negative_either() -> None:
+    manifest = replace(MANIFEST, vocabulary_sizes={**MANIFEST.vocabulary_sizes, "dwell": 9})
+    table = table_of(range(3))
+    assert len(rows_of_table(table, manifest, "here")) == 3
+    wrong = table.set_column(5, "dwell", [[[-record] * len(items_of(record)) for record in range(3)]])
+    assert len(rows_of_table(wrong, MANIFEST, "here")) == 3
+    with pytest.raises(DataError, match=r"here: column 'dwell' \(dwell\) must have integers, from 0 if they are ids"):
+        rows_of_table(wrong, manifest, "here")
+
+
 def test_logs_that_cannot_be_opened_are_refused(tmp_path: Path, s3: S3, rich_dataset: Path) -> None:
     with pytest.raises(DataError, match="missing is no folder; make that of the log"):
         FolderLog(tmp_path / "missing", MANIFEST)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from evenrank.datasets.schema import LENGTH, Column, columns_of
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.read.features import FeatureLookup, read_features
-from evenrank.preprocess.writer import split_schema, write_rows
+from evenrank.preprocess.writer import arrow_schema, write_rows
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), st.sampled_from("cab")), max_size=3))
@@ -65,7 +66,7 @@ def test_features_and_events_of_every_kind_are_written(
         "price": np.concatenate([np.array(prices, dtype=np.float32) for *_, prices in users]),
     }
     sequences, _ = build_sequences(events, lambda keys: keys)
-    schema = split_schema(context.dtypes, {"price": "float32"})
+    schema = arrow_schema([*columns_of(context.dtypes, {"price": "float32"}), Column(LENGTH, "scalar", "int32")])
     for number, rows in enumerate(np.array_split(np.arange(len(sequences)), parts)):
         part = sequences.take(rows)
         features, seen = context.lookup(part.user_ids)
