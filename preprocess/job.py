@@ -31,6 +31,7 @@ from evenrank.datasets.schema import (
     summarize_lengths,
 )
 from evenrank.preprocess.append import Base
+from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.events import (
     EVENTS_PER_BUCKET,
     Buckets,
@@ -45,7 +46,6 @@ from evenrank.preprocess.build.events import (
 from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import REQUEST_SCHEMA
 from evenrank.preprocess.build.splits import IN_EVAL, TRAIN, SplitFacts, SplitRule, parse_split, read_listed_users
-from evenrank.preprocess.build.statistics import EventCounter
 from evenrank.preprocess.build.vocabulary import (
     EarlierIds,
     IdColumn,

@@ -30,11 +30,11 @@ from evenrank.datasets.schema import (
     feature_column,
     sha256_of,
 )
+from evenrank.preprocess.build.count_events import EventCounts, count_events
 from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.filters import cut_windows
 from evenrank.preprocess.build.sequences import Sequences, build_sequences, request_table
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
-from evenrank.preprocess.build.statistics import EventCounts, count_events
 from evenrank.preprocess.build.vocabulary import Ids, vocabulary_name, vocabulary_rows
 from evenrank.preprocess.options import DENSE, Filters, RequestRule
 from evenrank.preprocess.read.features import FeatureLookup, Interactions, Seen
