@@ -182,9 +182,9 @@ def test_drifting_data_do_not_depend_on_the_number_of_threads_but_on_the_seed(tm
             num_users=40_000,
             lengths=Uniform(low=0, high=9),
         ).manifest.content_hash
-        for seed, limit in ((0, 0.8), (0, 4.0), (1, 4.0))
+        for seed, limit in ((0, 1.0), (0, 8.0), (1, 8.0))
     }
-    assert hashes[0, 0.8] == hashes[0, 4.0] != hashes[1, 4.0]
+    assert hashes[0, 1.0] == hashes[0, 8.0] != hashes[1, 8.0]
 
 
 def test_mistakes_of_drift_name_the_value() -> None:
