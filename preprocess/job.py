@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,6 +165,8 @@ class Job:
                 )
                 for name, of in ids.items()
             }
+            if config.memory_limit is not None:  # which has no room for both
+                wait(pending_summaries.values())
             rules = self._rules(log, buckets, num_left, ids, eval_users)
             splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)

@@ -39,7 +39,7 @@ from evenrank.preprocess.read.keys import KeyTable, TextValues, encode_keys, key
 
 FIRST, COUNT, KEY, VALUE = "first", "count", "key", "value"
 _ORDER = (FIRST, VALUE)
-_ROWS_PER_GROUP, _BYTES_PER_ROW = 1 << 20, 100  # of the file; the latter while sequences are written
+_ROWS_PER_GROUP = 1 << 20
 # A range has as few values as keep all cores busy, until there are many ranges: each is a slice of all parts.
 _VALUES_PER_RANGE, _MANY_RANGES, _MAX_VALUES_PER_RANGE = 1 << 18, 64, 1 << 21
 _SAMPLES = 64  # of a range of the least size, to find the limits of ranges
@@ -156,8 +156,7 @@ def number_ids(rule: str, column: IdColumn, earlier: EarlierIds | None, engine: 
     distinct = sum(part.num_values for part in parts)
     summary = replace(summary, distinct=distinct)
     if engine.memory is not None:
-        num_bytes = BYTES_PER_ID * distinct + _BYTES_PER_ROW * min(distinct, _ROWS_PER_GROUP)
-        engine.memory.take(f"{distinct:,} ids of {column.name}", num_bytes)
+        engine.memory.take(f"{distinct:,} ids of {column.name}", BYTES_PER_ID * distinct)
     if rule.startswith(HASH):
         ids = Ids(size=int(rule.partition(":")[2]), summary=summary)
         _, counts = np.unique(ids.encode(_keys_in(column.kind, [part.path for part in parts])), return_counts=True)
