@@ -1,6 +1,5 @@
 """`PreprocessConfig`: what to preprocess, how, and where to write it. Imports nothing heavy."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +42,7 @@ class PreprocessConfig(Settings):
     ray_address: Annotated[str | None, Option("ADDRESS"), AppliesTo(engine=("ray",))] = None
     """Of a running Ray cluster, such as `auto`. None: one of this machine is started and ended."""
     memory_limit: Annotated[
-        float | None, Bounds(above=0, below=math.inf), Option("GB"), AppliesTo(ray_address=(None,), engine=("local",))
+        float | None, Bounds(above=0, below=1_000_000), Option("GB"), AppliesTo(ray_address=(None,), engine=("local",))
     ] = None
     """Memory of all processes together, in GB, which is kept to by fewer threads or processes than there are cores; an
     error says what is needed at least. None: half of what is free, as far as that is possible."""

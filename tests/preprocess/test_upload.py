@@ -75,8 +75,8 @@ def test_the_file_of_bad_rows_is_a_part_of_a_dataset_at_a_url(s3: S3, tmp_path: 
     log = TabularConfig(events=(tmp_path / "log.csv",), timestamp_unit="row")
     options: dict[str, Any] = {"custom": log, "on_error": "skip", "rejects": True, "split": "none"}
     for _ in range(2):  # so that it is replaced, without `overwrite`
-        preprocess(PreprocessConfig(dataset="custom", out=s3.url("log"), allow_empty=True, **options))
-    content = s3.read(f"log/{version_name(s3.read('log/manifest.json'))}/rejects.csv")
+        preprocess(PreprocessConfig(dataset="custom", out=s3.url("with-rejects"), allow_empty=True, **options))
+    content = s3.read(f"with-rejects/{version_name(s3.read('with-rejects/manifest.json'))}/rejects.csv")
     assert content == b'file,line,reason,text\n"log.csv",3,"expected 2 fields, got 1","bad"\n'
 
 

@@ -352,7 +352,9 @@ def test_errors_name_the_url_of_the_file(source: Path, s3: S3, tmp_path: Path, m
             assert SECRET not in str(raised.value)
     assert s3.keys("errors") == set()
     for out in ("bad", ""):
-        with pytest.raises(ConfigError, match=f"s3://{BUCKET}/bad/bad.csv is read, and is in s3://{BUCKET}"):
+        with pytest.raises(
+            ConfigError, match=f"s3://{BUCKET}/bad/bad.csv is read, and would be replaced with s3://{BUCKET}"
+        ):
             _run(s3.url("bad"), s3.url(out), overwrite=True)
     with pytest.raises(ConfigError, match=f"raw_dir s3://{BUCKET}/raw is a URL; choose a folder of this host"):
         PreprocessConfig(dataset="ml-1m", out=tmp_path / "out", raw_dir=Path(s3.url("raw")))

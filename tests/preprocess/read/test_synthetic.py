@@ -47,14 +47,10 @@ def test_a_mistake_names_the_value(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _written(out: Path, *, seed: int = 0, memory_limit: float | None = None, **options: Any) -> SequenceStore:
+def _written(out: Path, *, seed: int = 0, **options: Any) -> SequenceStore:
     sizes: dict[str, Any] = {"num_users": 2000, "lengths": Uniform(low=0, high=300)}
     synthetic = SyntheticConfig(**sizes | options)
-    preprocess(
-        PreprocessConfig(
-            dataset="synthetic", out=out, split="none", synthetic=synthetic, seed=seed, memory_limit=memory_limit
-        )
-    )
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, split="none", synthetic=synthetic, seed=seed))
     return open_store(out)
 
 
@@ -172,19 +168,20 @@ def test_groups_of_items_are_as_popular_as_without_drift(tmp_path: Path, exponen
     assert slope == pytest.approx(-exponent, abs=0.1)
 
 
-def test_drifting_data_do_not_depend_on_the_number_of_threads_but_on_the_seed(tmp_path: Path) -> None:
-    hashes = {
-        (seed, limit): _written(
-            tmp_path / f"{seed} {limit}",
+def test_drifting_data_do_not_depend_on_the_number_of_threads_but_on_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = {}
+    for seed, count in ((0, 1), (0, 4), (1, 4)):
+        monkeypatch.setattr("evenrank.preprocess.run.num_cores", lambda count=count: count)
+        hashes[seed, count] = _written(
+            tmp_path / f"{seed} {count}",
             seed=seed,
-            memory_limit=limit,
             drift=Drift(),
             num_users=40_000,
             lengths=Uniform(low=0, high=9),
         ).manifest.content_hash
-        for seed, limit in ((0, 1.0), (0, 8.0), (1, 8.0))
-    }
-    assert hashes[0, 1.0] == hashes[0, 8.0] != hashes[1, 8.0]
+    assert hashes[0, 1] == hashes[0, 4] != hashes[1, 4]
 
 
 def test_mistakes_of_drift_name_the_value() -> None:
