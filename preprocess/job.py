@@ -43,6 +43,7 @@ from evenrank.preprocess.build.events import (
     num_range_bits,
     read_piece,
 )
+from evenrank.preprocess.build.features import look_up_items
 from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import REQUEST_SCHEMA
 from evenrank.preprocess.build.splits import IN_EVAL, TRAIN, SplitFacts, SplitRule, parse_split, read_listed_users
@@ -50,7 +51,6 @@ from evenrank.preprocess.build.vocabulary import (
     EarlierIds,
     IdColumn,
     Ids,
-    look_up_items,
     number_ids,
     vocabulary_name,
     write_vocabulary,

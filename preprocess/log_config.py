@@ -22,7 +22,7 @@ _TYPES = {"int": "int64", "float": "float32"}
 _ID, _LIST = "id", "list"
 
 
-class Column(NamedTuple):
+class LogColumn(NamedTuple):
     """A column as `NAME[:TYPE][=FILL]` or `NAME[:TYPE]=drop` describes it."""
 
     name: str
@@ -39,11 +39,11 @@ class FeatureFile(NamedTuple):
 
     path: Path
     key: str
-    columns: tuple[Column, ...]
+    columns: tuple[LogColumn, ...]
     header: tuple[str, ...]
 
 
-def parse_column(text: str, *, is_feature: bool) -> Column:
+def parse_column(text: str, *, is_feature: bool) -> LogColumn:
     """Parse the description of a column; without a type, features of users and items are ids, others floats.
 
     Raises a ConfigError if the type is unknown, or the fill not of that type. Features have no fill.
@@ -56,7 +56,7 @@ def parse_column(text: str, *, is_feature: bool) -> Column:
     if kind not in known or not name or (is_feature and has_fill):
         raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(known)}")
     if not has_fill or fill == "drop":
-        return Column(name, _TYPES.get(kind, kind), None, bool(has_fill))
+        return LogColumn(name, _TYPES.get(kind, kind), None, bool(has_fill))
     try:
         number = float(fill) if kind == "float" else int(fill) if kind == "int" else None
     except ValueError:
@@ -64,7 +64,7 @@ def parse_column(text: str, *, is_feature: bool) -> Column:
     bits = 24 if kind == "float" else 63
     if number is None or not -(2.0**bits) <= number < 2.0**bits:
         raise ConfigError(f"column {text!r} has the fill {fill!r}, no {kind} below 2^{bits}; give another, or none")
-    return Column(name, _TYPES[kind], number)
+    return LogColumn(name, _TYPES[kind], number)
 
 
 def parse_action_map(text: str) -> tuple[str, tuple[Any, ...]]:
@@ -174,7 +174,7 @@ class TabularConfig(Settings):
             raise ConfigError(f"item_columns has {lists[0]!r}, no column of events; set item_features_as 'table'")
 
     @property
-    def extra_columns(self) -> tuple[Column, ...]:
+    def extra_columns(self) -> tuple[LogColumn, ...]:
         """The further columns of events, with label, weight and an action that is a float."""
         actions = self.action_columns if self.action_map == "float" else ()
         texts = dict.fromkeys((*actions, *self.event_columns, *filter(None, (self.label, self.weight))))

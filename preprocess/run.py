@@ -21,8 +21,9 @@ from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, USER_ID, IdKind, Manifest
 from evenrank.preprocess.append import read_base
 from evenrank.preprocess.build.events import Columns
+from evenrank.preprocess.build.features import number_features
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
-from evenrank.preprocess.build.vocabulary import number_features, read_earlier
+from evenrank.preprocess.build.vocabulary import read_earlier
 from evenrank.preprocess.config import PreprocessConfig
 from evenrank.preprocess.engine import Engine, Memory, check_not_forked, num_cores, own_memory, threads
 from evenrank.preprocess.job import WORK_NAME, Job

@@ -1,4 +1,4 @@
-"""The ids of users, items and values of features, the rows of embedding tables: rules, and their vocabularies.
+"""The ids of users and items, the rows of embedding tables: rules, and their vocabularies.
 
 auto       `dense` or `keep`, whichever fits the values: `keep` where at least half of the ids up to the largest occur
 dense      1, 2, ... by first appearance, listed in a vocabulary; 0 is left for unknown values
@@ -12,7 +12,6 @@ this order at a time. What stays in memory is a hash table of the keys, about 14
 
 import glob
 import hashlib
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,6 @@ from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, IdS
 from evenrank.preprocess.build.events import Buckets, Run, write_run
 from evenrank.preprocess.engine import BYTES_PER_ID, Engine
 from evenrank.preprocess.options import AUTO, DENSE, HASH, KEEP
-from evenrank.preprocess.read.features import FeatureLookup, Features, Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues, encode_keys, keys_of, random_seed
 
 FIRST, COUNT, KEY, VALUE = "first", "count", "key", "value"
@@ -322,7 +320,7 @@ def write_vocabulary(path: Path, ids: Ids, earlier: EarlierIds | None) -> IdSumm
             file.write_table(vocabulary_rows(first_id, rows.get_column(VALUE), rows.get_column(COUNT)))
             first_id += len(rows)
     digest = _digest(ids.summary.kind, ids.table.keys)
-    versions = _versions(None if earlier is None else earlier.summary, len(ids.table), digest)
+    versions = versions_of(None if earlier is None else earlier.summary, len(ids.table), digest)
     return replace(ids.summary, versions=versions)
 
 
@@ -344,59 +342,7 @@ def vocabulary_rows(first_id: int, values: pl.Series, counts: pl.Series | None =
     return pl.DataFrame(columns).to_arrow(compat_level=pl.CompatLevel.oldest())
 
 
-def number_features(interactions: Interactions, folder: Path | None) -> Interactions:
-    """Number the values of features as in an earlier dataset, if there is one; raises a DataError if it is damaged."""
-    context, items, ids = interactions.context, interactions.item_features, dict[str, IdSummary]()
-    if folder is not None:
-        manifest = read_manifest(folder)
-        earlier = {name: pl.Series(labels[1:], dtype=pl.String) for name, labels in manifest.context_labels.items()}
-        for name in items.values.keys() & manifest.vocabulary_sizes.keys() - earlier.keys():
-            earlier[name] = read_values(folder / vocabulary_name(name))
-        context, items, ids = _continue(context, earlier), _continue(items, earlier), dict(manifest.ids)
-    values = {**context.values, **items.values} if interactions.files else {}  # else they are drawn, as ids
-    feature_ids = {name: _label_ids(of_feature, ids.get(name)) for name, of_feature in values.items()}
-    return replace(interactions, context=context, item_features=items, feature_ids=feature_ids)
-
-
-def _continue(features: Features, earlier: Mapping[str, pl.Series]) -> Features:
-    """Number values as an earlier dataset does, whose values are given by feature; further ones follow, ascending."""
-    rows, values = features.rows, dict(features.values)
-    for name in values.keys() & earlier.keys():
-        known, found = earlier[name], values[name]
-        if known.dtype != found.dtype:  # labels in the manifest are texts
-            known, found = (pl.Series(map(str, series), dtype=pl.String) for series in (known, found))
-        values[name] = pl.concat([known, found.filter(~found.is_in(known.implode()))])
-        numbers = pl.int_range(len(values[name]) + 1, eager=True)
-        ids = found.replace_strict(values[name], numbers[1:]).cast(pl.Int64)
-        is_list = rows.schema[name] == pl.List
-        numbered = (pl.element() if is_list else pl.col(name)).replace_strict(
-            numbers[: len(found) + 1], pl.concat([numbers[:1], ids])
-        )
-        rows = rows.with_columns(pl.col(name).list.eval(numbered) if is_list else numbered)
-    return replace(features, rows=rows, values=values)
-
-
-def _label_ids(values: pl.Series, earlier: IdSummary | None) -> IdSummary:
-    """Return how the values of a feature became ids: 1, 2, ..., those of an earlier dataset first."""
-    labels = [*map(str, values)]
-    digest = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
-    versions = _versions(earlier, len(labels), digest)
-    return IdSummary(rule=DENSE, kind="text", distinct=len(labels), versions=versions)
-
-
-def look_up_items(features: Features, ids: Ids, *, as_table: bool) -> FeatureLookup:
-    """Return the lookup of features of events, or of none if they become a table, of all items of the vocabulary."""
-    if not as_table:
-        return FeatureLookup(features, of="items")
-    if ids.summary.collisions:
-        shared = f"{ids.summary.collisions:,} items share their ids by {ids.summary.rule}"
-        raise DataError(f"{shared}, so no table has their features; choose dense ids or item_features_as 'events'")
-    lookup = FeatureLookup(replace(features, rows=pl.DataFrame()), of="items")
-    lookup.requested |= (ids.encode(features.keys) > 0) & (ids.summary.rule == DENSE)
-    return lookup
-
-
-def _versions(earlier: IdSummary | None, size: int, digest: str) -> tuple[VocabularyVersion, ...]:
+def versions_of(earlier: IdSummary | None, size: int, digest: str) -> tuple[VocabularyVersion, ...]:
     """Return the versions of a vocabulary that begins with an earlier one."""
     versions = () if earlier is None else earlier.versions
     is_new = not versions or versions[-1].sha256 != digest

@@ -9,7 +9,7 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
-from evenrank.preprocess.log_config import Column, TabularConfig, parse_action_map, parse_column
+from evenrank.preprocess.log_config import LogColumn, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.options import KEEP
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
@@ -228,7 +228,7 @@ def _flag(table: Table, name: str) -> pl.Expr:
     return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
 
 
-def _event_column(table: Table, column: Column) -> Checked:
+def _event_column(table: Table, column: LogColumn) -> Checked:
     name, is_float, checks = column.name, column.dtype == "float32", dict[str, pl.Expr]()
     typed, fill = name if is_float else f"{name}:int", 0 if column.drops_missing else column.fill
     if fill is None:
