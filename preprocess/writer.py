@@ -43,8 +43,8 @@ from evenrank.preprocess.replace import ITEM_FEATURES_NAME
 # A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
 ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
-# Target size. Building the sequences of so many takes about 0.15 GB, or twice as much if most times are equal.
-EVENTS_PER_FILE = 1 << 21
+# Target size. Building the sequences of so many takes about 0.08 GB, or twice as much if most times are equal.
+EVENTS_PER_FILE = 1 << 20
 
 
 def split_file(split: str, index: int) -> str:

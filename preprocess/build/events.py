@@ -26,7 +26,7 @@ from evenrank.preprocess.read.table import OPEN_QUOTE, BadRows, EventPart, Piece
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64, int32 or float32 [events]
 
-EVENTS_PER_BUCKET = 1 << 21  # target size
+EVENTS_PER_BUCKET = 1 << 20  # target size
 _MAX_BITS = 16  # an index is a uint16
 _INT32 = np.iinfo(np.int32)
 
