@@ -66,9 +66,9 @@ def write_rows(folder: Path, name: str, schema: pa.Schema, rows: Sequences, cont
     """Write rows, with their contextual features, a column [rows] each, to a file of a folder, and describe it."""
     (folder / name).parent.mkdir(exist_ok=True)
     with replacing(folder / name) as path, _open(path, schema) as file:
+        table = _to_table(schema, rows, context)
         for begin, end in _row_groups(rows.lengths):
-            group = rows.take(np.arange(begin, end))
-            file.write_table(_to_table(schema, group, context[begin:end]), row_group_size=ROWS_PER_GROUP)
+            file.write_table(table[begin:end], row_group_size=ROWS_PER_GROUP)
     return DataFile(path=name, rows=len(rows), sha256=sha256_of(folder / name))
 
 
