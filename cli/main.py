@@ -16,14 +16,6 @@ from typer.core import TyperCommand
 
 import evenrank
 from evenrank.cli import console
-from evenrank.cli.demo import demo_command
-from evenrank.cli.fit import fit_command
-from evenrank.cli.inspect_balance import inspect_balance_command
-from evenrank.cli.inspect_dataset import inspect_command
-from evenrank.cli.metrics import metrics_command
-from evenrank.cli.preprocess import preprocess_command
-from evenrank.cli.simulate import simulate_command
-from evenrank.cli.warmup import warmup_command
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.core.optional_imports import naming_extras
 
@@ -37,6 +29,16 @@ _PLAIN: Any = {"pretty_exceptions_enable": False, "rich_markup_mode": None, "con
 
 def main() -> None:
     """Run `evenrank`."""
+    # Which scripts, of one command each, do not wait for.
+    from evenrank.cli.demo import demo_command
+    from evenrank.cli.fit import fit_command
+    from evenrank.cli.inspect_balance import inspect_balance_command
+    from evenrank.cli.inspect_dataset import inspect_command
+    from evenrank.cli.metrics import metrics_command
+    from evenrank.cli.preprocess import preprocess_command
+    from evenrank.cli.simulate import simulate_command
+    from evenrank.cli.warmup import warmup_command
+
     app = typer.Typer(**_PLAIN)
     app.callback()(_global_options)
     for command in (

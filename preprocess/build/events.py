@@ -307,7 +307,7 @@ def read_piece(rules: ReadRules, task: ReadPiece) -> PieceSummary:
 
     def flush() -> None:
         if buffered:
-            events = {name: np.concatenate([part[name] for part in buffered]) for name in buffered[0]}
+            events = {name: np.concatenate([part.pop(name) for part in buffered]) for name in [*buffered[0]]}
             path = rules.folder / f"run-{task.number:05d}-{len(runs):05d}"
             runs.append(write_run(path, events, rules.num_bits))
             buffered.clear()

@@ -26,7 +26,7 @@ from evenrank.preprocess.read.places import CODECS
 from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, WHOLE, Piece, Types
 
 _BOM = b"\xef\xbb\xbf"
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 18  # of a file's first block, which are enough for whoever looks at its first rows alone
 _SAMPLE_BYTES = 1 << 20
 _PIECES = 64  # of a log, which keep all cores busy; each has a slice of each bucket, so more take longer to read again
