@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from evenrank.core.files import is_trusted, locked, user_folders
+from evenrank.core.optional_imports import garbage_kept
 
 if TYPE_CHECKING:
     from numba.core.types import Type
@@ -66,7 +67,7 @@ def compiled(function: Function) -> Function:
     def compile_locked(signature: "tuple[Type, ...]") -> object:
         # A call with a constant would compile a version for its value.
         signature = tuple(map(unliteral, signature))
-        with global_compiler_lock:
+        with global_compiler_lock, garbage_kept():  # the first call imports most of Numba
             try:
                 with locked(lock):
                     entry = compile_or_load(signature)

@@ -6,6 +6,7 @@ operators. So their versions are checked from their metadata, without importing 
 
 import contextlib
 import functools
+import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -76,6 +77,18 @@ def naming_extras() -> Iterator[None]:
         raise MissingPackageError(f"the package {package} is not installed; run {remedy}") from error
 
 
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Collect no garbage: of what imports make, which stays, Python would search all over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package that imports its names at their first use.
 
@@ -84,7 +97,7 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
     get, names, exported = lazy_loader.attach_stub(package, file)
 
     def get_attribute(name: str) -> Any:
-        with naming_extras():
+        with naming_extras(), garbage_kept():
             return get(name)
 
     return get_attribute, names, exported

@@ -283,8 +283,11 @@ def _check_distinct(names: Iterable[object]) -> None:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal; raises a DataError if it cannot be read."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))  # 4 times as large as `file_digest` has
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+    return digest.hexdigest()
 
 
 def summarize_lengths(lengths: "NDArray[np.int64]") -> dict[str, float]:

@@ -210,6 +210,6 @@ def _call(function: Callable[[Task], Result], folder: Path | None, numbered: tup
         kept: Result = pickle.loads((folder / f"{number:05d}").read_bytes())
         return kept
     result = function(task)
-    with replacing(folder / f"{number:05d}") as path:
-        path.write_bytes(pickle.dumps(result))
+    with replacing(folder / f"{number:05d}") as path, path.open("wb") as file:
+        pickle.dump(result, file, protocol=5)  # which writes arrays without a copy, and without the GIL
     return result

@@ -38,6 +38,7 @@ _OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME, REJECTS_NAME)
 
 DATASET_NAME = "dataset"  # folder of the new dataset in that of a run
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_AT_ONCE = 8  # files that are flushed or removed at a time
 _IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|rejects\.csv|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
 _LOGGER = logging.getLogger("evenrank.preprocess")
 _Result = TypeVar("_Result")
@@ -78,8 +79,8 @@ def replace_dataset(
             elif (dataset / MANIFEST_NAME).exists():
                 for path in dataset.rglob(".*.partial"):  # of processes that were killed
                     path.unlink()
-                for path in (*dataset.rglob("*"), dataset):
-                    _flush(path)
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    [*pool.map(_flush, [*dataset.rglob("*"), dataset])]
                 _put_in_place(dataset, out, out.with_name(f".{out.name}.old"))
                 _flush(out.parent)
     return result
@@ -260,9 +261,12 @@ def _clean_up(out: Path, partial: Path, old: Path, *, keep: bool) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        for folder, *_ in os.walk(path):  # of datasets that were made read-only
-            with contextlib.suppress(OSError):
-                os.chmod(folder, 0o700)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for folder, _, names in os.walk(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(folder, 0o700)  # of datasets that were made read-only
+                for name in names:
+                    pool.submit(os.unlink, os.path.join(folder, name))
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import replacing
 from evenrank.core.hashing import mix64
@@ -239,11 +240,20 @@ def _counts_in(column: IdColumn, index: int) -> _Counts:
 
 def _counted(keys: NDArray[np.int64], times: NDArray[np.int64], counts: NDArray[np.int64]) -> _Counts:
     distinct, codes = encode_keys(keys, random_seed())
-    firsts = np.full(len(distinct), np.iinfo(np.int64).max)
-    sums = np.zeros(len(distinct), dtype=np.int64)
-    np.minimum.at(firsts, codes, times)
-    np.add.at(sums, codes, counts)
-    return distinct, firsts, sums
+    return distinct, *_add_up(codes, times, counts, len(distinct))
+
+
+@compiled
+def _add_up(
+    codes: NDArray[np.int32], times: NDArray[np.int64], counts: NDArray[np.int64], num_values: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the least time and the sum of the counts of each value, given its code in each row: int64 [values]."""
+    firsts = np.full(num_values, np.iinfo(np.int64).max)
+    sums = np.zeros(num_values, dtype=np.int64)
+    for row in range(len(codes)):
+        firsts[codes[row]] = min(firsts[codes[row]], times[row])
+        sums[codes[row]] += counts[row]
+    return firsts, sums
 
 
 def _merge(column: IdColumn, parts: Sequence[Part], engine: Engine) -> list[Path]:

@@ -18,7 +18,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
-from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, checked_format, partition_values
+from evenrank.preprocess.read.places import CODECS, JSON, PARQUET, TEXT, checked_format, partition_values
 from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types, wrap_read_errors
 from evenrank.preprocess.read.text import (
     Block,
@@ -35,7 +35,7 @@ from evenrank.preprocess.read.values import CASTS
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
 _IS_OBJECT = "evenrank is_object"
-_BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
+_BATCH_ROWS = _PIECE_ROWS = 1_000_000  # of Parquet
 _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
 _Folders = Mapping[str, str | None]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -54,6 +54,7 @@ def open_table(
     separator: str | None = None,
     columns: Sequence[str] = (),
     folders: _Folders = MappingProxyType({}),
+    log_bytes: int = 0,
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
@@ -68,6 +69,7 @@ def open_table(
             columns or, if there is no header, as many fields as `columns`.
         columns: names of all columns of delimited text in file order; empty: the first line has them.
         folders: columns that its folders add, as `find_files` returns them.
+        log_bytes: of all files of the log, by which it is divided into pieces.
     """
     check_regular(path)
     if path.stat().st_size == 0:
@@ -106,7 +108,7 @@ def open_table(
             num_rows=estimate_lines(path),
             dtypes=dict.fromkeys([*own, *from_folders], pl.String()),
             blocks=partial(_read_text, path, parse, constants, has_header),
-            pieces=text_pieces(path),
+            pieces=text_pieces(path, log_bytes),
             has_types=False,
             from_folders=from_folders,
             separator=separator,
@@ -194,7 +196,9 @@ def _read_text(
         frame = parse(block, numbers)
         return Rows(frame.with_columns(constants) if constants else frame, block.first_line, block.texts)
 
-    return _map_ahead(rows, read_blocks(path, piece, has_header=has_header))
+    # A file in several pieces keeps the cores busy without threads of its own.
+    map_blocks = _map_ahead if path.suffix.lower() in CODECS else map
+    return map_blocks(rows, read_blocks(path, piece, has_header=has_header))
 
 
 def _map_ahead(parse: Callable[[Block], Rows], blocks: Iterator[Block]) -> Iterator[Rows]:
@@ -219,8 +223,8 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
     """Read one object per line, as text. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
     rows = None
     # Polars reads half a surrogate pair as NUL.
-    if b"\0" not in block.data and not _SURROGATE.search(block.data):
-        rows = _read_objects(bytes(block.data), block.num_lines, names)
+    if not block.has(b"\0") and not _SURROGATE.search(text := block.data.tobytes()):
+        rows = _read_objects(text, block.num_lines, names)
     if rows is None or rows.select(pl.any_horizontal(pl.col(names).str.contains("[0-9]{16}").any())).item():
         lines = block.lines()
         if len(odd := lines.str.contains(_MAYBE_ODD).arg_true()) or rows is None:

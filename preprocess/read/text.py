@@ -26,9 +26,12 @@ from evenrank.preprocess.read.places import CODECS
 from evenrank.preprocess.read.table import FAULT, OPEN_QUOTE, WHOLE, Piece, Types
 
 _BOM = b"\xef\xbb\xbf"
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 18  # of a file's first block, which are enough for whoever looks at its first rows alone
-_PIECE_BYTES = 32 << 20
+_SAMPLE_BYTES = 1 << 20
+_PIECES = 64  # of a log, which keep all cores busy; each has a slice of each bucket, so more take longer to read again
+_PIECE_BYTES, _MAX_PIECE_BYTES = 8 << 20, 64 << 20
+_LINE_BYTES = 1 << 16  # of the end of a block's last line, for which there is room beside it
 _MAX_LINE_BYTES = 64 << 20
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 # Without the lookbehind, long runs of carriage returns would take quadratic time.
@@ -41,12 +44,26 @@ class Block:
     """Consecutive lines of a file."""
 
     first_line: int  # counted from 1, from the begin of the piece
-    num_lines: int
-    data: bytearray  # UTF-8, in which each line ends with a newline that no carriage return precedes
+    data: NDArray[np.uint8]  # UTF-8, in which each line ends with a newline that no carriage return precedes
+    counts: NDArray[np.int64]  # how often each byte of ASCII occurs, and bytes that are not ASCII did: [256]
+
+    @property
+    def num_lines(self) -> int:
+        """Number of lines."""
+        return int(self.counts[_NEWLINE])
+
+    def has(self, byte: bytes) -> bool:
+        """Return whether a byte of ASCII occurs."""
+        return bool(self.counts[ord(byte)])
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether all of it was ASCII from the start."""
+        return not self.counts[128:].any()
 
     def lines(self) -> pl.Series:
         """Return the text of all lines."""
-        return pl.Series([self.data.decode()]).str.split("\n").explode()[:-1]
+        return pl.Series([self.data.tobytes().decode()]).str.split("\n").explode()[:-1]
 
     def texts(self, places: pl.Series) -> pl.Series:
         """Return the text of the lines with these indices."""
@@ -65,22 +82,24 @@ def _open_text(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
 
 
 def estimate_lines(path: Path) -> int:
-    """Return about how many lines a file has, by its first block."""
+    """Return about how many lines a file has, by its first ones."""
     with _open_text(path) as (file, text):
-        num_lines = text.read(_BLOCK_BYTES).count(b"\n")
+        num_lines = text.read(_SAMPLE_BYTES).count(b"\n")
         return num_lines * path.stat().st_size // max(1, file.tell())
 
 
-def text_pieces(path: Path) -> list[Piece]:
-    """Divide a file into pieces, at any byte, the first of which has a line after the header, if there is one.
+def text_pieces(path: Path, log_bytes: int = 0) -> list[Piece]:
+    """Divide a file into equal pieces, at any byte, the first of which has a line after the header, if there is one.
 
-    A compressed file is one piece.
+    A compressed file is one piece. `log_bytes` are those of all files of the log.
     """
     if path.suffix.lower() in CODECS:
         return [WHOLE]
     with open_regular(path) as file:
-        first_end = max(_PIECE_BYTES, len(file.readline(_MAX_LINE_BYTES)) + 1)
-    ends = range(first_end, path.stat().st_size, _PIECE_BYTES)
+        header_end = len(file.readline(_MAX_LINE_BYTES))
+    size, piece_bytes = path.stat().st_size, max(_PIECE_BYTES, min(log_bytes // _PIECES, _MAX_PIECE_BYTES))
+    num_pieces = -(-size // piece_bytes)
+    ends = [end for number in range(1, num_pieces) if (end := size * number // num_pieces) > header_end]
     return [*itertools.starmap(Piece, itertools.pairwise((0, *ends))), Piece(ends[-1] if ends else 0, None)]
 
 
@@ -121,27 +140,33 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
             number = 2
         while True:
             size = block_bytes if piece.end is None else min(block_bytes, max(0, piece.end - file.tell()))
-            data = bytearray(file.read(size))  # without touching more memory than a small file needs
-            if number == 1 and not piece.begin and data.startswith(_BOM):
-                del data[: len(_BOM)]
-            if not data:
+            # Filled and searched without the GIL, for which all threads would wait.
+            buffer = np.empty(size + _LINE_BYTES, dtype=np.uint8)
+            num_bytes = file.readinto(memoryview(buffer)[:size])
+            if num_bytes and buffer[num_bytes - 1] != _NEWLINE:
+                tail = file.readline(_MAX_LINE_BYTES)
+                before = buffer[:num_bytes]
+                if num_bytes - _last_line(before) + len(tail) > _MAX_LINE_BYTES:
+                    raise _too_long(path, _lines_before(path, begin) + number + int(np.sum(before == _NEWLINE)))
+                end = np.frombuffer(tail if tail.endswith(b"\n") else tail + b"\n", dtype=np.uint8)
+                if len(end) > _LINE_BYTES:
+                    buffer = np.concatenate([before, end])
+                num_bytes += len(end)
+                buffer[num_bytes - len(end) : num_bytes] = end
+            is_first = number == 1 and not piece.begin
+            data = buffer[len(_BOM) * (is_first and buffer[: len(_BOM)].tobytes() == _BOM) : num_bytes]
+            if not len(data):
                 return
-            last_line = data.rfind(b"\n") + 1
-            if last_line < len(data):
-                data += file.readline(_MAX_LINE_BYTES)
-                if len(data) - last_line > _MAX_LINE_BYTES:
-                    raise _too_long(path, _lines_before(path, begin) + number + data.count(b"\n", 0, last_line))
-            if not data.endswith(b"\n"):
-                data += b"\n"
-            if b"\r" in data:
-                data = data.replace(b"\r\n", b"\n")
-                if b"\r\n" in data:
-                    data = bytearray(_LINE_END.sub(b"\n", data))
-            if not data.isascii():
-                data = bytearray(data.decode(errors="replace"), "utf-8")
-            num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
-            yield Block(first_line=number, num_lines=num_lines, data=data)
-            number += num_lines
+            counts = _count_bytes(data)
+            if counts[_RETURN]:
+                text = data.tobytes().replace(b"\r\n", b"\n")
+                data = np.frombuffer(bytearray(_LINE_END.sub(b"\n", text) if b"\r\n" in text else text), dtype=np.uint8)
+                counts = _count_bytes(data)
+            if counts[128:].any():
+                text = data.tobytes().decode(errors="replace").encode()
+                data = np.frombuffer(bytearray(text), dtype=np.uint8)
+            yield Block(first_line=number, data=data, counts=counts)
+            number += int(counts[_NEWLINE])
             block_bytes = min(8 * block_bytes, _BLOCK_BYTES)
 
 
@@ -154,9 +179,29 @@ def _too_long(path: Path, line: int) -> DataError:
     return DataError(f"{path}, line {line} is longer than {_MAX_LINE_BYTES >> 20} MiB; check that it is a text file")
 
 
+_NEWLINE, _MINUS, _POINT, _ZERO, _RETURN = b"\n-.0\r"
+
+
+@compiled
+def _count_bytes(data: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return how often each byte occurs: [256]."""
+    counts = np.zeros(256, dtype=np.int64)
+    for position in range(len(data)):
+        counts[data[position]] += 1
+    return counts
+
+
+@compiled
+def _last_line(data: NDArray[np.uint8]) -> int:
+    """Return where the last line begins."""
+    begin = len(data)
+    while begin > 0 and data[begin - 1] != _NEWLINE:
+        begin -= 1
+    return begin
+
+
 # Kinds of a column: integers have neither leading zeros nor a -0, decimals have no sign.
 SKIPPED, INTEGER, DECIMAL = 0, 1, 2
-_NEWLINE, _MINUS, _POINT, _ZERO = b"\n-.0"
 
 
 @compiled
@@ -257,13 +302,12 @@ def parse_delimited(
     Of all `columns`, those with `names` are returned, and FAULT. They are Int64 or Float64 if all of them are in
     `numbers` and plain digits, without quotes, else text.
     """
-    if numbers.keys() >= set(names) and (len(separator) > 1 or b'"' not in block.data):
+    if numbers.keys() >= set(names) and (len(separator) > 1 or not block.has(b'"')):
         kinds = {name: DECIMAL if numbers[name] == pl.Float64 else INTEGER for name in names}
         integers = np.empty((len(kinds), block.num_lines), dtype=np.int64)
         decimals = integers.view(np.float64)  # each row is of one type
         kind_of_column = np.array([kinds.get(name, SKIPPED) for name in columns], dtype=np.int8)
-        data = np.frombuffer(block.data, dtype=np.uint8)
-        if parse_numbers(data, ord(separator[0]), len(separator), kind_of_column, integers, decimals):
+        if parse_numbers(block.data, ord(separator[0]), len(separator), kind_of_column, integers, decimals):
             values = zip([name for name in columns if name in kinds], integers, decimals, strict=True)
             rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
             no_fault = pl.Series(dtype=pl.String).extend_constant(None, block.num_lines)
@@ -284,10 +328,9 @@ def _read_plain(
     block: Block, separator: str, num_columns: int, places: Sequence[int]
 ) -> tuple[NDArray[np.bool_], pl.DataFrame]:
     """Return which lines a library divides as `divide` does, into so many fields, and of those the ones at `places`."""
-    lines, byte, is_plain = block.data, separator.encode(), np.ones(block.num_lines, dtype=np.bool_)
-    special = [mark for mark in (b"\0", b"\r", _STAND_IN if len(byte) > 1 else b'"') if mark in lines]
+    data, byte, is_plain = block.data, separator.encode(), np.ones(block.num_lines, dtype=np.bool_)
+    special = [mark for mark in (b"\0", b"\r", _STAND_IN if len(byte) > 1 else b'"') if block.has(mark)]
     if special:
-        data = np.frombuffer(lines, dtype=np.uint8)
         ends = np.flatnonzero(data == _NEWLINE)
         for mark in special:
             at = np.flatnonzero(data == ord(mark))
@@ -301,11 +344,12 @@ def _read_plain(
                 at = at[(outer != _NEWLINE) & (outer != ord(byte)) & (outer != ord(mark))]
             is_plain[np.searchsorted(ends, at)] = False
         if not is_plain.all():
-            lines = bytearray(data[np.repeat(is_plain, np.diff(ends, prepend=-1))])
+            data = data[np.repeat(is_plain, np.diff(ends, prepend=-1))]
+    lines: Any = data
     if len(byte) > 1:
-        lines, byte = lines.replace(byte, _STAND_IN), _STAND_IN
-    if lines.startswith(_BOM):
-        lines = bytearray(_BOM) + lines  # because PyArrow removes one
+        lines, byte = data.tobytes().replace(byte, _STAND_IN), _STAND_IN
+    if data[: len(_BOM)].tobytes() == _BOM:
+        lines = _BOM + bytes(lines)  # because PyArrow removes one
     ragged = list[int]()  # numbers of lines
 
     def skip(row: csv.InvalidRow) -> str:
@@ -314,18 +358,19 @@ def _read_plain(
 
     names = [str(place) for place in range(num_columns)]
     types = {names[place]: pa.large_string() for place in places}
-    table = pa.schema(types).empty_table()
-    if lines:
+    if len(lines):
         quote_char = '"' if len(separator) == 1 else False
-        table = csv.read_csv(
+        divided = csv.read_csv(
             pa.BufferReader(pa.py_buffer(lines)),
             # In one block, on this thread.
             csv.ReadOptions(use_threads=False, block_size=len(lines) + 1, column_names=names),
             csv.ParseOptions(delimiter=byte, quote_char=quote_char, ignore_empty_lines=False, invalid_row_handler=skip),
             csv.ConvertOptions(check_utf8=False, include_columns=[*types], column_types=types),
         )
+        frame = pl.DataFrame(divided)
+    else:
+        frame = pl.DataFrame(schema=dict.fromkeys(types, pl.String()))
     is_plain[np.flatnonzero(is_plain)[ragged]] = False
-    frame = pl.DataFrame(table)
     if (is_blank := frame.select(pl.all_horizontal(pl.all() == "")).to_series()).any():  # perhaps an empty line
         is_plain[np.flatnonzero(is_plain)[is_blank]] = False
         frame = frame.filter(~is_blank)
@@ -347,7 +392,7 @@ def _read_line(line: str, separator: str, num_columns: int, places: Sequence[int
 def with_encoding_faults(block: Block, names: Sequence[str], frame: pl.DataFrame) -> pl.DataFrame:
     """Return rows with FAULT where needed text is not UTF-8; such bytes would merge different ids."""
     fault = pl.col(FAULT) if FAULT in frame.columns else pl.lit(None, dtype=pl.String)
-    if _REPLACEMENT.encode() in block.data:
+    if not block.is_ascii and _REPLACEMENT.encode() in block.data.tobytes():
         is_damaged = pl.any_horizontal(pl.col(name).str.contains(_REPLACEMENT, literal=True) for name in names)
         reason = pl.lit("the line is not UTF-8; convert the file, for example with iconv")
         fault = pl.coalesce(fault, pl.when(is_damaged).then(reason))

@@ -60,7 +60,7 @@ def run(variant: str, shape: str, cores: int, folder: Path, files: Sequence[Path
     arguments = [variant, shape, str(cores), str(folder), str(folder / "out" / variant), *map(str, files)]
     start, peak_kib, has_ended = time.perf_counter(), 0, threading.Event()
     script = Path(__file__).with_name("preprocess_variants.py")
-    process = subprocess.Popen([sys.executable, "-P", str(script), *arguments])
+    process = subprocess.Popen([sys.executable, "-P", str(script), *arguments], stdout=subprocess.DEVNULL)
 
     def sample() -> None:
         nonlocal peak_kib

@@ -7,8 +7,7 @@ Each run is a process of its own, which imports only what its variant needs.
 
 import os
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
 
@@ -34,22 +33,18 @@ QUERIES = {
 }
 
 
-def evenrank(shape: str, cores: int, folder: str, out: str, files: list[str], *, engine: Any = "local") -> None:
-    """Do the whole job on threads: checks of every row, ids, split, audit, checksums, manifest."""
-    from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
+def evenrank(shape: str, cores: int, folder: str, out: str, files: list[str], *, engine: str = "local") -> None:
+    """Do the whole job by the command: checks of every row, ids, split, audit, checksums, manifest."""
+    from evenrank.cli.main import run_command
+    from evenrank.cli.preprocess import preprocess_command
 
-    job: dict[str, Any] = {"dataset": shape, "raw_dir": Path(folder)}
+    log = ["--dataset", shape, "--raw-dir", folder]
     if shape == "kuairand":
-        log = TabularConfig(
-            events=tuple(map(Path, files)),
-            user_column="user_id",
-            item_column="video_id",
-            timestamp_column="time_ms",
-            action_columns=FLAGS,
-            event_columns=("play_time_ms:int=0", "duration_ms:int=0"),
-        )
-        job = {"dataset": "custom", "custom": log, "ids": "dense"}
-    preprocess(PreprocessConfig(**job, out=Path(out), engine=engine))
+        log = ["--dataset", "custom", *(f"--events={file}" for file in files), "--ids", "dense"]
+        log += ["--user-column", "user_id", "--item-column", "video_id", "--timestamp-column", "time_ms"]
+        log += ["--action-columns", ",".join(FLAGS), "--event-columns", "play_time_ms:int=0,duration_ms:int=0"]
+    sys.argv[1:] = [*log, "--out", out, "--engine", engine]
+    run_command(preprocess_command)
 
 
 def ray(shape: str, cores: int, folder: str, out: str, files: list[str]) -> None:
