@@ -44,9 +44,18 @@ from evenrank.preprocess.build.events import (
     read_piece,
 )
 from evenrank.preprocess.build.features import look_up_items
-from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import REQUEST_SCHEMA
-from evenrank.preprocess.build.splits import IN_EVAL, TRAIN, SplitFacts, SplitRule, parse_split, read_listed_users
+from evenrank.preprocess.build.splits import (
+    IN_EVAL,
+    TRAIN,
+    SplitFacts,
+    SplitRule,
+    drop_unknown,
+    k_core,
+    keep_lengths,
+    parse_split,
+    read_listed_users,
+)
 from evenrank.preprocess.build.vocabulary import (
     EarlierIds,
     IdColumn,
@@ -312,19 +321,18 @@ class Job:
             columns=columns_of(source.context.dtypes, {**source.extra_events, **items.dtypes}),
         )
 
-    def _write_splits(self, rules: RangeRules, engine: Engine) -> tuple[dict[str, Split], dict[str, int], Statistics]:
+    def _write_splits(
+        self, rules: RangeRules, engine: Engine
+    ) -> tuple[dict[str, Split], Mapping[str, int], Statistics]:
         """Write all splits, and the requests if there is a rule for them.
 
         Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
         """
         config, num_ranges = self.config, 1 << rules.num_bits
         num_items = None if rules.item_ids.table is None else rules.item_ids.size  # few of all hashes occur, perhaps
-        statistics = EventCounter(
-            _shown_split(config.split, rules.split), rules.split.by, num_items, config.filters.overlap
-        )
+        statistics, num_duplicates = EventCounter(num_items), 0
         files: dict[str, list[DataFile]] = defaultdict(list)
         lengths: dict[str, list[NDArray[np.int64]]] = defaultdict(list)
-        largest, num_duplicates = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1), 0
         with contextlib.ExitStack() as stack:
             if config.requests is not None:
                 path = self.folder / REQUESTS_NAME
@@ -338,7 +346,6 @@ class Job:
                 for name, of_rows in part.lengths.items():
                     lengths[name].append(of_rows)
                     files[name] += [part.files[name]] if name in part.files else []
-                largest = {name: max(value, part.largest[name]) for name, value in largest.items()}
                 num_duplicates += part.num_duplicates
         splits = {name: self._split(name, rules, files[name], np.concatenate(lengths[name])) for name in lengths}
         self.counts["duplicate events (kept)"] = num_duplicates
@@ -347,7 +354,9 @@ class Job:
         self.counts |= rules.context.audit() | rules.items.audit()
         beyond = sum(np.maximum(of_rows - MAX_HISTORY_LENGTH, 0).sum() for of_rows in lengths[TRAIN])
         cut_share = round(beyond / max(1, splits[TRAIN].interactions), 6)
-        return splits, largest, replace(statistics.report(self.folder, engine), cut_share=cut_share)
+        split, by = _shown_split(config.split, rules.split), rules.split.by
+        report = statistics.report(self.folder, engine, config.filters.overlap, split=split, by=by, cut_share=cut_share)
+        return splits, statistics.largest, report
 
     def _split(self, name: str, rules: RangeRules, files: list[DataFile], lengths: NDArray[np.int64]) -> Split:
         files = files or [write_no_rows(self.folder, split_file(name, 0), split_schema(rules, name))]
