@@ -1,5 +1,6 @@
 """The records in `PreprocessConfig` but that of a log: filters, requests, synthetic data. Imports nothing heavy."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ EngineName = Literal["local", "ray"]
 Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values that an earlier vocabulary lacks
 AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"  # rules of ids
 _ID_COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
-_MAX_HASHES = 2**62
+_HASHED, _MAX_HASHES = re.compile(f"{HASH}:([0-9]{{1,19}})"), 2**62
 _MAX_EVENTS = (1 << 31) - 1  # of a row
 CATEGORY = "category"  # column of events of data that drifts
 _MAX_USERS = 1_000_000_000  # their features are drawn at once
@@ -95,12 +96,6 @@ def _distribution(text: str) -> Any:
     return parse_distribution(text)
 
 
-def _zipf(settings: Mapping[str, Any]) -> Any:
-    from evenrank.datasets.distributions import Zipf
-
-    return Zipf(**settings)
-
-
 def _by_name(pairs: Sequence[str]) -> dict[str, Any]:
     named = [pair.partition("=")[::2] for pair in pairs]
     for name, text in named:
@@ -128,7 +123,7 @@ class SyntheticConfig(Settings):
         Option("COUNT", name="users", panel="Synthetic data (--dataset synthetic)"),
     ] = 20_000
     """Number of users."""
-    items: "Distribution" = field(default_factory=partial(_zipf, {"exponent": 1.05, "high": 50_000}))
+    items: "Distribution" = field(default_factory=partial(_distribution, "zipf:exponent=1.05,high=50000"))
     """Item ids of events; under a Zipf distribution, ids are ranks of popularity."""
     lengths: _Drawn = field(default_factory=partial(_distribution, "lognormal:mean=128,std=256,high=4096"))
     """Events per user: uniform, normal, zipf or lognormal, with parameters."""
@@ -188,7 +183,5 @@ def _parse_per_column(option: str, text: str, expected: str, is_valid: Callable[
 
 
 def _is_rule(rule: str) -> bool:
-    name, _, count = rule.partition(":")
-    if name == HASH:
-        return count.isdecimal() and count.isascii() and 1 <= int(count) <= _MAX_HASHES
-    return rule in (AUTO, DENSE, KEEP)
+    hashed = _HASHED.fullmatch(rule)
+    return rule in (AUTO, DENSE, KEEP) if hashed is None else 1 <= int(hashed[1]) <= _MAX_HASHES

@@ -12,7 +12,7 @@ none             everything is in `train`
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -116,10 +116,13 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRule:
-    """A rule that divides sequences into splits; it can be pickled."""
+    """A rule that divides sequences into splits."""
 
-    divide: Callable[[Sequences, SplitFacts], dict[str, Sequences]]
     by: Literal["user", "last", "time", ""]  # of `eval`: users, last events of each, late events; empty: there is none
+    fraction: float = 0  # of the users
+    count: int = 0  # of the last events
+    begin_ms: int = 0  # time of the first late event
+    from_end: bool = False  # whether that counts from the last event of the log
     file: Path | None = None  # with the users of `eval`, or its events
     remedy: str | None = None  # of a split without rows, if that is an error
 
@@ -128,29 +131,62 @@ class SplitRule:
         """Whether a number of last events of the rows in `eval` are to be predicted."""
         return self.by in ("last", "time")
 
+    def divide(self, sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
+        """Return the rows of each split."""
+        if not self.by:
+            return {TRAIN: sequences}
+        if self.by == "user":
+            # The salt must not be 0, because the hash with salt 0 orders the rows.
+            hashes = user_hash(sequences.user_keys, salt=(facts.seed << 1) | 1)
+            # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
+            in_eval = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.fraction
+            if self.file is not None:
+                in_eval = np.isin(sequences.user_keys, facts.eval_users)
+            return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
+        evaluated = sequences
+        if (
+            self.by == "last"
+        ):  # users whose history would become empty keep all events in `train`, and are not in `eval`
+            has_history = sequences.lengths > self.count
+            train = replace(sequences, ends=sequences.ends - np.where(has_history, self.count, 0))
+        elif self.file is None:
+            is_before = sequences.events[TIMESTAMP_MS] < self.begin_ms + facts.last_ms * self.from_end
+            train = sequences.take_events(is_before[sequences.order])
+        else:  # the events of a second log are predicted from those of the first one before them, all of `train`
+            is_target = sequences.events[IN_EVAL][sequences.order] == 1
+            num_before = np.concatenate(([0], np.cumsum(is_target)))  # events of the second log, by place in the order
+            num_before_row = np.repeat(
+                num_before[sequences.begins], sequences.lengths
+            )  # by place, those of earlier rows
+            train = sequences.take_events(~is_target)
+            evaluated = sequences.take_events(is_target | (num_before[:-1] == num_before_row))
+        num_targets = (sequences.lengths - train.lengths).astype(np.int32)
+        evaluated = replace(evaluated, num_targets=num_targets)
+        return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
+
 
 def parse_split(text: str, *, has_eval_log: bool = False) -> SplitRule:
     """Parse the text of a rule, as above; with `has_eval_log`, a file is a second log, whose events have IN_EVAL."""
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
-            return SplitRule(divide=partial(_by_user, fraction=fraction), by="user")
+            return SplitRule(by="user", fraction=fraction)
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_EVENTS:
-            return SplitRule(divide=partial(_leave_last, count=count), by="last")
+            return SplitRule(by="last", count=count)
         if kind == "time":
             last = _LAST.fullmatch(value)
-            offset_ms = -int(last[1]) * DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
-            if last or 0 <= offset_ms <= MAX_TIMESTAMP_MS:
-                divide = partial(_by_time, offset_ms=offset_ms, from_end=last is not None)
-                return SplitRule(divide=divide, by="time", remedy="choose a time between them")
+            begin_ms = -int(last[1]) * DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
+            if last or 0 <= begin_ms <= MAX_TIMESTAMP_MS:
+                remedy = "choose a time between them"
+                return SplitRule(by="time", begin_ms=begin_ms, from_end=last is not None, remedy=remedy)
         if kind == "file" and value:
             if has_eval_log:
                 remedy = "give a second log with other events"
-                return SplitRule(divide=_by_second_log, by="time", file=Path(value), remedy=remedy)
+                return SplitRule(by="time", file=Path(value), remedy=remedy)
             remedy = "list some users of the log, but not all"
-            return SplitRule(divide=_by_list, by="user", file=Path(value), remedy=remedy)
+            return SplitRule(by="user", file=Path(value), remedy=remedy)
         if text == "none":
-            return SplitRule(divide=_all_in_train, by="")
+            return SplitRule(by="")
     except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
@@ -164,52 +200,6 @@ def _milliseconds(text: str) -> int:
         return int(text) * 1000 // PER_SECOND[unit_of(int(text))]
     moment = datetime.fromisoformat(text if len(text) > len("2015-01") else f"{text}-01-01"[: len("2015-01-01")])
     return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
-
-
-def _all_in_train(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
-    return {TRAIN: sequences}
-
-
-def _by_user(sequences: Sequences, facts: SplitFacts, fraction: float) -> dict[str, Sequences]:
-    # The salt must not be 0, because the hash with salt 0 orders the rows.
-    hashes = user_hash(sequences.user_keys, salt=(facts.seed << 1) | 1)
-    # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
-    return _by_users(sequences, (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction)
-
-
-def _by_list(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
-    return _by_users(sequences, np.isin(sequences.user_keys, facts.eval_users))
-
-
-def _by_users(sequences: Sequences, in_eval: NDArray[np.bool_]) -> dict[str, Sequences]:
-    return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
-
-
-def _leave_last(sequences: Sequences, facts: SplitFacts, count: int) -> dict[str, Sequences]:
-    """Keep all events of users in `train` whose history would become empty, and leave these users out of `eval`."""
-    train = replace(sequences, ends=sequences.ends - np.where(sequences.lengths > count, count, 0))
-    return _with_targets(sequences, train, sequences)
-
-
-def _by_time(sequences: Sequences, facts: SplitFacts, offset_ms: int, from_end: bool) -> dict[str, Sequences]:
-    is_before = sequences.events[TIMESTAMP_MS] < offset_ms + facts.last_ms * from_end
-    return _with_targets(sequences, sequences.take_events(is_before[sequences.order]), sequences)
-
-
-def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
-    """Predict the events of the second log from those of the first one before them; `train` has all of the first."""
-    in_eval = sequences.events[IN_EVAL][sequences.order] == 1
-    num_before = np.concatenate(([0], np.cumsum(in_eval)))  # events of the second log, by place in the order
-    num_before_row = np.repeat(num_before[sequences.begins], sequences.lengths)  # by place, those of earlier rows
-    evaluated = sequences.take_events(in_eval | (num_before[:-1] == num_before_row))
-    return _with_targets(sequences, sequences.take_events(~in_eval), evaluated)
-
-
-def _with_targets(sequences: Sequences, train: Sequences, evaluated: Sequences) -> dict[str, Sequences]:
-    """Predict, in rows that are evaluated, as many last events as `train` lacks of a row; leave out empty rows."""
-    num_targets = (sequences.lengths - train.lengths).astype(np.int32)
-    evaluated = replace(evaluated, num_targets=num_targets)
-    return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
 
 
 def cut_windows(sequences: Sequences, filters: Filters) -> Sequences:
