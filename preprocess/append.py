@@ -28,8 +28,8 @@ from evenrank.datasets.schema import (
 )
 from evenrank.preprocess.build.splits import EVAL, TRAIN, parse_split
 from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier, read_values, versions_of, vocabulary_name
-from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.options import AUTO, DENSE, KEEP, Filters
+from evenrank.preprocess.config import Filters, PreprocessConfig
+from evenrank.preprocess.log_config import AUTO, DENSE, KEEP
 from evenrank.preprocess.read.features import Features, Interactions
 from evenrank.preprocess.read.table import EventPart, Events, Piece, wrap_read_errors
 from evenrank.preprocess.read.times import utc_text

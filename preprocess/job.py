@@ -64,9 +64,9 @@ from evenrank.preprocess.build.vocabulary import (
     vocabulary_name,
     write_vocabulary,
 )
-from evenrank.preprocess.config import PreprocessConfig
+from evenrank.preprocess.config import Filters, PreprocessConfig
 from evenrank.preprocess.engine import Engine, Memory, num_cores, threads
-from evenrank.preprocess.options import DENSE, Filters
+from evenrank.preprocess.log_config import DENSE
 from evenrank.preprocess.read.features import FeatureLookup, Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
 from evenrank.preprocess.read.places import source_files

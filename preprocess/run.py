@@ -23,10 +23,10 @@ from evenrank.preprocess.append import continue_features, read_base
 from evenrank.preprocess.build.events import Columns
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
-from evenrank.preprocess.config import PreprocessConfig
+from evenrank.preprocess.config import PreprocessConfig, parse_ids, parse_unknown
 from evenrank.preprocess.engine import check_not_forked, own_memory
 from evenrank.preprocess.job import Job
-from evenrank.preprocess.options import AUTO, DENSE, KEEP, SyntheticConfig, parse_ids, parse_unknown
+from evenrank.preprocess.log_config import AUTO, DENSE, KEEP, SyntheticConfig
 from evenrank.preprocess.read.features import Interactions
 from evenrank.preprocess.read.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.read.log import read_tabular

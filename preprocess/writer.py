@@ -34,7 +34,8 @@ from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.sequences import Sequences, build_sequences, request_table
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule, cut_windows
 from evenrank.preprocess.build.vocabulary import Ids, vocabulary_name, vocabulary_rows
-from evenrank.preprocess.options import DENSE, Filters, RequestRule
+from evenrank.preprocess.config import Filters, RequestRule
+from evenrank.preprocess.log_config import DENSE
 from evenrank.preprocess.read.features import FeatureLookup, Interactions, Seen
 from evenrank.preprocess.replace import ITEM_FEATURES_NAME
 

@@ -29,9 +29,9 @@ from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.config import Filters
 from evenrank.preprocess.engine import Engine
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.options import Filters
 from evenrank.preprocess.read.keys import KeyTable, encode_keys, keys_of, random_seed
 from evenrank.preprocess.read.places import find_files
 from evenrank.preprocess.read.tabular import open_table
