@@ -57,12 +57,20 @@ def ray_workers(
         raise ConfigError(f"there is no Ray cluster {place}: {first_line(error)}; check --ray-address") from error
     num_bytes = memory.bytes_per_task
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"] and _num_workers(node, num_bytes)]  # type: ignore[no-untyped-call]
-        if not nodes:
+        count = 0
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
+            resources = node["Resources"] if node["Alive"] else {}
+            if fit := int(min(resources.get("CPU", 0), resources.get("memory", 0) // num_bytes)):
+                _check(node, [str(path) for path in shared])
+                count += fit
+        if not count:
             raise ConfigError(f"no node of the Ray cluster has a core and {num_bytes / 1e9:.1f} GB of memory; add one")
-        for node in nodes:
-            _check(node, [str(path) for path in shared])
-        count, caller = sum(_num_workers(node, num_bytes) for node in nodes), partial(_caller, num_bytes)
+        call: Any = ray.remote(_call).options(memory=num_bytes)
+
+        def caller(function: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
+            sent: Any = ray.put(function)  # to each node once
+            return lambda task: partial(_wait, call.remote(sent, task))
+
         yield Engine(count=count, caller=caller, results=results, on_stage=on_stage, memory=memory)
     finally:
         if not is_connected:
@@ -81,18 +89,6 @@ def _check(node: dict[str, Any], shared: Sequence[str]) -> None:
             f"{where} does not see {missing[0]}; with --engine ray, choose input and output (for a URL, TMPDIR) on "
             "storage that all nodes share"
         )
-
-
-def _caller(num_bytes: int, function: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
-    """Return what starts a call of a function, which is sent to each node once, and returns what waits for it."""
-    shared: Any = ray.put(function)
-    call: Any = ray.remote(_call).options(memory=num_bytes)
-    return lambda task: partial(_wait, call.remote(shared, task))
-
-
-def _num_workers(node: dict[str, Any], num_bytes: int) -> int:
-    resources = node["Resources"]
-    return int(min(resources.get("CPU", 0), resources.get("memory", 0) // num_bytes))
 
 
 def _look_around(names: Sequence[str]) -> tuple[str, list[str]]:

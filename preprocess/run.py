@@ -61,8 +61,10 @@ def preprocess(
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
     """
     check_not_forked()
-    out, before = locate(config.out), own_memory()
-    _check_out(_given_paths(config), out)
+    out, before, custom = locate(config.out), own_memory(), config.custom
+    given = [] if custom is None else [*custom.events, custom.context, custom.item_features]
+    paths = filter(None, (*given, parse_split(config.split).file))
+    _check_out([path for path in paths if not is_url(path)], out)
 
     def write(folder: Path) -> tuple[Manifest, str]:
         with copies_in(folder / "inputs", on_stage) as copies:
@@ -72,13 +74,6 @@ def preprocess(
     if added:
         on_added(added)
     return manifest
-
-
-def _given_paths(config: PreprocessConfig) -> list[Path]:
-    """Return the paths, patterns and folders of a log that are no URLs, with what is read besides."""
-    custom = config.custom
-    given = [] if custom is None else [*custom.events, custom.context, custom.item_features]
-    return [path for path in (*given, parse_split(config.split).file) if path is not None and not is_url(path)]
 
 
 def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
