@@ -11,8 +11,7 @@ from evenrank.cli import console, settings_options
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import AllBut, AppliesTo, Bounds, OneOf, Option
 from evenrank.core.storage import is_url, join, locate
-from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.options import Events
+from evenrank.preprocess.config import Events, PreprocessConfig
 from evenrank.preprocess.read.public import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
 if TYPE_CHECKING:

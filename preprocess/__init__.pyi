@@ -1,6 +1,5 @@
-from .config import PreprocessConfig
-from .log_config import TabularConfig
-from .options import Drift, Filters, RequestRule, SyntheticConfig
+from .config import Filters, PreprocessConfig, RequestRule
+from .log_config import Drift, SyntheticConfig, TabularConfig
 from .read.public import DATASETS
 from .run import preprocess
 

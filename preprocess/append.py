@@ -1,5 +1,9 @@
-"""New days of a log after those of a dataset, whose rows are one more log: the result is that of all days at once."""
+"""New days of a log after those of a dataset, whose rows are one more log: the result is that of all days at once.
 
+Also the values of features, which keep the numbers that they have in an earlier dataset.
+"""
+
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +16,21 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import EVENT_DTYPES, REMEDY, USER_ID, WINDOW, Manifest, read_manifest, sha256_of
+from evenrank.datasets.schema import (
+    EVENT_DTYPES,
+    REMEDY,
+    USER_ID,
+    WINDOW,
+    IdSummary,
+    Manifest,
+    read_manifest,
+    sha256_of,
+)
 from evenrank.preprocess.build.splits import EVAL, TRAIN, parse_split
-from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
-from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.options import AUTO, DENSE, KEEP, Filters
-from evenrank.preprocess.read.features import Interactions
+from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier, read_values, versions_of, vocabulary_name
+from evenrank.preprocess.config import Filters, PreprocessConfig
+from evenrank.preprocess.log_config import AUTO, DENSE, KEEP
+from evenrank.preprocess.read.features import Features, Interactions
 from evenrank.preprocess.read.table import EventPart, Events, Piece, wrap_read_errors
 from evenrank.preprocess.read.times import utc_text
 
@@ -29,16 +42,10 @@ class Base:
     """A dataset to which later events are appended."""
 
     folder: Path
+    config: PreprocessConfig  # of the later events, which has the same options
     manifest: Manifest
     statistics: Statistics
     ids: Mapping[str, EarlierIds]
-    overlap: int  # events that a window shares with the one before
-    num_others: int  # files that are read besides logs: features, a list of users
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Numbers of rows of its log that could not be read, by their descriptions."""
-        return {what: count for what, count in self.manifest.options["audit"].items() if what.endswith("all skipped")}
 
     @property
     def first_ms(self) -> dict[str, int]:
@@ -49,15 +56,14 @@ class Base:
 
     def describe_added(self, manifest: Manifest, statistics: Statistics) -> str:
         """Return how much a dataset, with its statistics, has beyond this one."""
+        old = self.statistics
         counts = {
-            "events": statistics.num_events - self.statistics.num_events,
-            "users": statistics.users - self.statistics.users,
-            "items": statistics.items - self.statistics.items,
-            "files": len(manifest.sources) - len(self.manifest.sources),
+            "event": statistics.num_events - old.num_events,
+            "user": statistics.users - old.users,
+            "item": statistics.items - old.items,
+            "file": len(manifest.sources) - len(self.manifest.sources),
         }
-        return ", ".join(
-            f"{count:,} {what.removesuffix('s') if count == 1 else what}" for what, count in counts.items()
-        )
+        return ", ".join(f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items())
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise a ConfigError if options of preprocessing are not those of this dataset."""
@@ -67,23 +73,14 @@ class Base:
                     f"{name} is {value!r}, and was {old!r} when {self.folder} was made; append with the same options"
                 )
 
-    def check_rules(self, rules: Mapping[str, str]) -> None:
-        """Raise a ConfigError if the rules of ids may be other ones than those of this dataset."""
-        for name, ids in self.ids.items():
-            # `auto` counts the values that it keeps.
-            was_given = ids.summary.rule == KEEP and ids.summary.distinct is None
-            if rules[name] not in (ids.summary.rule, "" if was_given else AUTO):
-                raise ConfigError(
-                    f"the rule of {name} is {rules[name]}, and the ids of {self.folder} are {ids.summary.rule}; "
-                    f"give --ids as for that dataset, or {_AT_ONCE}"
-                )
-
     def followed_by(self, log: Interactions) -> Interactions:
         """Return its rows and then a log, as one log with the options of both."""
         if log.time_unit == "row" or log.has_eval_log:
             which = "without times" if log.time_unit == "row" else "with a second one for eval"
             raise ConfigError(f"events of a log {which} cannot be appended; {_AT_ONCE}")
-        old, logs = self.manifest.options, self.manifest.sources[: len(self.manifest.sources) - self.num_others]
+        others = () if self.config.custom is None else self.config.custom.feature_files
+        num_others = len(others) + (parse_split(self.config.split).file is not None)
+        old, logs = self.manifest.options, self.manifest.sources[: len(self.manifest.sources) - num_others]
         options = {
             **log.options,
             "events": [*old["events"], *log.options["events"]],  # type: ignore[misc]
@@ -114,7 +111,7 @@ class Base:
             rows = rows.filter(~np.isin(rows.get_column(USER_ID), read))
             read = rows.get_column(USER_ID).to_numpy()
             if WINDOW in rows.columns:
-                begin = pl.when(pl.col(WINDOW) > 0).then(self.overlap).otherwise(0)
+                begin = pl.when(pl.col(WINDOW) > 0).then(self.config.filters.overlap).otherwise(0)
                 rows = rows.with_columns(pl.col(lists).list.slice(begin))
             events = rows.select(USER_ID, *lists).explode(lists)
             raw = [
@@ -125,8 +122,11 @@ class Base:
             yield Events(events.with_columns(raw))
 
 
-def read_base(folder: Path, config: PreprocessConfig) -> Base:
-    """Open a dataset to append events to it; raises a ConfigError or DataError if that is not possible."""
+def read_base(folder: Path, config: PreprocessConfig, rules: Mapping[str, str]) -> Base:
+    """Open a dataset to append events to it, with these rules of ids.
+
+    Raises a ConfigError or DataError if that is not possible.
+    """
     manifest, ids = read_manifest(folder), read_earlier(folder)
     given, default = config.filters, Filters()
     names = ("min_user_events", "min_item_events", "min_length", "max_length")
@@ -145,12 +145,48 @@ def read_base(folder: Path, config: PreprocessConfig) -> Base:
     )
     if reason:
         raise ConfigError(f"events cannot be appended: {reason}; {_AT_ONCE}")
-    others = () if config.custom is None else config.custom.feature_files
-    return Base(
-        folder=folder,
-        manifest=manifest,
-        statistics=read_statistics(manifest),
-        ids=ids,
-        overlap=given.overlap,
-        num_others=len(others) + (parse_split(config.split).file is not None),
-    )
+    for name, of in ids.items():
+        # `auto` counts the values that it keeps.
+        was_given = of.summary.rule == KEEP and of.summary.distinct is None
+        if rules[name] not in (of.summary.rule, "" if was_given else AUTO):
+            raise ConfigError(
+                f"the rule of {name} is {rules[name]}, and the ids of {folder} are {of.summary.rule}; "
+                f"give --ids as for that dataset, or {_AT_ONCE}"
+            )
+    return Base(folder=folder, config=config, manifest=manifest, statistics=read_statistics(manifest), ids=ids)
+
+
+def continue_features(interactions: Interactions, folder: Path) -> Interactions:
+    """Number the values of features as an earlier dataset does; raises a DataError if it is damaged."""
+    manifest, context, items = read_manifest(folder), interactions.context, interactions.item_features
+    earlier = {name: pl.Series(labels[1:], dtype=pl.String) for name, labels in manifest.context_labels.items()}
+    for name in items.values.keys() & manifest.vocabulary_sizes.keys() - earlier.keys():
+        earlier[name] = read_values(folder / vocabulary_name(name))
+    context, items = _continue(context, earlier), _continue(items, earlier)
+    return replace(interactions, context=context, item_features=items, feature_ids=manifest.ids)
+
+
+def _continue(features: Features, earlier: Mapping[str, pl.Series]) -> Features:
+    """Number values as an earlier dataset does, whose values are given by feature; further ones follow, ascending."""
+    rows, values = features.rows, dict(features.values)
+    for name in values.keys() & earlier.keys():
+        known, found = earlier[name], values[name]
+        if known.dtype != found.dtype:  # labels in the manifest are texts
+            known, found = (pl.Series(map(str, series), dtype=pl.String) for series in (known, found))
+        values[name] = pl.concat([known, found.filter(~found.is_in(known.implode()))])
+        numbers = pl.int_range(len(values[name]) + 1, eager=True)
+        ids = found.replace_strict(values[name], numbers[1:]).cast(pl.Int64)
+        is_list = rows.schema[name] == pl.List
+        numbered = (pl.element() if is_list else pl.col(name)).replace_strict(
+            numbers[: len(found) + 1], pl.concat([numbers[:1], ids])
+        )
+        rows = rows.with_columns(pl.col(name).list.eval(numbered) if is_list else numbered)
+    return replace(features, rows=rows, values=values)
+
+
+def label_ids(values: pl.Series, earlier: IdSummary | None) -> IdSummary:
+    """Return how the values of a feature became ids: 1, 2, ..., those of an earlier dataset first."""
+    labels = [*map(str, values)]
+    digest = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
+    versions = versions_of(earlier, len(labels), digest)
+    return IdSummary(rule=DENSE, kind="text", distinct=len(labels), versions=versions)

@@ -1,16 +1,98 @@
 """`PreprocessConfig`: what to preprocess, how, and where to write it. Imports nothing heavy."""
 
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import AllBut, AppliesTo, Bounds, Needs, OneOf, Option, Parsed, Where
 from evenrank.core.settings import Settings
 from evenrank.core.storage import is_url
-from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.options import EngineName, Filters, OnError, RequestRule, SyntheticConfig
+from evenrank.datasets.schema import ITEM_ID, USER_ID
+from evenrank.preprocess.log_config import AUTO, DENSE, HASH, KEEP, SyntheticConfig, TabularConfig
 from evenrank.preprocess.read.public import CUSTOM, DATASETS, SYNTHETIC
+
+OnError = Literal["fail", "skip"]
+EngineName = Literal["local", "ray"]
+Unknown = Literal["append", "oov", "drop", "fail"]  # what to do about values that an earlier vocabulary lacks
+_ID_COLUMNS: Mapping[str, str] = {"user": USER_ID, "item": ITEM_ID}
+_HASHED, _MAX_HASHES = re.compile(f"{HASH}:([0-9]{{1,19}})"), 2**62
+_MAX_EVENTS = (1 << 31) - 1  # of a row
+Events = Annotated[int, Bounds(at_least=1, at_most=_MAX_EVENTS), Option("EVENTS")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filters(Settings):
+    """Which events and users to keep, and how to cut long histories. All values are numbers of events."""
+
+    min_user_events: Annotated[Events, Option("EVENTS", name="k_core")] = 1
+    """k-core: users with fewer events are removed, repeatedly, until no user and no item has too few."""
+    min_item_events: Annotated[Events, Option("EVENTS", name="k_core")] = 1
+    """k-core: items with fewer events are removed, repeatedly, until no user and no item has too few."""
+    min_length: Events = 1
+    """Leave out users with fewer events, counting after the k-core."""
+    max_length: Events | None = None
+    """Leave out users with more events, counting after the k-core."""
+    window: Events | None = None
+    """Cut longer histories into rows of at most this many events."""
+    stride: Annotated[Events | None, Needs("window")] = None
+    """Distance between the starts of consecutive windows, in events. None: `window`."""
+
+    def _check(self) -> None:
+        if self.max_length is not None and self.max_length < self.min_length:
+            raise ConfigError(
+                f"max_length must be at least min_length, got max_length={self.max_length} and "
+                f"min_length={self.min_length}"
+            )
+        if self.window is not None and self.stride is not None and self.stride > self.window:
+            raise ConfigError(f"stride must be at most window ({self.window}), or events are lost; got {self.stride}")
+
+    @property
+    def overlap(self) -> int:
+        """Number of events that a window shares with the one before."""
+        return 0 if self.window is None or self.stride is None else self.window - self.stride
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRule(Settings):
+    """When a user makes a request: at the first event, then at each event late enough after the last request."""
+
+    seconds: Annotated[float, Bounds(above=0, below=1e9), Option("SECONDS", name="requests")]
+    """Also write requests.parquet, for replaying inference traffic: a user makes a request at the first event, and then
+    at each event that is at least this many seconds after the last request."""
+    by_date: Annotated[bool, Needs("seconds")] = False
+    """Restart requests and histories at midnight (UTC)."""
+
+
+def parse_ids(text: str) -> dict[str, str]:
+    """Parse `dense`, or `item=dense,user=keep`: the rule of each column that has one."""
+    return _parse_per_column("ids", text, "auto, dense, keep or hash:N (N from 1 to 2^62)", _is_rule)
+
+
+def parse_unknown(text: str) -> dict[str, str]:
+    """Parse `drop`, or `item=oov,user=append`: what to do about unknown values, for each column that has a rule."""
+    return _parse_per_column("unknown", text, ", ".join(get_args(Unknown)), lambda rule: rule in get_args(Unknown))
+
+
+def _parse_per_column(option: str, text: str, expected: str, is_valid: Callable[[str], bool]) -> dict[str, str]:
+    rules: dict[str, str] = {}
+    for part in text.split(",") if text else ():
+        column, has_column, rule = part.strip().partition("=")
+        names = [_ID_COLUMNS.get(column, "")] if has_column else [*_ID_COLUMNS.values()]
+        rule = rule if has_column else column
+        if "" in names or not is_valid(rule) or not rules.keys().isdisjoint(names):
+            raise ConfigError(
+                f"invalid {option} {text!r}; expected {expected}, for both columns or as item=RULE,user=RULE"
+            )
+        rules |= dict.fromkeys(names, rule)
+    return rules
+
+
+def _is_rule(rule: str) -> bool:
+    hashed = _HASHED.fullmatch(rule)
+    return rule in (AUTO, DENSE, KEEP) if hashed is None else 1 <= int(hashed[1]) <= _MAX_HASHES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +151,7 @@ class PreprocessConfig(Settings):
     """Rule for requests.parquet. None: do not write it."""
     ids: Annotated[
         str,
-        Parsed("evenrank.preprocess.options:parse_ids"),
+        Parsed(parse_ids),
         AppliesTo(vocabulary=(None,)),
         Option("RULE", panel="Ids", completions=lambda: ("auto", "dense", "keep")),
     ] = ""
@@ -80,7 +162,7 @@ class PreprocessConfig(Settings):
     """Earlier dataset, also at a URL, whose ids are kept, for a later log. None: ids begin anew."""
     unknown: Annotated[
         str,
-        Parsed("evenrank.preprocess.options:parse_unknown"),
+        Parsed(parse_unknown),
         Needs("vocabulary"),
         Option("RULE", completions=lambda: ("append", "oov", "drop", "fail")),
     ] = ""

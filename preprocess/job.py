@@ -3,14 +3,15 @@
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -30,7 +31,7 @@ from evenrank.datasets.schema import (
     content_hash,
     summarize_lengths,
 )
-from evenrank.preprocess.append import Base
+from evenrank.preprocess.append import Base, label_ids
 from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.events import (
     EVENTS_PER_BUCKET,
@@ -43,10 +44,18 @@ from evenrank.preprocess.build.events import (
     num_range_bits,
     read_piece,
 )
-from evenrank.preprocess.build.features import look_up_items
-from evenrank.preprocess.build.filters import drop_unknown, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import REQUEST_SCHEMA
-from evenrank.preprocess.build.splits import IN_EVAL, TRAIN, SplitFacts, SplitRule, parse_split, read_listed_users
+from evenrank.preprocess.build.splits import (
+    IN_EVAL,
+    TRAIN,
+    SplitFacts,
+    SplitRule,
+    drop_unknown,
+    k_core,
+    keep_lengths,
+    parse_split,
+    read_listed_users,
+)
 from evenrank.preprocess.build.vocabulary import (
     EarlierIds,
     IdColumn,
@@ -55,14 +64,14 @@ from evenrank.preprocess.build.vocabulary import (
     vocabulary_name,
     write_vocabulary,
 )
-from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.engine import Engine
-from evenrank.preprocess.options import Filters
+from evenrank.preprocess.config import Filters, PreprocessConfig
+from evenrank.preprocess.engine import Engine, Memory, num_cores, threads
+from evenrank.preprocess.log_config import DENSE
 from evenrank.preprocess.read.features import FeatureLookup, Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
 from evenrank.preprocess.read.places import source_files
 from evenrank.preprocess.read.times import check_era, utc_text
-from evenrank.preprocess.replace import DATASET_NAME, REJECTS_NAME
+from evenrank.preprocess.replace import REJECTS_NAME
 from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
     RangeRules,
@@ -74,15 +83,15 @@ from evenrank.preprocess.writer import (
 )
 
 _BYTES_PER_TEXT = 16  # of an id, before it is a key
-WORK_NAME = "work"  # folder of what is needed until the dataset is complete, and of results
 _LOGGER = logging.getLogger("evenrank.preprocess")
 
 
 @dataclass(slots=True)
 class Job:
-    """Writes all files of a dataset to the folder of a run."""
+    """Writes all files of a dataset."""
 
-    run_folder: Path
+    folder: Path
+    work: Path  # folder of what is needed until the dataset is complete, and of results
     config: PreprocessConfig
     source: Interactions  # its first part has the rows of `base`
     rules: Mapping[str, str]  # of the ids
@@ -92,34 +101,31 @@ class Job:
     added: str = ""  # description of what was appended to `base`
 
     @property
-    def folder(self) -> Path:
-        """The folder of the dataset."""
-        return self.run_folder / DATASET_NAME
-
-    @property
-    def work(self) -> Path:
-        """The folder of what is needed until the dataset is complete."""
-        return self.run_folder / WORK_NAME
-
-    @property
     def dtypes(self) -> dict[str, str]:
         """Types of the columns of events, with keys in place of ids."""
         in_eval = {IN_EVAL: "int32"} if self.source.has_eval_log else {}
         return {column.name: column.dtype for column in columns_of({}, self.source.extra_events)} | in_eval
 
-    @property
-    def event_bytes(self) -> int:
-        """Bytes of an event in memory, with the texts of ids."""
-        texts = [kind for kind in self.source.id_kinds.values() if kind == "text"]
-        return sum(np.dtype(dtype).itemsize for dtype in self.dtypes.values()) + _BYTES_PER_TEXT * len(texts)
+    def engine(
+        self, before: int, files: Sequence[Path], on_stage: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager[Engine]:
+        """Open what runs the functions of the stages, as many at a time as cores and memory allow.
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of features, and of ids of an earlier dataset, with their hash tables."""
-        features, earlier = (self.source.context, self.source.item_features), self.earlier.values()
+        `before` are the bytes that the process had before it read `files`.
+        """
+        config, features, earlier = self.config, (self.source.context, self.source.item_features), self.earlier.values()
         sizes = [*(of.rows.estimated_size() for of in features), *(of.values.estimated_size() for of in earlier)]
         keys = [*(of.keys for of in features), *(of.keys for of in earlier)]
-        return int(sum(sizes)) + sum(3 * of_column.nbytes for of_column in keys)
+        num_texts = [*self.source.id_kinds.values()].count("text")
+        of_event = sum(np.dtype(dtype).itemsize for dtype in self.dtypes.values()) + _BYTES_PER_TEXT * num_texts
+        taken = before + int(sum(sizes)) + sum(3 * of_column.nbytes for of_column in keys)
+        memory = Memory(config.memory_limit, taken, of_event, are_processes=config.engine == "ray")
+        count, results = min(num_cores(), memory.num_tasks), self.work / "results"
+        if config.engine == "local":
+            return threads(count, results, on_stage, memory)
+        from evenrank.preprocess.ray_workers import ray_workers
+
+        return ray_workers(config.ray_address, count, [self.folder.parent, *files], results, memory, on_stage)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -127,7 +133,8 @@ class Job:
         config, default = self.config, asdict(Filters())
         return {
             **self.source.options,
-            "split": _shown_split(config.split, self.rule),
+            # Which is the same wherever a file is.
+            "split": config.split if self.rule.file is None else f"file:{self.rule.file.name}",
             "seed": config.seed,
             "on_error": config.on_error,
             "unknown": config.unknown,
@@ -149,7 +156,10 @@ class Job:
                 {name: options[name] for name in options if name not in ("events", "delimiter", "on_error")}
             )
             options["on_error"] = max(options["on_error"], base.manifest.options["on_error"])
-        eval_users, num_listed = self._listed_users()
+        eval_users, num_listed = np.empty(0, dtype=np.int64), 0
+        if (listed := None if source.has_eval_log else self.rule.file) is not None:
+            column = str(source.options.get("user_column", USER_ID))
+            eval_users, num_listed = read_listed_users(listed, column, source.id_kinds[USER_ID])
         # The raw files are read a second time for their checksums, and vocabularies are written, while events are.
         with ThreadPoolExecutor(3) as background:
             pending_sources = background.submit(source.sources)
@@ -173,12 +183,17 @@ class Job:
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], rules.items.requested)
             sources = pending_sources.result()
             summaries = {name: pending.result() for name, pending in pending_summaries.items()}
-            if self.rule.file is not None and not source.has_eval_log:
-                sources += source_files([(self.rule.file, self.rule.file.name)])
+            if listed is not None:
+                sources += source_files([(listed, listed.name)])
         first_ms, last_ms = log.limits_ms
         unit = options.get("timestamp_unit", source.time_unit)
         time = {"unit": unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
-        self._check_splits(splits, time)
+        empty = [name for name, split in splits.items() if not split.rows]
+        if empty and self.rule.remedy is not None and not config.allow_empty:
+            raise DataError(
+                f"--split {config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
+                f"{time['last']}{self._losses()}; {self.rule.remedy}, or pass --allow-empty"
+            )
         labels = {**source.context.values, **source.item_features.values}
         manifest = Manifest(
             dataset=config.dataset,
@@ -203,7 +218,8 @@ class Job:
                     name: summary if ids[name].size is not None else replace(summary, largest=largest[name])
                     for name, summary in summaries.items()
                 },
-                **source.feature_ids,
+                # Without files, values are drawn, as ids.
+                **{name: label_ids(of, source.feature_ids.get(name)) for name, of in labels.items() if source.files},
             },
             item_features=item_table,
         )
@@ -212,13 +228,6 @@ class Job:
         if base is not None:
             self.added = base.describe_added(manifest, statistics) + self.added
         return manifest
-
-    def _listed_users(self) -> tuple[NDArray[np.int64], int]:
-        """Return the keys of the users that the file of the split lists, if it is such a list, and their number."""
-        if self.rule.file is None or self.source.has_eval_log:
-            return np.empty(0, dtype=np.int64), 0
-        column = str(self.source.options.get("user_column", USER_ID))
-        return read_listed_users(self.rule.file, column, self.source.id_kinds[USER_ID])
 
     def _read(self, engine: Engine) -> tuple[Log, Buckets, dict[str, TextValues]]:
         """Write the events of all parts to buckets of users, and the texts that are ids beside them."""
@@ -238,7 +247,12 @@ class Job:
         pieces = [(part, piece) for part in source.parts for piece in part.pieces]
         tasks = [ReadPiece(number, *piece) for number, piece in enumerate(pieces)]
         read = engine.map(partial(read_piece, reading), tasks, stage="reading")
-        with self._rejects() as file:
+        with (self.folder / REJECTS_NAME).open("wb") if rejects else contextlib.nullcontext() as file:
+            if file is not None:  # after those of the dataset to which events are appended
+                content = b"file,line,reason,text\n"
+                if base is not None and (earlier := base.folder / REJECTS_NAME).exists():
+                    content = earlier.read_bytes()
+                file.write(content)
             log = join_pieces(read, has_times=has_times, on_error=on_error, rejects=file, on_stage=engine.on_stage)
         new = {name: span for name, span in log.spans.items() if base is None or name != str(base.folder)}
         if not new and (base is None or any(late in text for text in log.num_skipped for late in base.first_ms)):
@@ -251,30 +265,19 @@ class Job:
             self.added = f", from {utc_text(limits_ms[0])} to {utc_text(limits_ms[1])}"
         if new and not self.config.allow_empty:
             check_era(new, source.time_unit)
-        self.counts = dict(log.num_skipped if base is None else Counter(base.skipped) + log.num_skipped)
+        audit = {} if base is None else base.manifest.options["audit"]
+        skipped = Counter({what: count for what, count in audit.items() if what.endswith("all skipped")})
+        self.counts = dict(skipped + log.num_skipped)
         buckets = Buckets(folder=work / "buckets", runs=log.runs, dtypes=self.dtypes, num_bits=num_bits)
         if engine.memory is not None and (largest := buckets.largest) > EVENTS_PER_BUCKET:
             engine.memory.take(f"{largest:,} events at a time, of one user or a few", largest=largest)
         return log, buckets, texts
 
-    @contextlib.contextmanager
-    def _rejects(self) -> Iterator[BinaryIO | None]:
-        """Open the file of bad rows, if there is to be one, after those of the dataset to which events are appended."""
-        if not self.config.rejects:
-            yield None
-            return
-        with (self.folder / REJECTS_NAME).open("wb") as file:
-            content = b"file,line,reason,text\n"
-            if self.base is not None and (earlier := self.base.folder / REJECTS_NAME).exists():
-                content = earlier.read_bytes()
-            file.write(content)
-            yield file
-
     def _filter(self, log: Log, buckets: Buckets, engine: Engine) -> int:
         """Leave out what the filters say, and return the number of events that are left."""
         filters, earlier, counts = self.config.filters, self.earlier, self.counts
-        strict = (name for name, ids in earlier.items() if ids.unknown == "drop" and ids.summary.versions)
-        known = {name: KeyTable(earlier[name].keys) for name in strict}
+        strict = {name: ids for name, ids in earlier.items() if ids.unknown == "drop" and ids.summary.versions}
+        known = {name: KeyTable(ids.keys) for name, ids in strict.items()}
         counts["events of unknown users or items (dropped)"] = num_dropped = drop_unknown(buckets, known, engine)
         counts["events left out by the k-core"] = num_left_out = k_core(buckets, filters, engine)
         counts["users left out by filters"] = keep_lengths(buckets, filters, engine)
@@ -296,7 +299,16 @@ class Job:
     ) -> RangeRules:
         """Return what becomes of the events that are left."""
         source, config = self.source, self.config
-        items = look_up_items(source.item_features, ids[ITEM_ID], as_table=source.has_item_table)
+        items = FeatureLookup(source.item_features, of="items")
+        if source.has_item_table:  # in place of columns of events: of all items of the vocabulary
+            found = ids[ITEM_ID].summary
+            if found.collisions:
+                raise DataError(
+                    f"{found.collisions:,} items share their ids by {found.rule}, so no table has their features; "
+                    "choose dense ids or item_features_as 'events'"
+                )
+            items = FeatureLookup(replace(source.item_features, rows=pl.DataFrame()), of="items")
+            items.requested |= (ids[ITEM_ID].encode(source.item_features.keys) > 0) & (found.rule == DENSE)
         return RangeRules(
             folder=self.folder,
             buckets=buckets,
@@ -312,19 +324,18 @@ class Job:
             columns=columns_of(source.context.dtypes, {**source.extra_events, **items.dtypes}),
         )
 
-    def _write_splits(self, rules: RangeRules, engine: Engine) -> tuple[dict[str, Split], dict[str, int], Statistics]:
+    def _write_splits(
+        self, rules: RangeRules, engine: Engine
+    ) -> tuple[dict[str, Split], Mapping[str, int], Statistics]:
         """Write all splits, and the requests if there is a rule for them.
 
         Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
         """
         config, num_ranges = self.config, 1 << rules.num_bits
         num_items = None if rules.item_ids.table is None else rules.item_ids.size  # few of all hashes occur, perhaps
-        statistics = EventCounter(
-            _shown_split(config.split, rules.split), rules.split.by, num_items, config.filters.overlap
-        )
+        statistics, num_duplicates = EventCounter(num_items), 0
         files: dict[str, list[DataFile]] = defaultdict(list)
         lengths: dict[str, list[NDArray[np.int64]]] = defaultdict(list)
-        largest, num_duplicates = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1), 0
         with contextlib.ExitStack() as stack:
             if config.requests is not None:
                 path = self.folder / REQUESTS_NAME
@@ -338,7 +349,6 @@ class Job:
                 for name, of_rows in part.lengths.items():
                     lengths[name].append(of_rows)
                     files[name] += [part.files[name]] if name in part.files else []
-                largest = {name: max(value, part.largest[name]) for name, value in largest.items()}
                 num_duplicates += part.num_duplicates
         splits = {name: self._split(name, rules, files[name], np.concatenate(lengths[name])) for name in lengths}
         self.counts["duplicate events (kept)"] = num_duplicates
@@ -347,26 +357,14 @@ class Job:
         self.counts |= rules.context.audit() | rules.items.audit()
         beyond = sum(np.maximum(of_rows - MAX_HISTORY_LENGTH, 0).sum() for of_rows in lengths[TRAIN])
         cut_share = round(beyond / max(1, splits[TRAIN].interactions), 6)
-        return splits, largest, replace(statistics.report(self.folder, engine), cut_share=cut_share)
+        known = {"split": self.options["split"], "by": self.rule.by, "cut_share": cut_share}
+        report = statistics.report(self.folder, engine, config.filters.overlap, **known)
+        return splits, statistics.largest, report
 
     def _split(self, name: str, rules: RangeRules, files: list[DataFile], lengths: NDArray[np.int64]) -> Split:
         files = files or [write_no_rows(self.folder, split_file(name, 0), split_schema(rules, name))]
         summary = summarize_lengths(lengths)
         return Split(files=tuple(files), rows=len(lengths), interactions=int(lengths.sum()), lengths=summary)
 
-    def _check_splits(self, splits: Mapping[str, Split], time: Mapping[str, str]) -> None:
-        """Raise a DataError about a split without rows, if that is an error."""
-        empty = [name for name, split in splits.items() if not split.rows]
-        if empty and self.rule.remedy is not None and not self.config.allow_empty:
-            raise DataError(
-                f"--split {self.config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
-                f"{time['last']}{self._losses()}; {self.rule.remedy}, or pass --allow-empty"
-            )
-
     def _losses(self) -> str:
         return "".join(f"; {count:,} {what}" for what, count in self.counts.items() if count and "(kept)" not in what)
-
-
-def _shown_split(split: str, rule: SplitRule) -> str:
-    """Return the rule of a split for the manifest, which is the same wherever a file is."""
-    return split if rule.file is None else f"file:{rule.file.name}"

@@ -1,23 +1,35 @@
-"""What a log of one's own looks like: its files, the columns to read and their types. Imports nothing heavy."""
+"""What a log of one's own looks like: its files, the columns to read and their types; what a drawn one looks like.
+
+Imports nothing heavy.
+"""
 
 import contextlib
 import math
 import operator
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import AppliesTo, Needs, Option, Parsed, Valid, Where
+from evenrank.core.rules import AppliesTo, Bounds, Needs, Option, Parsed, Valid, Where
 from evenrank.core.settings import Settings
 from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
 
+if TYPE_CHECKING:
+    from evenrank.datasets.distributions import Distribution
+
+AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"  # rules of ids
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
 _DELIMITER = re.compile(r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*')
 _MAX_FLAGS = 31  # the bits of a non-negative int32
+CATEGORY = "category"  # column of events of data that drifts
+_MAX_USERS = 1_000_000_000  # their features are drawn at once
+_MAX_ITEMS = 100_000_000  # whose categories are in memory
 _TYPES = {"int": "int64", "float": "float32"}
 _ID, _LIST = "id", "list"
 
@@ -199,3 +211,90 @@ class TabularConfig(Settings):
         names = (self.user_column, self.item_column, *filter(None, [self.timestamp_column]))
         actions = () if self.action_map == "float" else self.action_columns
         return (*names, *actions, *(column.name for column in self.extra_columns))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drift(Settings):
+    """How users and items evolve, so that what was learned from older days fits the next day less.
+
+    A user has events of one category mostly, and of another one after some time. Which category many users change to is
+    a fashion, which changes too. New items appear during the first 30 days.
+    """
+
+    categories: Annotated[int, Bounds(at_least=1, at_most=_MAX_ITEMS)] = 20
+    """Of items, in turn: item i has the category 1 + (i - low) mod `categories`, `low` being the lowest item."""
+    days: Annotated[float, Bounds(at_least=0.01, at_most=1e6)] = 7.0
+    """Mean time until a user's interest changes, which is distributed exponentially; also how long a fashion lasts."""
+    share: Annotated[float, Bounds(at_least=0, at_most=1)] = 0.8
+    """Of events with an item of the category that interests the user; others have any."""
+    new_items: Annotated[float, Bounds(at_least=0, at_most=0.9)] = 0.3
+    """Share of items that appear after the start; the first one of each category is always there."""
+
+
+# Distributions are slow to import, so options have texts of them, which become distributions in records.
+def _distribution(text: str) -> Any:
+    from evenrank.datasets.distributions import parse_distribution
+
+    return parse_distribution(text)
+
+
+def _by_name(pairs: Sequence[str]) -> dict[str, Any]:
+    named = [pair.partition("=")[::2] for pair in pairs]
+    for name, text in named:
+        if not text or len([other for other, _ in named if other == name]) > 1:
+            raise ConfigError(f"--contextual needs NAME=DISTRIBUTION, once for each name, got {name}={text}; change it")
+    return {name: _distribution(text) for name, text in named}
+
+
+def _drift(text: str) -> Drift:
+    from evenrank.datasets.distributions import parse_parameters
+
+    return parse_parameters("drift", Drift, text, text)
+
+
+_Drawn = Annotated["Distribution", Option("DISTRIBUTION", parse=_distribution, paths=r"(?<=\bpath=)[^,]+")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyntheticConfig(Settings):
+    """The size and the distributions of a synthetic dataset. Users are 1..num_users."""
+
+    num_users: Annotated[
+        int,
+        Bounds(at_least=1, at_most=_MAX_USERS),
+        Option("COUNT", name="users", panel="Synthetic data (--dataset synthetic)"),
+    ] = 20_000
+    """Number of users."""
+    items: "Distribution" = field(default_factory=partial(_distribution, "zipf:exponent=1.05,high=50000"))
+    """Item ids of events; under a Zipf distribution, ids are ranks of popularity."""
+    lengths: _Drawn = field(default_factory=partial(_distribution, "lognormal:mean=128,std=256,high=4096"))
+    """Events per user: uniform, normal, zipf or lognormal, with parameters."""
+    actions: _Drawn = field(default_factory=partial(_distribution, "uniform:low=0,high=4"))
+    """Actions of events, 0..2^31-1; the largest one follows from them."""
+    contextual: Annotated[
+        Mapping[str, "Distribution"],
+        Option("NAME=DISTRIBUTION", parse=_by_name, paths=r"(?<=\bpath=)[^,]+"),
+    ] = field(default_factory=partial(_by_name, ("segment=uniform:low=1,high=8",)))
+    """Features of users, with the distributions of their ids, 0: missing; several by several names."""
+    drift: Annotated[Drift | None, Option("KEY=VALUE,...", parse=_drift)] = None
+    """Users change what interests them and items appear over time, such as
+    categories=20,days=7,share=0.8,new_items=0.3 (the defaults): `share` of a user's events are of one of `categories`,
+    for `days` on average; `new_items` is the share of items that appear after the start. Adds `category`, a column of
+    events, and needs items that are Zipf. None: nothing evolves."""
+
+    def _check(self) -> None:
+        check_new_names([*self.contextual, *[CATEGORY] * (self.drift is not None)])
+        if self.drift is not None and not self.drift.categories <= len(self.catalogue) <= _MAX_ITEMS:
+            raise ConfigError(
+                f"drift needs Zipf-distributed items, {self.drift.categories} (one per category) to {_MAX_ITEMS:,} of "
+                f"them, got {self.items}; change one of them"
+            )
+
+    @property
+    def catalogue(self) -> range:
+        """The items of a Zipf distribution with a largest one, otherwise none."""
+        from evenrank.datasets.distributions import Zipf
+
+        if isinstance(self.items, Zipf) and self.items.high is not None:
+            return range(self.items.low, self.items.high + 1)
+        return range(0)

@@ -15,7 +15,7 @@ from typing import Any
 import evenrank
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.optional_imports import naming_extras
-from evenrank.preprocess.engine import Engine, Memory, Result, UnfinishedError
+from evenrank.preprocess.engine import Engine, Memory, UnfinishedError
 
 with naming_extras():
     import ray
@@ -34,15 +34,13 @@ def ray_workers(
     memory: Memory,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[Engine]:
-    """Yield an engine with processes on all nodes of a cluster.
+    """Yield an engine with processes on all nodes of a cluster, which each reserve a part of the memory.
 
     Args:
         address: of a cluster, as `ray.init` takes it; None: one of this machine is started and ended.
         count: number of cores of that one; otherwise, cores and memory of the nodes decide.
         shared: files and folders that all nodes must see, because events go through them.
-        results: folder of what is kept.
-        memory: which each process reserves a part of.
-        on_stage: called with descriptions of the progress.
+        results, memory, on_stage: of the engine.
     """
     of_cluster = {"address": address} if address else {"address": "local", "num_cpus": count}
     handler, is_connected = signal.getsignal(signal.SIGTERM), ray.is_initialized()  # by the program that calls this one
@@ -59,18 +57,21 @@ def ray_workers(
         raise ConfigError(f"there is no Ray cluster {place}: {first_line(error)}; check --ray-address") from error
     num_bytes = memory.bytes_per_task
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"] and _num_workers(node, num_bytes)]  # type: ignore[no-untyped-call]
-        if not nodes:
+        count = 0
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
+            resources = node["Resources"] if node["Alive"] else {}
+            if fit := int(min(resources.get("CPU", 0), resources.get("memory", 0) // num_bytes)):
+                _check(node, [str(path) for path in shared])
+                count += fit
+        if not count:
             raise ConfigError(f"no node of the Ray cluster has a core and {num_bytes / 1e9:.1f} GB of memory; add one")
-        for node in nodes:
-            _check(node, [str(path) for path in shared])
-        yield Engine(
-            count=sum(_num_workers(node, num_bytes) for node in nodes),
-            caller=partial(_caller, num_bytes),
-            results=results,
-            on_stage=on_stage,
-            memory=memory,
-        )
+        call: Any = ray.remote(_call).options(memory=num_bytes)
+
+        def caller(function: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
+            sent: Any = ray.put(function)  # to each node once
+            return lambda task: partial(_wait, call.remote(sent, task))
+
+        yield Engine(count=count, caller=caller, results=results, on_stage=on_stage, memory=memory)
     finally:
         if not is_connected:
             ray.shutdown()
@@ -79,7 +80,7 @@ def ray_workers(
 def _check(node: dict[str, Any], shared: Sequence[str]) -> None:
     """Raise an error if a node lacks this release or what must be shared."""
     on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    version, missing = _wait(ray.remote(_look_around).options(scheduling_strategy=on_node).remote(shared))
+    version, missing = _wait(ray.remote(_call).options(scheduling_strategy=on_node).remote(_look_around, shared))
     where = f"node {node['NodeManagerAddress']}"
     if version != evenrank.__version__:
         raise ConfigError(f"{where} has evenrank {version}; install {evenrank.__version__}, as here, on all nodes")
@@ -90,41 +91,25 @@ def _check(node: dict[str, Any], shared: Sequence[str]) -> None:
         )
 
 
-def _caller(num_bytes: int, function: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
-    """Return what starts a call of a function, which is sent to each node once, and returns what waits for it."""
-    shared: Any = ray.put(function)
-    call: Any = ray.remote(_call).options(memory=num_bytes)
-    return lambda task: partial(_result, call.remote(shared, task))
-
-
-def _num_workers(node: dict[str, Any], num_bytes: int) -> int:
-    resources = node["Resources"]
-    return int(min(resources.get("CPU", 0), resources.get("memory", 0) // num_bytes))
-
-
 def _look_around(names: Sequence[str]) -> tuple[str, list[str]]:
     """Return the release of evenrank on this node, and the files that it does not see."""
     return evenrank.__version__, [name for name in names if not os.path.exists(name)]
 
 
-def _call(function: Callable[[Any], Result], task: Any) -> tuple[Result | None, Exception | None]:
-    """Return the result or the error, which Ray would replace by one of its own."""
+def _call(function: Callable[[Any], Any], task: Any) -> tuple[Any, Exception | None]:
+    """Return the result or the error, which Ray would replace by one of its own, and log if nobody asks for it."""
     try:
         return function(task), None
     except Exception as error:
         return None, error
 
 
-def _result(reference: Any) -> Any:
-    result, error = _wait(reference)
-    if error is not None:
-        raise error
-    return result
-
-
 def _wait(reference: Any) -> Any:
     try:
-        return ray.get(reference)
+        result, failure = ray.get(reference)
     except RayError as error:
         reason = f"Ray could not finish a task: {first_line(error)}"
         raise UnfinishedError(f"{reason}; see its logs, and run it again, which goes on with what was done") from error
+    if failure is not None:
+        raise failure
+    return result

@@ -160,15 +160,14 @@ def wrap_write_errors(out: object, partial: Path | None = None) -> Iterator[None
 
 def _check_replaceable(out: Path | Remote, *, overwrite: bool) -> "Mapping[str, fs.FileInfo | None]":
     """Return all files and links at `out`; raise a DataError if it must not be replaced."""
-    names: Mapping[str, fs.FileInfo | None] = {}
     content = b""
     if isinstance(out, Remote):
         if out.is_file():
             raise DataError(f"{out} is a file; choose another output folder")
-        names = out.files_below()
+        names: Mapping[str, fs.FileInfo | None] = out.files_below()
         if not names and not out.has_container():
             raise DataError(f"{out} cannot be written: there is no such bucket; create it, or check the URL")
-        content = (out / MANIFEST_NAME).read() if MANIFEST_NAME in names else content
+        content = (out / MANIFEST_NAME).read() if MANIFEST_NAME in names else b""
     else:
         if Path.cwd().is_relative_to(out):
             raise DataError(f"{out} is or contains the current folder; choose another output folder")
@@ -177,10 +176,9 @@ def _check_replaceable(out: Path | Remote, *, overwrite: bool) -> "Mapping[str, 
         names = dict.fromkeys(_files_below(out))
         with contextlib.suppress(DataError, OSError), open_regular(out / MANIFEST_NAME) as file:
             content = file.read()
-    own = _names_in(content)
+    own, at_url = _names_in(content), isinstance(out, Remote)
     foreign = (name for name in names if name not in own and not name.startswith(f"{CACHE_NAME}/"))
-    if isinstance(out, Remote):
-        foreign = (name for name in foreign if not _IN_VERSION.fullmatch(name))
+    foreign = (name for name in foreign if not (at_url and _IN_VERSION.fullmatch(name)))
     if not overwrite and (first := min(foreign, default=None)) is not None:
         raise DataError(
             f"{out} contains {first!r}, which is no part of a dataset; choose another output folder, or replace all of "
@@ -211,17 +209,13 @@ def _names_in(manifest: bytes) -> set[str]:
 def _put_in_place(dataset: Path, out: Path, old: Path) -> None:
     if out.exists():
         dataset.rename(old)
-        if _exchange(old, out):
+        # Folders get each other's names in one step, if the system and the file system can.
+        renameat2 = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
+        if renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(out), _RENAME_EXCHANGE) == 0:
             return
         old.rename(dataset)
         out.rename(old)
     dataset.rename(out)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Give two folders each other's names in one step, and return whether the system and the file system can."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
-    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def _upload(

@@ -19,15 +19,14 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import write_text
 from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, USER_ID, IdKind, Manifest
-from evenrank.preprocess.append import read_base
+from evenrank.preprocess.append import continue_features, read_base
 from evenrank.preprocess.build.events import Columns
-from evenrank.preprocess.build.features import number_features
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
-from evenrank.preprocess.build.vocabulary import read_earlier
-from evenrank.preprocess.config import PreprocessConfig
-from evenrank.preprocess.engine import Engine, Memory, check_not_forked, num_cores, own_memory, threads
-from evenrank.preprocess.job import WORK_NAME, Job
-from evenrank.preprocess.options import AUTO, DENSE, KEEP, SyntheticConfig, parse_ids, parse_unknown
+from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
+from evenrank.preprocess.config import PreprocessConfig, parse_ids, parse_unknown
+from evenrank.preprocess.engine import check_not_forked, own_memory
+from evenrank.preprocess.job import Job
+from evenrank.preprocess.log_config import AUTO, DENSE, KEEP, SyntheticConfig
 from evenrank.preprocess.read.features import Interactions
 from evenrank.preprocess.read.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.read.log import read_tabular
@@ -37,7 +36,7 @@ from evenrank.preprocess.read.synthetic import draw_interactions
 from evenrank.preprocess.read.values import TextIdsError
 from evenrank.preprocess.replace import DATASET_NAME, replace_dataset, wrap_write_errors
 
-_PLAN_NAME = "plan.json"
+_PLAN_NAME, WORK_NAME = "plan.json", "work"
 # Changes when the machine starts, and perhaps loses what was not on the disk yet; only Linux has it.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOGGER = logging.getLogger("evenrank.preprocess")
@@ -62,29 +61,19 @@ def preprocess(
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
     """
     check_not_forked()
-    out, before, added = locate(config.out), own_memory(), list[str]()
-
-    _check_out(_given_paths(config), out)
-
-    def write(folder: Path) -> Manifest:
-        with copies_in(folder / "inputs", on_stage) as copies:
-            job, manifest = _write(
-                folder, _with_copies(config, copies), out, copies, before, show_progress=show_progress
-            )
-            added.extend(filter(None, [job.added]))
-            return manifest
-
-    manifest = replace_dataset(out, write, overwrite=config.overwrite, on_stage=on_stage)
-    for text in added:
-        on_added(text)
-    return manifest
-
-
-def _given_paths(config: PreprocessConfig) -> list[Path]:
-    """Return the paths, patterns and folders of a log that are no URLs, with what is read besides."""
-    custom = config.custom
+    out, before, custom = locate(config.out), own_memory(), config.custom
     given = [] if custom is None else [*custom.events, custom.context, custom.item_features]
-    return [path for path in (*given, parse_split(config.split).file) if path is not None and not is_url(path)]
+    paths = filter(None, (*given, parse_split(config.split).file))
+    _check_out([path for path in paths if not is_url(path)], out)
+
+    def write(folder: Path) -> tuple[Manifest, str]:
+        with copies_in(folder / "inputs", on_stage) as copies:
+            return _write(folder, _with_copies(config, copies), out, copies, before, show_progress=show_progress)
+
+    manifest, added = replace_dataset(out, write, overwrite=config.overwrite, on_stage=on_stage)
+    if added:
+        on_added(added)
+    return manifest
 
 
 def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
@@ -108,39 +97,44 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
 
 def _write(
     folder: Path, config: PreprocessConfig, out: Path | Remote, copies: Copies, before: int, *, show_progress: bool
-) -> tuple[Job, Manifest]:
-    """Write the dataset to the folder of a run, again if what begins like integers turns out to be texts."""
-    base = read_base(copies.dataset_of(config.out).absolute(), config) if config.append else None
-    copies.remove_others()
-    earlier, earlier_folder = ({}, config.vocabulary) if base is None else (dict(base.ids), base.folder)
-    if config.vocabulary is not None:  # so that nothing is appended
-        earlier = read_earlier(config.vocabulary, parse_unknown(config.unknown))
-    known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
+) -> tuple[Manifest, str]:
+    """Write the dataset to the folder of a run, again if what begins like integers turns out to be texts.
+
+    Return its manifest, and a description of what was appended to it.
+    """
     default = AUTO if config.dataset == CUSTOM else DENSE if config.dataset in CATALOG or config.expand else KEEP
     rules = {USER_ID: default, ITEM_ID: default} | parse_ids(config.ids)
-    if base is None:
+    base, earlier_folder = None, config.vocabulary
+    earlier: Mapping[str, EarlierIds] = {}
+    if config.append:  # then there is no other vocabulary
+        base = read_base(copies.dataset_of(config.out).absolute(), config, rules)
+        earlier, earlier_folder = base.ids, base.folder
+    elif config.vocabulary is not None:
+        earlier = read_earlier(config.vocabulary, parse_unknown(config.unknown))
         rules |= {name: ids.summary.rule for name, ids in earlier.items()}
-    else:
-        base.check_rules(rules)
+    copies.remove_others()
+    known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
+    first_ms = {} if base is None else base.first_ms
     while True:
         copies.on_stage(f"opening {config.dataset}")
-        first_ms = {} if base is None else base.first_ms
         source = open_source(config, rules=rules, known=known, first_ms=first_ms, show_progress=show_progress)
         for name in earlier:
             if (found_kind := source.id_kinds[name]) != known[name]:
                 which = f"{found_kind} in {config.dataset} and {known[name]} in {config.vocabulary or out}"
                 raise ConfigError(f"{name} is {which}; leave the vocabulary out, or give one of that dataset")
-        source = number_features(source, earlier_folder)
+        if earlier_folder is not None:
+            source = continue_features(source, earlier_folder)
         files = [*source.files, *filter(None, [parse_split(config.split).file])]
         _check_out(files, out, copies.fetched)
         plan = plan_of(config, [*files, *([] if earlier_folder is None else [earlier_folder / MANIFEST_NAME])])
         if (kinds := begin(folder, plan, known)) != known:
             known = kinds  # which a run that was killed found
             continue
-        job = Job(folder, config, source if base is None else base.followed_by(source), rules, earlier, base)
+        source = source if base is None else base.followed_by(source)
+        job = Job(folder / DATASET_NAME, folder / WORK_NAME, config, source, rules, earlier, base)
         try:
-            with wrap_write_errors(out, folder), _engine(job, before, files, copies.on_stage) as engine:
-                return job, job.run(engine)
+            with wrap_write_errors(out, folder), job.engine(before, files, copies.on_stage) as engine:
+                return job.run(engine), job.added
         except TextIdsError as error:  # columns that began with integers
             (found,) = error.args
             for name in filter(earlier.__contains__, found):
@@ -148,20 +142,6 @@ def _write(
                 remedy = "write all ids alike, or preprocess both logs at once"
                 raise DataError(f"{found[name]}, and {kind}; {remedy}") from None
             known |= dict.fromkeys(found, "text")
-
-
-def _engine(
-    job: Job, before: int, files: Sequence[Path], on_stage: Callable[[str], None]
-) -> contextlib.AbstractContextManager[Engine]:
-    """Open what runs the functions of a job, as many at a time as cores and memory allow."""
-    config, results = job.config, job.work / "results"
-    memory = Memory(config.memory_limit, before + job.held_bytes, job.event_bytes, are_processes=config.engine == "ray")
-    count = min(num_cores(), memory.num_tasks)
-    if config.engine == "local":
-        return threads(count, results, on_stage, memory)
-    from evenrank.preprocess.ray_workers import ray_workers
-
-    return ray_workers(config.ray_address, count, [job.run_folder, *files], results, memory, on_stage)
 
 
 def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remote] = ()) -> None:
@@ -177,13 +157,7 @@ def plan_of(config: PreprocessConfig, files: Iterable[Path]) -> dict[str, Any]:
     """Return everything that a dataset depends on; files count by their sizes and times of change."""
     # Whichever engine it is, which needs absolute paths or not.
     same = replace(
-        config,
-        out="",
-        overwrite=False,
-        raw_dir=Path("raw"),
-        engine="local",
-        ray_address=None,
-        memory_limit=None,
+        config, out="", overwrite=False, raw_dir=Path("raw"), engine="local", ray_address=None, memory_limit=None
     )
     if config.custom is not None:
         events = tuple(path.absolute() for path in config.custom.events)
@@ -238,9 +212,9 @@ def open_source(
     if config.dataset == SYNTHETIC and config.expand is not None:
         expansion = parse_expansion(config.expand)
         chosen = {name: getattr(config, name) for name in ("out", "raw_dir", "engine")}
-        base_config = PreprocessConfig(dataset=expansion.base, split="none", **chosen)
-        base = open_source(base_config, rules=rules, show_progress=show_progress)
-        return expand_interactions(base, expansion, seed=config.seed)
+        base = PreprocessConfig(dataset=expansion.base, split="none", **chosen)
+        opened = open_source(base, rules=rules, show_progress=show_progress)
+        return expand_interactions(opened, expansion, seed=config.seed)
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
     log = config.custom
@@ -255,14 +229,13 @@ def open_source(
     if second is None or not (files := second_log(second, log)):
         return read_tabular(log, rules, known, first_ms)
     # The file of the split is a log too, whose events have a mark.
-    interactions = read_tabular(replace(log, events=(*log.events, second)), rules, known, first_ms)
-    num_first = len(interactions.parts) - len(files)
+    both = read_tabular(replace(log, events=(*log.events, second)), rules, known, first_ms)
+    marks = [0] * (len(both.parts) - len(files)) + [1] * len(files)
     parts = [
-        replace(part, expand=partial(_mark_log, in_eval=index >= num_first))
-        for index, part in enumerate(interactions.parts)
+        replace(part, expand=partial(_mark_log, in_eval=mark)) for part, mark in zip(both.parts, marks, strict=True)
     ]
-    return replace(interactions, parts=parts, has_eval_log=True)
+    return replace(both, parts=parts, has_eval_log=True)
 
 
-def _mark_log(events: Columns, in_eval: bool) -> list[Columns]:
+def _mark_log(events: Columns, in_eval: int) -> list[Columns]:
     return [events | {IN_EVAL: np.full(len(events[USER_ID]), in_eval, dtype=np.int32)}]

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from evenrank.core.files import replacing
 from evenrank.datasets.schema import (
-    ACTION,
     ITEM_ID,
     LENGTH,
     NUM_TARGETS,
@@ -32,11 +31,11 @@ from evenrank.datasets.schema import (
 )
 from evenrank.preprocess.build.count_events import EventCounts, count_events
 from evenrank.preprocess.build.events import Buckets
-from evenrank.preprocess.build.filters import cut_windows
 from evenrank.preprocess.build.sequences import Sequences, build_sequences, request_table
-from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule
+from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule, cut_windows
 from evenrank.preprocess.build.vocabulary import Ids, vocabulary_name, vocabulary_rows
-from evenrank.preprocess.options import DENSE, Filters, RequestRule
+from evenrank.preprocess.config import Filters, RequestRule
+from evenrank.preprocess.log_config import DENSE
 from evenrank.preprocess.read.features import FeatureLookup, Interactions, Seen
 from evenrank.preprocess.replace import ITEM_FEATURES_NAME
 
@@ -158,7 +157,6 @@ class WrittenRange(NamedTuple):
 
     files: Mapping[str, DataFile]  # by split; one without rows has none
     lengths: Mapping[str, NDArray[np.int64]]  # by split, the number of events of each row
-    largest: Mapping[str, int]  # of user_id, item_id and action
     num_duplicates: int  # events
     events: EventCounts
     requests: pa.Table | None
@@ -182,8 +180,7 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
     events = {name: column.to_numpy() for name, column in zip(features.columns, features.iter_columns(), strict=True)}
     events = {**sequences.events, ITEM_ID: rules.item_ids.encode(columns[ITEM_ID]), **events}
     sequences = replace(sequences, events=events)
-    # Which leaves no reference to the keys of users and items.
-    columns = {name: sequences.events[name] for name in (ITEM_ID, ACTION)} | {USER_ID: sequences.user_ids}
+    del columns  # the keys of users and items
     divided = rules.split.divide(sequences, rules.facts)
     files, lengths, seen = {}, {}, []
     for split, rows in divided.items():
@@ -199,7 +196,6 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
     return WrittenRange(
         files=files,
         lengths=lengths,
-        largest={name: int(values.max(initial=-1)) for name, values in columns.items()},
         num_duplicates=num_duplicates,
         events=count_events(sequences, divided),
         requests=None if rules.requests is None else request_table(sequences, rules.requests),

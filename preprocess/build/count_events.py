@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.value_counts import ValueCounts, count_values
 from evenrank.datasets.event_statistics import DAY_MS, Statistics
-from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, WINDOW
+from evenrank.datasets.schema import ACTION, ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, USER_ID, WINDOW
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.build.splits import EVAL, TRAIN
 from evenrank.preprocess.engine import Engine
@@ -22,6 +22,7 @@ _HOUR_MS = DAY_MS // 24
 _MAX_BINS = 120  # of the timeline: as many bars as can be told apart on a phone
 _BIN_HOURS = (1, 24, *(168 * weeks for weeks in (1, 4, 13, 52, 520, 5200)))
 _LARGEST = np.iinfo(np.int64).max
+_NEWEST_TRAIN = "newest of train"
 Counted = tuple[NDArray[np.int64], NDArray[np.int64]]  # distinct values and how often each occurs: [n] both
 
 
@@ -32,13 +33,12 @@ class EventCounts(NamedTuple):
     items: Mapping[str, Counted]  # by split
     sums: Mapping[str, int]  # numbers of users by their names in Statistics
     first_ms: int
-    last_ms: int
-    newest_train: int  # time
+    largest: Mapping[str, int]  # ids, action and time, -1 if there is none; and the newest time of train
 
 
 def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> EventCounts:
     """Count the events of all rows of some users, and of the same rows by split."""
-    times, items = sequences.events[TIMESTAMP_MS], {}
+    columns, items = {USER_ID: sequences.user_ids, **sequences.events}, {}
     for name, rows in divided.items():
         if rows.num_targets.any():  # the events before those to predict are in train too
             rows = replace(rows, begins=rows.ends - rows.num_targets)
@@ -47,32 +47,24 @@ def count_events(sequences: Sequences, divided: Mapping[str, Sequences]) -> Even
     newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
     eval_users = divided[EVAL].user_keys if EVAL in divided else train.user_keys[:0]
     cold_users = int(np.isin(eval_users, train.user_keys, invert=True).sum())
+    largest = {name: columns[name] for name in (USER_ID, ITEM_ID, ACTION, TIMESTAMP_MS)} | {_NEWEST_TRAIN: newest}
     return EventCounts(
-        hours=count_values(times // _HOUR_MS),
+        hours=count_values(columns[TIMESTAMP_MS] // _HOUR_MS),
         items=items,
         sums={"users": len(sequences), "eval_users": len(eval_users), "cold_users": cold_users},
-        first_ms=int(times.min(initial=_LARGEST)),
-        last_ms=int(times.max(initial=-_LARGEST)),
-        newest_train=int(newest.max(initial=-_LARGEST)),
+        first_ms=int(columns[TIMESTAMP_MS].min(initial=_LARGEST)),
+        largest={name: int(values.max(initial=-1)) for name, values in largest.items()},
     )
 
 
 class EventCounter:
-    """Adds up the events of a dataset, divided by the rule `split`.
+    """Adds up the events of a dataset, whose largest item id is `num_items` - 1, if nearly all ids up to it occur."""
 
-    Args:
-        split: text of the rule.
-        by: what it divides; see SplitRule.
-        num_items: largest item id + 1, if nearly all ids up to it occur.
-        overlap: number of events that a window shares with the one before.
-    """
-
-    def __init__(self, split: str, by: str, num_items: int | None, overlap: int) -> None:
-        self._split, self._by, self._overlap = split, by, overlap
+    def __init__(self, num_items: int | None) -> None:
         self._hours = ValueCounts()  # since 1970
         self._items, self._train_items = ValueCounts(num_items), ValueCounts(num_items)  # the latter if there is eval
-        self._events, self._sums = Counter[str](), Counter[str]()
-        self._first_ms, self._last_ms, self._newest_train = _LARGEST, -_LARGEST, -_LARGEST
+        self._events, self._sums, self._first_ms = Counter[str](), Counter[str](), _LARGEST
+        self.largest: Mapping[str, int] = {}
 
     def add(self, counts: EventCounts) -> None:
         """Add the events of further users."""
@@ -84,18 +76,20 @@ class EventCounter:
             self._events[name] += int(items[1].sum())
         self._sums.update(counts.sums)
         self._first_ms = min(self._first_ms, counts.first_ms)
-        self._last_ms = max(self._last_ms, counts.last_ms)
-        self._newest_train = max(self._newest_train, counts.newest_train)
+        self.largest = {name: max(value, self.largest.get(name, -1)) for name, value in counts.largest.items()}
 
-    def report(self, folder: Path, engine: Engine) -> Statistics:
-        """Return the statistics, once all splits are written to a folder."""
+    def report(self, folder: Path, engine: Engine, overlap: int, **others: Any) -> Statistics:
+        """Return the statistics, with the others, once all splits are written to a folder.
+
+        `overlap` is the number of events that a window shares with the one before.
+        """
         hours, counts = self._hours.result()
         days, first_of_day = np.unique(hours // 24, return_index=True)
         per_day = np.add.reduceat(counts, first_of_day)
         width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
         bins = hours // width - hours[0] // width
         popularity, eval_items, cold_items, cold_item_events = ValueCounts(), 0, 0, 0
-        count_early = partial(_count_early, self._newest_train, self._overlap)
+        count_early = partial(_count_early, self.largest[_NEWEST_TRAIN], overlap)
         files = sorted((folder / EVAL).glob("*.parquet"))
         early = engine.map(count_early, files, stage="counting early events", keep=False)
         for items, num_events in self._items.pieces():
@@ -111,12 +105,10 @@ class EventCounter:
         ranks = np.unique(np.geomspace(1, num_items, 100).astype(np.int64))
         in_top = np.diff(np.minimum(last_ranks, -(-num_items // 100)), prepend=0)
         return Statistics(
-            split=self._split,
-            by=self._by,
             events=dict(self._events),
             items=num_items,
             first_ms=self._first_ms,
-            last_ms=self._last_ms,
+            last_ms=self.largest[TIMESTAMP_MS],
             largest_day_ms=int(days[per_day.argmax()]) * DAY_MS,
             largest_day_events=int(per_day.max()),
             hours_of_day=np.bincount(hours % 24, counts, 24).astype(int).tolist(),
@@ -130,7 +122,7 @@ class EventCounter:
             eval_items=eval_items,
             cold_items=cold_items,
             cold_item_events=cold_item_events,
-            **self._sums,
+            **{**self._sums, **others},
         )
 
 

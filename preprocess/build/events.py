@@ -24,7 +24,7 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.core.files import replacing
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
-from evenrank.preprocess.options import OnError
+from evenrank.preprocess.config import OnError
 from evenrank.preprocess.read.keys import TextValues, by_bucket, keys_of
 from evenrank.preprocess.read.table import OPEN_QUOTE, BadRows, EventPart, Piece
 

@@ -17,7 +17,7 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import ACTION, ITEM_ID, REQUEST_COLUMNS, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.events import Columns
-from evenrank.preprocess.options import RequestRule
+from evenrank.preprocess.config import RequestRule
 from evenrank.preprocess.read.keys import encode_keys, random_seed
 
 REQUEST_SCHEMA = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in REQUEST_COLUMNS])

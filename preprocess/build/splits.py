@@ -1,4 +1,4 @@
-"""Rules that divide rows and their events between `train` and `eval`.
+"""Which events and users are kept, and rules that divide rows and their events between `train` and `eval`.
 
 user:0.3         30 % of the users are in `eval`; which ones depends on their ids and the seed alone
 leave-last:2     the last 2 events of each user are predicted from the earlier ones
@@ -12,7 +12,7 @@ none             everything is in `train`
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -24,11 +24,15 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.value_counts import ValueCounts, count_values
 from evenrank.datasets.event_statistics import DURATIONS_MS
-from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
+from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, user_hash
+from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.config import Filters
+from evenrank.preprocess.engine import Engine
 from evenrank.preprocess.log_config import TabularConfig
-from evenrank.preprocess.read.keys import keys_of
+from evenrank.preprocess.read.keys import KeyTable, encode_keys, keys_of, random_seed
 from evenrank.preprocess.read.places import find_files
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.times import MAX_TIMESTAMP_MS, PER_SECOND, unit_of
@@ -36,9 +40,69 @@ from evenrank.preprocess.read.values import id_checks, raw_id, with_ids
 
 TRAIN, EVAL = "train", "eval"
 IN_EVAL = "evenrank in_eval"  # column of events, if eval has its own log: 1 in that log, else 0
-_MAX_TARGETS = int(np.iinfo(np.int32).max)
+_MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
+_UNKNOWN, _RARE, _LENGTH = 1, 2, 3  # reasons to leave out events
 _LAST = re.compile("last:([1-9][0-9]{0,8})([hdw])")
 _NUMBER = re.compile("(?![0-9]{4}$|(?:19|20)[0-9]{6}$)[0-9]+")  # neither 2015 nor 20150106
+
+
+def drop_unknown(buckets: Buckets, known: Mapping[str, KeyTable], engine: Engine) -> int:
+    """Leave out events whose values of some columns are not in a table, and return their number."""
+    if not known:
+        return 0
+    drop = partial(_leave_out, buckets, known, 0, _MAX_EVENTS, _UNKNOWN)
+    return sum(count for _, count in engine.map(drop, range(len(buckets)), stage="finding unknown values"))
+
+
+def k_core(buckets: Buckets, filters: Filters, engine: Engine) -> int:
+    """Remove users and items with too few events until none is left, and return the number of events removed.
+
+    What remains is the largest set of events in which every user and every item has enough; it does not depend on the
+    order of removal, nor on whether some were removed by a run that was killed.
+    """
+    if filters.min_user_events == filters.min_item_events == 1:
+        return 0
+    tasks, num_removed, num_before = range(len(buckets)), 0, -1
+    while num_removed != num_before:
+        num_before, items = num_removed, ValueCounts()
+        for _, counted in engine.map(partial(_count_items, buckets), tasks, stage="k-core: counting items", keep=False):
+            items.add(*counted)
+        values, counts = items.result()
+        frequent = {ITEM_ID: KeyTable(values[counts >= filters.min_item_events])}
+        remove = partial(_leave_out, buckets, frequent, filters.min_user_events, _MAX_EVENTS, _RARE)
+        removed = engine.map(remove, tasks, stage="k-core: leaving out events", keep=False)
+        num_removed = sum(count for _, count in removed)
+    return num_removed
+
+
+def _count_items(buckets: Buckets, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return count_values(buckets.read(index, (ITEM_ID,))[ITEM_ID])
+
+
+def keep_lengths(buckets: Buckets, filters: Filters, engine: Engine) -> int:
+    """Leave out users whose history is too short or too long, and return their number."""
+    if filters.min_length == 1 and filters.max_length is None:
+        return 0
+    keep = partial(_leave_out, buckets, {}, filters.min_length, filters.max_length or _MAX_EVENTS, _LENGTH)
+    return sum(count for _, count in engine.map(keep, range(len(buckets)), stage="leaving out users"))
+
+
+def _leave_out(buckets: Buckets, known: Mapping[str, KeyTable], least: int, most: int, reason: int, index: int) -> int:
+    """Leave out events whose values some tables lack, then users with fewer or more of the others.
+
+    Return how many events were left out for this reason; if it is the length, how many users.
+    """
+    columns = buckets.read(index, (USER_ID, *known))
+    # All events of a user are in one bucket.
+    users, codes = encode_keys(columns[USER_ID], random_seed())
+    is_kept = np.ones(len(codes), dtype=np.bool_)
+    for name, table in known.items():
+        is_kept &= table.find(columns[name]) >= 0
+    lengths = np.bincount(codes[is_kept], minlength=len(users))
+    num_events = buckets.keep(index, is_kept & ((lengths >= least) & (lengths <= most))[codes], reason=reason)
+    if reason != _LENGTH:
+        return num_events
+    return len(np.unique(buckets.read(index, (USER_ID,), reason=reason)[USER_ID]))  # also of a run that was killed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +116,13 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRule:
-    """A rule that divides sequences into splits; it can be pickled."""
+    """A rule that divides sequences into splits."""
 
-    divide: Callable[[Sequences, SplitFacts], dict[str, Sequences]]
     by: Literal["user", "last", "time", ""]  # of `eval`: users, last events of each, late events; empty: there is none
+    fraction: float = 0  # of the users
+    count: int = 0  # of the last events
+    begin_ms: int = 0  # time of the first late event
+    from_end: bool = False  # whether that counts from the last event of the log
     file: Path | None = None  # with the users of `eval`, or its events
     remedy: str | None = None  # of a split without rows, if that is an error
 
@@ -64,29 +131,62 @@ class SplitRule:
         """Whether a number of last events of the rows in `eval` are to be predicted."""
         return self.by in ("last", "time")
 
+    def divide(self, sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
+        """Return the rows of each split."""
+        if not self.by:
+            return {TRAIN: sequences}
+        if self.by == "user":
+            # The salt must not be 0, because the hash with salt 0 orders the rows.
+            hashes = user_hash(sequences.user_keys, salt=(facts.seed << 1) | 1)
+            # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
+            in_eval = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.fraction
+            if self.file is not None:
+                in_eval = np.isin(sequences.user_keys, facts.eval_users)
+            return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
+        evaluated = sequences
+        if (
+            self.by == "last"
+        ):  # users whose history would become empty keep all events in `train`, and are not in `eval`
+            has_history = sequences.lengths > self.count
+            train = replace(sequences, ends=sequences.ends - np.where(has_history, self.count, 0))
+        elif self.file is None:
+            is_before = sequences.events[TIMESTAMP_MS] < self.begin_ms + facts.last_ms * self.from_end
+            train = sequences.take_events(is_before[sequences.order])
+        else:  # the events of a second log are predicted from those of the first one before them, all of `train`
+            is_target = sequences.events[IN_EVAL][sequences.order] == 1
+            num_before = np.concatenate(([0], np.cumsum(is_target)))  # events of the second log, by place in the order
+            num_before_row = np.repeat(
+                num_before[sequences.begins], sequences.lengths
+            )  # by place, those of earlier rows
+            train = sequences.take_events(~is_target)
+            evaluated = sequences.take_events(is_target | (num_before[:-1] == num_before_row))
+        num_targets = (sequences.lengths - train.lengths).astype(np.int32)
+        evaluated = replace(evaluated, num_targets=num_targets)
+        return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
+
 
 def parse_split(text: str, *, has_eval_log: bool = False) -> SplitRule:
     """Parse the text of a rule, as above; with `has_eval_log`, a file is a second log, whose events have IN_EVAL."""
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
-            return SplitRule(divide=partial(_by_user, fraction=fraction), by="user")
-        if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_TARGETS:
-            return SplitRule(divide=partial(_leave_last, count=count), by="last")
+            return SplitRule(by="user", fraction=fraction)
+        if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_EVENTS:
+            return SplitRule(by="last", count=count)
         if kind == "time":
             last = _LAST.fullmatch(value)
-            offset_ms = -int(last[1]) * DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
-            if last or 0 <= offset_ms <= MAX_TIMESTAMP_MS:
-                divide = partial(_by_time, offset_ms=offset_ms, from_end=last is not None)
-                return SplitRule(divide=divide, by="time", remedy="choose a time between them")
+            begin_ms = -int(last[1]) * DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
+            if last or 0 <= begin_ms <= MAX_TIMESTAMP_MS:
+                remedy = "choose a time between them"
+                return SplitRule(by="time", begin_ms=begin_ms, from_end=last is not None, remedy=remedy)
         if kind == "file" and value:
             if has_eval_log:
                 remedy = "give a second log with other events"
-                return SplitRule(divide=_by_second_log, by="time", file=Path(value), remedy=remedy)
+                return SplitRule(by="time", file=Path(value), remedy=remedy)
             remedy = "list some users of the log, but not all"
-            return SplitRule(divide=_by_list, by="user", file=Path(value), remedy=remedy)
+            return SplitRule(by="user", file=Path(value), remedy=remedy)
         if text == "none":
-            return SplitRule(divide=_all_in_train, by="")
+            return SplitRule(by="")
     except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
@@ -102,50 +202,27 @@ def _milliseconds(text: str) -> int:
     return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
 
 
-def _all_in_train(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
-    return {TRAIN: sequences}
+def cut_windows(sequences: Sequences, filters: Filters) -> Sequences:
+    """Cut the rows of users with more than `window` events into windows that start every `stride` events.
 
+        8 events, window 4, stride 3:    0 1 2 3
+                                               3 4 5 6
+                                                     6 7
 
-def _by_user(sequences: Sequences, facts: SplitFacts, fraction: float) -> dict[str, Sequences]:
-    # The salt must not be 0, because the hash with salt 0 orders the rows.
-    hashes = user_hash(sequences.user_keys, salt=(facts.seed << 1) | 1)
-    # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
-    in_eval = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
-    return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
-
-
-def _by_list(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
-    in_eval = np.isin(sequences.user_keys, facts.eval_users)
-    return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
-
-
-def _leave_last(sequences: Sequences, facts: SplitFacts, count: int) -> dict[str, Sequences]:
-    """Keep all events of users in `train` whose history would become empty, and leave these users out of `eval`."""
-    has_history = sequences.lengths > count
-    train = replace(sequences, ends=np.where(has_history, sequences.ends - count, sequences.ends))
-    evaluated = sequences.take(has_history)
-    num_targets = np.full(len(evaluated), count, dtype=np.int32)
-    return {TRAIN: train, EVAL: replace(evaluated, num_targets=num_targets)}
-
-
-def _by_time(sequences: Sequences, facts: SplitFacts, offset_ms: int, from_end: bool) -> dict[str, Sequences]:
-    is_before = sequences.events[TIMESTAMP_MS] < offset_ms + facts.last_ms * from_end
-    train = sequences.take_events(is_before[sequences.order])
-    num_targets = (sequences.lengths - train.lengths).astype(np.int32)
-    evaluated = replace(sequences, num_targets=num_targets)
-    return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
-
-
-def _by_second_log(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
-    """Predict the events of the second log from those of the first one before them; `train` has all of the first."""
-    in_eval = sequences.events[IN_EVAL][sequences.order] == 1
-    num_before = np.concatenate(([0], np.cumsum(in_eval)))  # events of the second log, by place in the order
-    num_before_row = np.repeat(num_before[sequences.begins], sequences.lengths)  # by place, those of earlier rows
-    train = sequences.take_events(~in_eval)
-    num_targets = (sequences.lengths - train.lengths).astype(np.int32)
-    evaluated = sequences.take_events(in_eval | (num_before[:-1] == num_before_row))
-    evaluated = replace(evaluated, num_targets=num_targets)
-    return {TRAIN: train.take(train.lengths > 0), EVAL: evaluated.take(num_targets > 0)}
+    The last window ends with the newest event and may be shorter. `windows` becomes the index of each row's window.
+    """
+    if filters.window is None:
+        return sequences
+    stride = filters.stride or filters.window
+    lengths = sequences.lengths
+    counts = 1 + np.maximum(0, -(-(lengths - filters.window) // stride))
+    rows = np.repeat(np.arange(len(sequences)), counts)
+    windows = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    cut = sequences.take(rows)
+    begins = cut.begins + windows * stride
+    return replace(
+        cut, begins=begins, ends=np.minimum(begins + filters.window, cut.ends), windows=windows.astype(np.int32)
+    )
 
 
 def second_log(path: Path, log: TabularConfig) -> tuple[Path, ...]:

@@ -194,4 +194,4 @@ class Interactions:
     has_eval_log: bool = False  # whether events have a further column, IN_EVAL
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
     id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})
-    feature_ids: Mapping[str, IdSummary] = field(default_factory=dict)  # how their values became ids
+    feature_ids: Mapping[str, IdSummary] = field(default_factory=dict)  # of an earlier dataset, if there is one

@@ -9,8 +9,7 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
-from evenrank.preprocess.log_config import LogColumn, TabularConfig, parse_action_map, parse_column
-from evenrank.preprocess.options import KEEP
+from evenrank.preprocess.log_config import KEEP, LogColumn, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
 from evenrank.preprocess.read.table import FAULT, Dropped, EventPart, Events, Piece, Table

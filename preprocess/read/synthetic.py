@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import draw_actions
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
-from evenrank.preprocess.options import CATEGORY, Drift, SyntheticConfig
+from evenrank.preprocess.log_config import CATEGORY, Drift, SyntheticConfig
 from evenrank.preprocess.read.features import NO_FEATURES, Features, Interactions
 from evenrank.preprocess.read.table import EventPart, Events, Piece
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
-from evenrank.preprocess.options import KEEP
+from evenrank.preprocess.log_config import KEEP
 from tests.preprocess.decoded import decode, read_rows, read_vocabulary
 from tests.preprocess.read.test_log import write_table
 from tests.s3_server import S3

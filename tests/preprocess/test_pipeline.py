@@ -24,7 +24,6 @@ from evenrank.preprocess import (
     TabularConfig,
     job,
     preprocess,
-    run,
 )
 from evenrank.preprocess import writer as writer_module
 from evenrank.preprocess.build import events
@@ -223,7 +222,7 @@ def test_the_bytes_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.
         (2, 160, 900, 7000, 10**9),
         (3, 60, 2000, 7000, 20_011),
     ):
-        monkeypatch.setattr(run, "num_cores", lambda count=workers: count)
+        monkeypatch.setattr(job, "num_cores", lambda count=workers: count)
         monkeypatch.setattr(events, "EVENTS_PER_RUN", per_run)
         monkeypatch.setattr(job, "EVENTS_PER_BUCKET", per_bucket)
         monkeypatch.setattr(text_files, "_BLOCK_BYTES", block_bytes)

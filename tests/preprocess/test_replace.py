@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -149,6 +150,9 @@ def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+_NO_EXCHANGE = SimpleNamespace(CDLL=lambda _: None)  # a system that has no such call
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_dataset_is_there_after_each_step_of_its_replacement(
     tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +166,7 @@ def test_a_dataset_is_there_after_each_step_of_its_replacement(
         return target
 
     if not can_exchange:
-        monkeypatch.setattr(replace, "_exchange", lambda *_: False)
+        monkeypatch.setattr(replace, "ctypes", _NO_EXCHANGE)
     monkeypatch.setattr(Path, "rename", rename_and_look)
     manifests.append(preprocess(_config(out, num_users=20)))
     assert read_manifest(out) == manifests[1]
@@ -174,6 +178,7 @@ def test_a_dataset_is_there_after_each_step_of_its_replacement(
 _READ_ONLY = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 from evenrank.preprocess.replace import replace_dataset
 def write(run):
     (run / "dataset" / "train").mkdir(parents=True)
@@ -204,7 +209,7 @@ def test_a_read_only_dataset_is_replaced_and_removed() -> None:
 def test_a_rename_that_fails_leaves_the_old_dataset(
     tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replace, "_exchange", lambda *_: False)
+    monkeypatch.setattr(replace, "ctypes", _NO_EXCHANGE)
     out = tmp_path / "out"
     old = preprocess(_config(out))
     rename = Path.rename

@@ -14,8 +14,7 @@ from torchrec import EmbeddingConfig
 import hstu.embeddings
 from evenrank.core.errors import EvenrankError
 from evenrank.datasets.distributions import Uniform
-from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-from evenrank.preprocess import options as preprocess_options
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, log_config, preprocess
 from hstu.embeddings import fill_rows
 from tests.examples.trainer.jobs import Trained, check_failures, log_lines, run, settings, together
 from tests.ranks import RankPool
@@ -77,7 +76,7 @@ def test_only_a_remapped_job_goes_on_with_equal_losses(ranks: RankPool, small_da
 
 def test_features_that_cannot_name_modules(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of older datasets may have dots, and modules have an attribute `type`."""
-    monkeypatch.setattr(preprocess_options, "check_new_names", lambda names: None)
+    monkeypatch.setattr(log_config, "check_new_names", lambda names: None)
     features = {name: Uniform(low=1, high=200) for name in ("user.age", "type", "type-")}
     config = SyntheticConfig(num_users=100, lengths=Uniform(low=5, high=20), contextual=features)
     data = tmp_path / "data"

@@ -12,10 +12,10 @@ from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.build.events import Buckets, Columns, num_range_bits, write_run
-from evenrank.preprocess.build.filters import cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
+from evenrank.preprocess.build.splits import cut_windows, k_core, keep_lengths
+from evenrank.preprocess.config import Filters
 from evenrank.preprocess.engine import threads
-from evenrank.preprocess.options import Filters
 
 BEGIN = 1_700_000_000
 DTYPES = {"user_id": "int64", "item_id": "int64"}

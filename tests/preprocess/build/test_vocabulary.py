@@ -17,7 +17,7 @@ from evenrank.preprocess import Filters, job
 from evenrank.preprocess.build import events
 from evenrank.preprocess.build import vocabulary as vocabulary_module
 from evenrank.preprocess.build.vocabulary import choose
-from evenrank.preprocess.options import parse_ids, parse_unknown
+from evenrank.preprocess.config import parse_ids, parse_unknown
 from evenrank.preprocess.read import keys as key_table
 from tests.preprocess.build.id_logs import Event, expected_vocabulary, number, vocabulary, write_log
 from tests.preprocess.decoded import decode, read_rows

@@ -173,7 +173,7 @@ def test_drifting_data_do_not_depend_on_the_number_of_threads_but_on_the_seed(
 ) -> None:
     hashes = {}
     for seed, count in ((0, 1), (0, 4), (1, 4)):
-        monkeypatch.setattr("evenrank.preprocess.run.num_cores", lambda count=count: count)
+        monkeypatch.setattr("evenrank.preprocess.job.num_cores", lambda count=count: count)
         hashes[seed, count] = _written(
             tmp_path / f"{seed} {count}",
             seed=seed,
