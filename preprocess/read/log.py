@@ -62,7 +62,8 @@ def read_tabular(
         first_ms: least times by the reason to report of events that are earlier.
     """
     files, columns = find_files(config.events), {USER_ID: config.user_column, ITEM_ID: config.item_column}
-    opener = partial(open_table, needed=config.needed_columns, separator=config.delimiter, columns=config.columns)
+    needed, options = config.needed_columns, config.options_of_columns
+    opener = partial(open_table, needed=needed, separator=config.delimiter, columns=config.columns, options=options)
     tables = [with_ids(opener(path, folders=file.folders), *columns.values()) for path, file in files.items()]
     if config.timestamp_unit not in ("auto", "row"):
         dtype = tables[0].dtypes[config.timestamp_column]

@@ -170,6 +170,7 @@ class Table:
     blocks: Callable[[Types, Piece], Iterable[Rows]]
     pieces: Sequence[Piece]
     has_types: bool  # whether the file knows the types of its columns
+    options: Mapping[str, str]  # that name columns
     from_folders: Collection[str] = ()  # columns of text that are the names of its folders
     separator: str | None = None  # of the fields of delimited text
 
@@ -216,6 +217,11 @@ class Table:
         for repeated in ids.filter(ids.is_duplicated()):
             raise DataError(f"{self.path}: {of} {repeated} appears twice with different values; keep one row per {of}")
         return distinct
+
+
+def show_column(column: str, options: Mapping[str, str]) -> str:
+    """Return a column for a message, with the option that names it."""
+    return f"{column!r} ({options[column]})" if column in options else repr(column)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import polars as pl
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
 from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, checked_format, partition_values
-from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types, wrap_read_errors
+from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types, show_column, wrap_read_errors
 from evenrank.preprocess.read.text import (
     Block,
     divide,
@@ -54,6 +54,7 @@ def open_table(
     separator: str | None = None,
     columns: Sequence[str] = (),
     folders: _Folders = MappingProxyType({}),
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
@@ -68,6 +69,7 @@ def open_table(
             columns or, if there is no header, as many fields as `columns`.
         columns: names of all columns of delimited text in file order; empty: the first line has them.
         folders: columns that its folders add, as `find_files` returns them.
+        options: those of the command line that name columns, for messages.
     """
     check_regular(path)
     if path.stat().st_size == 0:
@@ -79,26 +81,30 @@ def open_table(
         )
     with wrap_read_errors(path):
         if file_format == PARQUET:
-            return _open_parquet(path, needed, folders)
+            return _open_parquet(path, needed, folders, options)
         line = read_first_line(path)  # which checks the encoding
         if file_format == JSON:
             keys = _keys(line)
             present = [name for name in needed if name in keys or name not in folders]
-            own, constants = _locate_columns(path, present, needed, folders)
+            own, constants = _locate_columns(path, present, needed, folders, options)
             parse, has_header = partial(_parse_json, names=own), False
         else:
-            if separator is None:
-                separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
+            names, given = {*needed} - folders.keys(), separator
+            separator = separator or _infer_separator(path, line, names, len(columns))
             fields, _ = divide(line, separator)
             if not fields or "\r" in line:
                 raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
+            if given and len(fields) == 1 < len(names):
+                usual = " and ".join(repr(mark) for mark in _SEPARATORS if mark in line)
+                remedy = f"it has {usual}; give that, or leave --delimiter out" if usual else "correct --delimiter"
+                raise DataError(f"{path}: the first line {line[:80]!r} has no delimiter {given!r}; {remedy}")
             if len(fields) != len(columns or fields):
                 counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
                 raise DataError(f"{path}: the first line has {counts}; correct one of them")
             remedy, has_header = "choose one of them", not columns
             if has_header:
                 remedy += " or, if that is no header, give --columns (of --context, --context-header)"
-            own, constants = _locate_columns(path, columns or fields, needed, folders, remedy)
+            own, constants = _locate_columns(path, columns or fields, needed, folders, options, remedy)
             parse = partial(parse_delimited, separator=separator, columns=columns or fields, names=own)
         from_folders = [constant.meta.output_name() for constant in constants]
         return Table(
@@ -110,6 +116,7 @@ def open_table(
             has_types=False,
             from_folders=from_folders,
             separator=separator,
+            options=options,
         )
 
 
@@ -122,7 +129,12 @@ def _keys(line: str) -> frozenset[str]:
 
 
 def _locate_columns(
-    path: Path, present: Sequence[str], needed: Collection[str], folders: _Folders, remedy: str = "choose one of them"
+    path: Path,
+    present: Sequence[str],
+    needed: Collection[str],
+    folders: _Folders,
+    options: Mapping[str, str],
+    remedy: str = "choose one of them",
 ) -> tuple[list[str], list[pl.Expr]]:
     """Return the needed columns that a file has, and the others, from the names of its folders."""
     own = [name for name in needed if name in present or name not in folders]
@@ -130,7 +142,7 @@ def _locate_columns(
         if name not in present:
             if name in partition_values(str(path)):
                 remedy = f"a folder adds one only below the path that is given, or in a pattern such as {name}=*"
-            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}; {remedy}")
+            raise DataError(f"{path} has no column {show_column(name, options)}; known: {', '.join(present)}; {remedy}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
         if name == "*" or (name.startswith("^") and name.endswith("$")):  # patterns of Polars
@@ -140,9 +152,9 @@ def _locate_columns(
     return own, [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
 
 
-def _open_parquet(path: Path, needed: Collection[str], folders: _Folders) -> Table:
+def _open_parquet(path: Path, needed: Collection[str], folders: _Folders, options: Mapping[str, str]) -> Table:
     scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
-    names, constants = _locate_columns(path, scanned.collect_schema().names(), needed, folders)
+    names, constants = _locate_columns(path, scanned.collect_schema().names(), needed, folders, options)
     num_rows = scanned.select(pl.len()).collect().item()
     return Table(
         path=path,
@@ -151,6 +163,7 @@ def _open_parquet(path: Path, needed: Collection[str], folders: _Folders) -> Tab
         blocks=partial(_read_parquet, path, names, constants),
         pieces=[Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in range(0, max(1, num_rows), _PIECE_ROWS)],
         has_types=True,
+        options=options,
     )
 
 
