@@ -29,11 +29,10 @@ from evenrank.preprocess.engine import Engine, Memory, check_not_forked, num_cor
 from evenrank.preprocess.job import WORK_NAME, Job
 from evenrank.preprocess.options import AUTO, DENSE, KEEP, SyntheticConfig, parse_ids, parse_unknown
 from evenrank.preprocess.read.features import Interactions
-from evenrank.preprocess.read.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.read.log import read_tabular
 from evenrank.preprocess.read.places import Copies, copies_in
 from evenrank.preprocess.read.public import CATALOG, CUSTOM, SYNTHETIC, ensure_raw_files
-from evenrank.preprocess.read.synthetic import draw_interactions
+from evenrank.preprocess.read.synthetic import draw_interactions, expand_interactions, parse_expansion
 from evenrank.preprocess.read.values import TextIdsError
 from evenrank.preprocess.replace import DATASET_NAME, replace_dataset, wrap_write_errors
 

@@ -38,6 +38,7 @@ _IS_OBJECT = "evenrank is_object"
 _BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
 _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
 _Folders = Mapping[str, str | None]
+_Options = Mapping[str, str]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # What Python writes and JSON does not have, and numbers that Polars refuses or rounds: where they may be, and which.
 _MAYBE_ODD = r"[:\[,][ \t]*(?:NaN|-?Infinity|-?[0-9]+\.?[0-9]*[eE]\+?[0-9]|-?[0-9]{16,}\.|-?[0-9]{38})"
@@ -54,7 +55,7 @@ def open_table(
     separator: str | None = None,
     columns: Sequence[str] = (),
     folders: _Folders = MappingProxyType({}),
-    options: Mapping[str, str] = MappingProxyType({}),
+    options: _Options = MappingProxyType({}),
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
@@ -79,18 +80,17 @@ def open_table(
         raise DataError(
             f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
         )
+    remedy, names = "choose one of them", {*needed} - folders.keys()
     with wrap_read_errors(path):
+        line = "" if file_format == PARQUET else read_first_line(path)  # which checks the encoding
         if file_format == PARQUET:
-            return _open_parquet(path, needed, folders, options)
-        line = read_first_line(path)  # which checks the encoding
-        if file_format == JSON:
+            schema = _scan(path).collect_schema()
+            present: Sequence[str] = schema.names()
+        elif file_format == JSON:
             keys = _keys(line)
-            present = [name for name in needed if name in keys or name not in folders]
-            own, constants = _locate_columns(path, present, needed, folders, options)
-            parse, has_header = partial(_parse_json, names=own), False
+            present = [name for name in needed if name in names or name in keys]
         else:
-            names, given = {*needed} - folders.keys(), separator
-            separator = separator or _infer_separator(path, line, names, len(columns))
+            given, separator = separator, separator or _infer_separator(path, line, names, len(columns))
             fields, _ = divide(line, separator)
             if not fields or "\r" in line:
                 raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
@@ -101,17 +101,32 @@ def open_table(
             if len(fields) != len(columns or fields):
                 counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
                 raise DataError(f"{path}: the first line has {counts}; correct one of them")
-            remedy, has_header = "choose one of them", not columns
-            if has_header:
+            present = columns or fields
+            if not columns:
                 remedy += " or, if that is no header, give --columns (of --context, --context-header)"
-            own, constants = _locate_columns(path, columns or fields, needed, folders, options, remedy)
-            parse = partial(parse_delimited, separator=separator, columns=columns or fields, names=own)
-        from_folders = [constant.meta.output_name() for constant in constants]
+        own = _own_columns(path, present, needed, folders, options, remedy)
+        from_folders = [name for name in needed if name not in own]
+        constants = [pl.lit(folders[name], dtype=pl.String).alias(name) for name in from_folders]
+        if file_format == PARQUET:
+            num_rows = _scan(path).select(pl.len()).collect().item()
+            begins = range(0, max(1, num_rows), _PIECE_ROWS)
+            return Table(
+                path=path,
+                num_rows=num_rows,
+                dtypes={name: schema[name] if name in own else pl.String() for name in [*own, *from_folders]},
+                blocks=partial(_read_parquet, path, own, constants),
+                pieces=[Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in begins],
+                has_types=True,
+                options=options,
+            )
+        parse: _Parse = partial(_parse_json, names=own)
+        if separator is not None:
+            parse = partial(parse_delimited, separator=separator, columns=present, names=own)
         return Table(
             path=path,
             num_rows=estimate_lines(path),
             dtypes=dict.fromkeys([*own, *from_folders], pl.String()),
-            blocks=partial(_read_text, path, parse, constants, has_header),
+            blocks=partial(_read_text, path, parse, constants, separator is not None and not columns),
             pieces=text_pieces(path),
             has_types=False,
             from_folders=from_folders,
@@ -128,15 +143,10 @@ def _keys(line: str) -> frozenset[str]:
     return frozenset()
 
 
-def _locate_columns(
-    path: Path,
-    present: Sequence[str],
-    needed: Collection[str],
-    folders: _Folders,
-    options: Mapping[str, str],
-    remedy: str = "choose one of them",
-) -> tuple[list[str], list[pl.Expr]]:
-    """Return the needed columns that a file has, and the others, from the names of its folders."""
+def _own_columns(
+    path: Path, present: Sequence[str], needed: Collection[str], folders: _Folders, options: _Options, remedy: str
+) -> list[str]:
+    """Return the needed columns that a file has; the others are in the names of its folders."""
     own = [name for name in needed if name in present or name not in folders]
     for name in own:
         if name not in present:
@@ -149,41 +159,26 @@ def _locate_columns(
             raise DataError(f"{path}: a column cannot be called {name!r}; rename it")
     if not own:
         raise DataError(f"{path}: all needed columns are in the names of its folders; one must be in the file")
-    return own, [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
+    return own
 
 
-def _open_parquet(path: Path, needed: Collection[str], folders: _Folders, options: Mapping[str, str]) -> Table:
-    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
-    names, constants = _locate_columns(path, scanned.collect_schema().names(), needed, folders, options)
-    num_rows = scanned.select(pl.len()).collect().item()
-    return Table(
-        path=path,
-        num_rows=num_rows,
-        dtypes=dict(scanned.select(names).with_columns(*constants).collect_schema()),
-        blocks=partial(_read_parquet, path, names, constants),
-        pieces=[Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in range(0, max(1, num_rows), _PIECE_ROWS)],
-        has_types=True,
-        options=options,
-    )
+def _scan(path: Path) -> pl.LazyFrame:
+    return pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
 
 
 def _read_parquet(
     path: Path, names: Sequence[str], constants: Sequence[pl.Expr], numbers: Types, piece: Piece
 ) -> Iterator[Rows]:
-    length = None if piece.end is None else piece.end - piece.begin
-    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
-    rows = scanned.select(names).slice(piece.begin, length)
-    schema = rows.collect_schema()
+    rows = _scan(path).select(names).slice(piece.begin, None if piece.end is None else piece.end - piece.begin)
+    schema, first_row = rows.collect_schema(), 1
     values = (pl.struct(name).struct.json_encode() if schema[name].is_nested() else pl.col(name) for name in names)
     text = pl.concat_str(*(value.cast(pl.String, strict=False).fill_null("") for value in values), separator=",")
-    no_fault = pl.lit(None, dtype=pl.String).alias(FAULT)
 
     def describe(frame: pl.DataFrame, places: pl.Series) -> pl.Series:
         return frame[places].select(text).to_series()
 
-    first_row = 1
-    batches = rows.with_columns(*constants, no_fault).collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True)
-    for frame in batches:
+    rows = rows.with_columns(*constants, pl.lit(None, dtype=pl.String).alias(FAULT))
+    for frame in rows.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
         yield Rows(frame, first_row, partial(describe, frame))
         first_row += len(frame)
 
