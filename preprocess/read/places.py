@@ -58,9 +58,10 @@ def format_of(path: Path) -> str:
 
 def checked_format(path: Path) -> str:
     """Return the format of a file by its name, or raise a DataError if its first bytes are of another one."""
-    known, suffix = format_of(path), path.suffix.lower()
     with open_regular(path) as file:
-        begin = _BEGINS.match(file.read(16))
+        if not (first := file.read(16)):
+            raise DataError(f"{path} is empty; create it again")
+    known, suffix, begin = format_of(path), path.suffix.lower(), _BEGINS.match(first)
     found = "" if begin is None else f".{begin.lastgroup}"
     expected = suffix if suffix in CODECS or known == PARQUET else ""
     if found and found != expected:

@@ -193,11 +193,6 @@ class Table:
                 break
         return found.head(limit)
 
-    def texts(self) -> Iterator[str]:
-        """Yield the text of every row."""
-        for rows in self.read():
-            yield from rows.texts(pl.int_range(len(rows.frame), eager=True))
-
     def read_distinct(self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
         """Return the distinct rows with a `key`, a column of ids; none may be malformed, fail a check or share it."""
         parts = []

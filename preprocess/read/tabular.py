@@ -17,7 +17,6 @@ from types import MappingProxyType
 import polars as pl
 
 from evenrank.core.errors import DataError
-from evenrank.core.files import check_regular
 from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, checked_format, partition_values
 from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types, show_column, wrap_read_errors
 from evenrank.preprocess.read.text import (
@@ -34,7 +33,6 @@ from evenrank.preprocess.read.values import CASTS
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
-_IS_OBJECT = "evenrank is_object"
 _BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
 _Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
 _Folders = Mapping[str, str | None]
@@ -72,9 +70,6 @@ def open_table(
         folders: columns that its folders add, as `find_files` returns them.
         options: those of the command line that name columns, for messages.
     """
-    check_regular(path)
-    if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; create it again")
     file_format = checked_format(path)
     if file_format != TEXT and (columns or separator):
         raise DataError(
@@ -198,24 +193,22 @@ def _infer_separator(path: Path, line: str, names: Collection[str], num_columns:
 def _read_text(
     path: Path, parse: _Parse, constants: Sequence[pl.Expr], has_header: bool, numbers: Types, piece: Piece
 ) -> Iterator[Rows]:
+    """Yield the rows of each block, while the next one is parsed and the one after it is read."""
+
     def rows(block: Block) -> Rows:
         frame = parse(block, numbers)
         return Rows(frame.with_columns(constants) if constants else frame, block.first_line, block.texts)
 
-    return _map_ahead(rows, read_blocks(path, piece, has_header=has_header))
-
-
-def _map_ahead(parse: Callable[[Block], Rows], blocks: Iterator[Block]) -> Iterator[Rows]:
-    """Yield what becomes of each block, while the next one is parsed and the one after it is read."""
+    blocks = read_blocks(path, piece, has_header=has_header)
     first = [*islice(blocks, 2)]
     if len(first) < 2:
-        yield from map(parse, first)  # a thread would take longer than a small file
+        yield from map(rows, first)  # a thread would take longer than a small file
         return
     background = ThreadPoolExecutor(1)
     try:
-        pending = [background.submit(parse, first[0])]
+        pending = [background.submit(rows, first[0])]
         for block in chain(first[1:], blocks):
-            pending.append(background.submit(parse, block))
+            pending.append(background.submit(rows, block))
             yield pending.pop(0).result()
         for last in pending:
             yield last.result()
@@ -236,8 +229,7 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
             # Another parser, which does not stop at an invalid line, leaves few of them to search for.
             is_likely = text.str.json_path_match("$").str.starts_with("{")
             rows = _read_each(pl.select(pl.when(is_likely).then(text).otherwise(pl.lit(""))).to_series(), names)
-    fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit(_JSON_FAULT))
-    return with_encoding_faults(block, names, rows.select(*names, fault.alias(FAULT)))
+    return with_encoding_faults(block, names, rows)
 
 
 def _quote_if_odd(found: re.Match[str]) -> str:
@@ -254,15 +246,14 @@ def _read_objects(data: bytes, num_lines: int, names: Sequence[str]) -> pl.DataF
         rows = pl.read_ndjson(data, schema=dict.fromkeys(names, pl.String()))
     except pl.exceptions.PolarsError:
         return None
-    # Empty lines are skipped.
-    return rows.with_columns(pl.lit(True).alias(_IS_OBJECT)) if len(rows) == num_lines else None
+    return rows if len(rows) == num_lines else None  # empty lines are skipped
 
 
 def _read_each(lines: pl.Series, names: Sequence[str]) -> pl.DataFrame:
     """Read lines that are objects or empty; only few others."""
     text = lines.replace("", "{}").str.join("\n").item()
     if (rows := _read_objects(f"{text}\n".encode(), len(lines), names)) is not None:
-        return rows.with_columns((lines != "").alias(_IS_OBJECT))
+        return rows.with_columns(pl.when(lines == "").then(pl.lit(_JSON_FAULT)).alias(FAULT))
     if len(lines) == 1:
         return _read_each(pl.Series([""]), names)
     half = len(lines) // 2

@@ -209,7 +209,8 @@ def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:
         key = json.dumps(column, ensure_ascii=False)
         if any(column in table.from_folders for table in tables):
             continue
-        if not any(key in text for table in tables for text in table.texts()):
+        texts = (rows.texts(pl.int_range(len(rows.frame), eager=True)) for table in tables for rows in table.read())
+        if not any(of_rows.str.contains(key, literal=True).any() for of_rows in texts):
             shown = show_column(column, tables[-1].options)
             raise DataError(f"{tables[-1].path} has no column {shown} in any row; check its name")
 
