@@ -134,14 +134,14 @@ class Rows(NamedTuple):
 
         The other rows are bad.
         """
-        needed = (check for reason, check in checks.items() if not isinstance(reason, Hint | Dropped))
-        lacking = [pl.when(~check).then(pl.lit(name)) for name, check in checks.items() if isinstance(name, Dropped)]
+        of_rows = {reason: check for reason, check in checks.items() if not isinstance(reason, Dropped)}
+        needed = (check for reason, check in of_rows.items() if not isinstance(reason, Hint))
         is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *needed).fill_null(False)
+        lacking = [pl.when(~check).then(pl.lit(name)) for name, check in checks.items() if name not in of_rows]
         computed = [*columns, is_good.alias(_IS_GOOD), *([pl.coalesce(lacking).alias(_LACKS)] if lacking else [])]
         good = self.frame.lazy().select(computed).collect()  # so that what they have in common is computed once
-        is_bad = ~good.drop_in_place(_IS_GOOD)
-        last_line = self.first_line + len(self.frame) - 1
-        is_left_out, counts = is_bad, dict[str, int]()
+        is_bad = is_left_out = ~good.drop_in_place(_IS_GOOD)
+        last_line, counts = self.first_line + len(self.frame) - 1, dict[str, int]()
         if lacking:
             lacks = good.drop_in_place(_LACKS)
             counts = dict(lacks.filter(~is_bad).drop_nulls().value_counts().iter_rows())
@@ -149,11 +149,7 @@ class Rows(NamedTuple):
         if not is_left_out.any():
             return Events(good, last_line)
         places = is_bad.arg_true()
-        reasons = (
-            pl.when(~check.fill_null(False)).then(pl.lit(reason))
-            for reason, check in checks.items()
-            if not isinstance(reason, Dropped)
-        )
+        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in of_rows.items())
         first_reasons = self.frame[places].select(pl.coalesce(FAULT, *reasons)).to_series()
         lines = places.cast(pl.Int64) + self.first_line
         bad = pl.DataFrame([lines, self.texts(places), first_reasons], schema=_NO_BAD_ROWS.schema)
