@@ -34,7 +34,7 @@ from evenrank.preprocess.read.values import CASTS
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
 _BATCH_ROWS, _PIECE_ROWS = 1_000_000, 4_000_000  # of Parquet
-_Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
+_Parse = Callable[..., pl.DataFrame]  # of a block and Types; returns FAULT and the columns with `names`
 _Folders = Mapping[str, str | None]
 _Options = Mapping[str, str]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -76,15 +76,18 @@ def open_table(
             f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
         )
     remedy, names = "choose one of them", {*needed} - folders.keys()
+    present: Sequence[str]
+    parse: _Parse = _parse_json
+    schema: Mapping[str, pl.DataType] = {}  # text has none
     with wrap_read_errors(path):
-        line = "" if file_format == PARQUET else read_first_line(path)  # which checks the encoding
         if file_format == PARQUET:
             schema = _scan(path).collect_schema()
-            present: Sequence[str] = schema.names()
+            present = [*schema]
         elif file_format == JSON:
-            keys = _keys(line)
+            keys = _keys(read_first_line(path))  # which checks the encoding
             present = [name for name in needed if name in names or name in keys]
         else:
+            line = read_first_line(path)
             given, separator = separator, separator or _infer_separator(path, line, names, len(columns))
             fields, _ = divide(line, separator)
             if not fields or "\r" in line:
@@ -97,6 +100,7 @@ def open_table(
                 counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
                 raise DataError(f"{path}: the first line has {counts}; correct one of them")
             present = columns or fields
+            parse = partial(parse_delimited, separator=separator, columns=present)
             if not columns:
                 remedy += " or, if that is no header, give --columns (of --context, --context-header)"
         own = _own_columns(path, present, needed, folders, options, remedy)
@@ -105,25 +109,19 @@ def open_table(
         if file_format == PARQUET:
             num_rows = _scan(path).select(pl.len()).collect().item()
             begins = range(0, max(1, num_rows), _PIECE_ROWS)
-            return Table(
-                path=path,
-                num_rows=num_rows,
-                dtypes={name: schema[name] if name in own else pl.String() for name in [*own, *from_folders]},
-                blocks=partial(_read_parquet, path, own, constants),
-                pieces=[Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in begins],
-                has_types=True,
-                options=options,
-            )
-        parse: _Parse = partial(_parse_json, names=own)
-        if separator is not None:
-            parse = partial(parse_delimited, separator=separator, columns=present, names=own)
+            pieces = [Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in begins]
+            blocks: Callable[[Types, Piece], Iterator[Rows]] = partial(_read_parquet, path, own, constants)
+        else:
+            num_rows, pieces = estimate_lines(path), text_pieces(path)
+            has_header = file_format == TEXT and not columns
+            blocks = partial(_read_text, path, partial(parse, names=own), constants, has_header)
         return Table(
             path=path,
-            num_rows=estimate_lines(path),
-            dtypes=dict.fromkeys([*own, *from_folders], pl.String()),
-            blocks=partial(_read_text, path, parse, constants, separator is not None and not columns),
-            pieces=text_pieces(path),
-            has_types=False,
+            num_rows=num_rows,
+            dtypes={name: schema.get(name, pl.String()) for name in [*own, *from_folders]},
+            blocks=blocks,
+            pieces=pieces,
+            has_types=file_format == PARQUET,
             from_folders=from_folders,
             separator=separator,
             options=options,
