@@ -68,7 +68,10 @@ class Base:
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise a ConfigError if options of preprocessing are not those of this dataset."""
         for name, value in json.loads(json.dumps(options)).items():
-            if value != (old := self.manifest.options.get(name)):
+            old = self.manifest.options.get(name)
+            # Times of Parquet's own types have no unit.
+            has_no_unit = name == "timestamp_unit" and "auto" in (value, old)
+            if value != old and not has_no_unit:
                 raise ConfigError(
                     f"{name} is {value!r}, and was {old!r} when {self.folder} was made; append with the same options"
                 )
@@ -85,7 +88,7 @@ class Base:
             **log.options,
             "events": [*old["events"], *log.options["events"]],  # type: ignore[misc]
             "delimiter": old["delimiter"] or log.options["delimiter"],
-            "timestamp_unit": old["timestamp_unit"],
+            "timestamp_unit": log.time_unit if old["timestamp_unit"] == "auto" else old["timestamp_unit"],
         }
         names = sorted({PurePath(file.path).name for split in self.manifest.splits.values() for file in split.files})
         rows = EventPart(

@@ -174,7 +174,7 @@ class PreprocessConfig(Settings):
     """Size and distributions of dataset `synthetic`. None: the defaults."""
     expand: Annotated[
         str | None,
-        Parsed("evenrank.preprocess.read.fractal:parse_expansion"),
+        Parsed("evenrank.preprocess.read.synthetic:parse_expansion"),
         Option("NAME:UxI[:RATE]"),
         AppliesTo(dataset=(SYNTHETIC,)),
     ] = None

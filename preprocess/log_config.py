@@ -212,6 +212,19 @@ class TabularConfig(Settings):
         actions = () if self.action_map == "float" else self.action_columns
         return (*names, *actions, *(column.name for column in self.extra_columns))
 
+    @property
+    def options_of_columns(self) -> dict[str, str]:
+        """The options that name them, for messages."""
+        marks = {self.label: "--label", self.weight: "--weight"}
+        return {
+            **{parse_column(text, is_feature=False).name: "--event-columns" for text in self.event_columns},
+            **{parse_column(text, is_feature=False).name: option for text, option in marks.items() if text},
+            **dict.fromkeys(self.action_columns, "--action-columns"),
+            self.timestamp_column: "--timestamp-column",
+            self.item_column: "--item-column",
+            self.user_column: "--user-column",
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift(Settings):

@@ -28,11 +28,10 @@ from evenrank.preprocess.engine import check_not_forked, own_memory
 from evenrank.preprocess.job import Job
 from evenrank.preprocess.log_config import AUTO, DENSE, KEEP, SyntheticConfig
 from evenrank.preprocess.read.features import Interactions
-from evenrank.preprocess.read.fractal import expand_interactions, parse_expansion
 from evenrank.preprocess.read.log import read_tabular
 from evenrank.preprocess.read.places import Copies, copies_in
 from evenrank.preprocess.read.public import CATALOG, CUSTOM, SYNTHETIC, ensure_raw_files
-from evenrank.preprocess.read.synthetic import draw_interactions
+from evenrank.preprocess.read.synthetic import draw_interactions, expand_interactions, parse_expansion
 from evenrank.preprocess.read.values import TextIdsError
 from evenrank.preprocess.replace import DATASET_NAME, replace_dataset, wrap_write_errors
 

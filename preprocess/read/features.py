@@ -33,6 +33,7 @@ from evenrank.preprocess.read.values import (
 
 _DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VALUED, pl.Float32(): FLOAT}
 _ROW = "evenrank row"
+_OPTIONS = {USER_ID: ("--user-column", "--context-columns"), ITEM_ID: ("--item-column", "--item-columns")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,9 @@ def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
     if (file := config.feature_files.get(name)) is None:
         return NO_FEATURES
     names, separator = [column.name for column in file.columns], config.delimiter if file.header else None
-    table = with_ids(open_table(file.path, [file.key, *names], separator=separator, columns=file.header), file.key)
+    options = dict.fromkeys(names, _OPTIONS[name][1]) | {file.key: _OPTIONS[name][0]}
+    table = open_table(file.path, [file.key, *names], separator=separator, columns=file.header, options=options)
+    table = with_ids(table, file.key)
     selected, checks = [raw_id(table, file.key, kind).alias(name)], id_checks(table, file.key, "text")
     for column in file.columns:
         value = pl.col(column.name)

@@ -66,6 +66,7 @@ def read_tabular(
         needed=config.needed_columns,
         separator=config.delimiter,
         columns=config.columns,
+        options=config.options_of_columns,
         log_bytes=sum(path.stat().st_size for path in files),
     )
     tables = [with_ids(opener(path, folders=file.folders), *columns.values()) for path, file in files.items()]

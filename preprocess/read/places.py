@@ -59,9 +59,10 @@ def format_of(path: Path) -> str:
 
 def checked_format(path: Path) -> str:
     """Return the format of a file by its name, or raise a DataError if its first bytes are of another one."""
-    known, suffix = format_of(path), path.suffix.lower()
     with open_regular(path) as file:
-        begin = _BEGINS.match(file.read(16))
+        if not (first := file.read(16)):
+            raise DataError(f"{path} is empty; create it again")
+    known, suffix, begin = format_of(path), path.suffix.lower(), _BEGINS.match(first)
     found = "" if begin is None else f".{begin.lastgroup}"
     expected = suffix if suffix in CODECS or known == PARQUET else ""
     if found and found != expected:
@@ -201,30 +202,23 @@ class Copies:
 
     def _fetch(self, files: Sequence[tuple[Remote, "fs.FileInfo"]]) -> None:
         self.listed.update(self._copy(remote) for remote, _ in files)
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            are_copied = pool.map(lambda file: self._is_copied(*file), files)
-            missing = [file for file, is_copied in zip(files, are_copied, strict=True) if not is_copied]
-            if not missing:
-                return
-            (first, _), num_bytes = missing[0], sum(info.size for _, info in missing)
+        if files:
             self.folder.mkdir(exist_ok=True)
-            check_space(self.folder, num_bytes, f"{first} and the files beside it")
-            for number, remote in enumerate(pool.map(self._download, *zip(*missing, strict=True)), 1):
-                self.on_stage(f"fetching {remote}, file {number} of {len(missing)}")
-
-    def _is_copied(self, remote: Remote, info: "fs.FileInfo") -> bool:
-        """Return whether there is a copy of this version, perhaps of a run that was killed."""
-        copy = self._copy(remote)
-        return copy.is_file() and copy.stat().st_mtime_ns == _time_of_copy(info, remote.etag())
+            num_bytes = sum(info.size for _, info in files)
+            check_space(self.folder, num_bytes, f"{files[0][0]} and the files beside it")
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            for number, remote in enumerate(pool.map(self._download, *zip(*files, strict=True)), 1):
+                self.on_stage(f"fetching {remote}, file {number} of {len(files)}")
 
     def _download(self, remote: Remote, info: "fs.FileInfo") -> Remote:
         path, etag = self._copy(remote), remote.etag()
+        if path.is_file() and path.stat().st_mtime_ns == _time_of_copy(info, etag):  # of a run that was killed, perhaps
+            return remote
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as new:
                 with new.open("xb") as file:
-                    for chunk in remote.chunks():
-                        file.write(chunk)
+                    file.writelines(remote.chunks())
                 if new.stat().st_size != info.size or remote.etag() != etag:
                     raise DataError(f"{remote} was replaced while it was fetched; run it again")
                 os.utime(new, ns=(_time_of_copy(info, etag),) * 2)

@@ -23,7 +23,6 @@ from evenrank.preprocess.log_config import TabularConfig
 class PublicArchive:
     """An archive that can be downloaded and unpacked."""
 
-    name: str  # of the dataset
     url: str
     md5: str | None  # of the archive, in hexadecimal; None if its host changes it from time to time
     log: TabularConfig  # whose files are paths relative to `folder`
@@ -72,7 +71,7 @@ _RATINGS_1M = replace(
 
 def _movielens(size: str, *, md5: str | None, log: TabularConfig = _RATINGS) -> PublicArchive:
     url = f"http://files.grouplens.org/datasets/movielens/ml-{size}.zip"
-    return PublicArchive(name=f"ml-{size}", url=url, md5=md5, log=log)
+    return PublicArchive(url=url, md5=md5, log=log)
 
 
 def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> PublicArchive:
@@ -99,11 +98,11 @@ def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> PublicA
         ),
     )
     url = f"https://zenodo.org/records/10439422/files/KuaiRand-{size}.tar.gz"
-    return PublicArchive(name=f"kuairand-{suffix}", url=url, md5=md5, log=log)
+    return PublicArchive(url=url, md5=md5, log=log)
 
 
 CATALOG: dict[str, PublicArchive] = {
-    dataset.name: dataset
+    dataset.folder.lower(): dataset
     for dataset in (
         _movielens("latest-small", md5=None),
         _movielens("1m", md5="c4d9eecfca2ab87c1945afe126590906", log=_RATINGS_1M),

@@ -134,14 +134,14 @@ class Rows(NamedTuple):
 
         The other rows are bad.
         """
-        needed = (check for reason, check in checks.items() if not isinstance(reason, Hint | Dropped))
-        lacking = [pl.when(~check).then(pl.lit(name)) for name, check in checks.items() if isinstance(name, Dropped)]
+        of_rows = {reason: check for reason, check in checks.items() if not isinstance(reason, Dropped)}
+        needed = (check for reason, check in of_rows.items() if not isinstance(reason, Hint))
         is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *needed).fill_null(False)
+        lacking = [pl.when(~check).then(pl.lit(name)) for name, check in checks.items() if name not in of_rows]
         computed = [*columns, is_good.alias(_IS_GOOD), *([pl.coalesce(lacking).alias(_LACKS)] if lacking else [])]
         good = self.frame.lazy().select(computed).collect()  # so that what they have in common is computed once
-        is_bad = ~good.drop_in_place(_IS_GOOD)
-        last_line = self.first_line + len(self.frame) - 1
-        is_left_out, counts = is_bad, dict[str, int]()
+        is_bad = is_left_out = ~good.drop_in_place(_IS_GOOD)
+        last_line, counts = self.first_line + len(self.frame) - 1, dict[str, int]()
         if lacking:
             lacks = good.drop_in_place(_LACKS)
             counts = dict(lacks.filter(~is_bad).drop_nulls().value_counts().iter_rows())
@@ -149,11 +149,7 @@ class Rows(NamedTuple):
         if not is_left_out.any():
             return Events(good, last_line)
         places = is_bad.arg_true()
-        reasons = (
-            pl.when(~check.fill_null(False)).then(pl.lit(reason))
-            for reason, check in checks.items()
-            if not isinstance(reason, Dropped)
-        )
+        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in of_rows.items())
         first_reasons = self.frame[places].select(pl.coalesce(FAULT, *reasons)).to_series()
         lines = places.cast(pl.Int64) + self.first_line
         bad = pl.DataFrame([lines, self.texts(places), first_reasons], schema=_NO_BAD_ROWS.schema)
@@ -170,6 +166,7 @@ class Table:
     blocks: Callable[[Types, Piece], Iterable[Rows]]
     pieces: Sequence[Piece]
     has_types: bool  # whether the file knows the types of its columns
+    options: Mapping[str, str]  # that name columns
     from_folders: Collection[str] = ()  # columns of text that are the names of its folders
     separator: str | None = None  # of the fields of delimited text
 
@@ -192,11 +189,6 @@ class Table:
                 break
         return found.head(limit)
 
-    def texts(self) -> Iterator[str]:
-        """Yield the text of every row."""
-        for rows in self.read():
-            yield from rows.texts(pl.int_range(len(rows.frame), eager=True))
-
     def read_distinct(self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
         """Return the distinct rows with a `key`, a column of ids; none may be malformed, fail a check or share it."""
         parts = []
@@ -216,6 +208,11 @@ class Table:
         for repeated in ids.filter(ids.is_duplicated()):
             raise DataError(f"{self.path}: {of} {repeated} appears twice with different values; keep one row per {of}")
         return distinct
+
+
+def show_column(column: str, options: Mapping[str, str]) -> str:
+    """Return a column for a message, with the option that names it."""
+    return f"{column!r} ({options[column]})" if column in options else repr(column)
 
 
 @contextlib.contextmanager

@@ -8,18 +8,16 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
 
 import polars as pl
 
 from evenrank.core.errors import DataError
-from evenrank.core.files import check_regular
 from evenrank.preprocess.read.places import CODECS, JSON, PARQUET, TEXT, checked_format, partition_values
-from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types, wrap_read_errors
+from evenrank.preprocess.read.table import FAULT, Piece, Rows, Table, Types, show_column, wrap_read_errors
 from evenrank.preprocess.read.text import (
     Block,
     divide,
@@ -34,10 +32,10 @@ from evenrank.preprocess.read.values import CASTS
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _JSON_FAULT = "the line is not a JSON object (jq -c '.[]' divides an array into lines)"
-_IS_OBJECT = "evenrank is_object"
 _BATCH_ROWS = _PIECE_ROWS = 1_000_000  # of Parquet
-_Parse = Callable[[Block, Types], pl.DataFrame]  # returns FAULT and the needed columns
+_Parse = Callable[..., pl.DataFrame]  # of a block and Types; returns FAULT and the columns with `names`
 _Folders = Mapping[str, str | None]
+_Options = Mapping[str, str]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # What Python writes and JSON does not have, and numbers that Polars refuses or rounds: where they may be, and which.
 _MAYBE_ODD = r"[:\[,][ \t]*(?:NaN|-?Infinity|-?[0-9]+\.?[0-9]*[eE]\+?[0-9]|-?[0-9]{16,}\.|-?[0-9]{38})"
@@ -55,6 +53,7 @@ def open_table(
     columns: Sequence[str] = (),
     folders: _Folders = MappingProxyType({}),
     log_bytes: int = 0,
+    options: _Options = MappingProxyType({}),
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
@@ -70,48 +69,63 @@ def open_table(
         columns: names of all columns of delimited text in file order; empty: the first line has them.
         folders: columns that its folders add, as `find_files` returns them.
         log_bytes: of all files of the log, by which it is divided into pieces.
+        options: those of the command line that name columns, for messages.
     """
-    check_regular(path)
-    if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; create it again")
     file_format = checked_format(path)
     if file_format != TEXT and (columns or separator):
         raise DataError(
             f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
         )
+    remedy, names = "choose one of them", {*needed} - folders.keys()
+    present: Sequence[str]
+    parse: _Parse = _parse_json
+    schema: Mapping[str, pl.DataType] = {}  # text has none
     with wrap_read_errors(path):
         if file_format == PARQUET:
-            return _open_parquet(path, needed, folders)
-        line = read_first_line(path)  # which checks the encoding
-        if file_format == JSON:
-            keys = _keys(line)
-            present = [name for name in needed if name in keys or name not in folders]
-            own, constants = _locate_columns(path, present, needed, folders)
-            parse, has_header = partial(_parse_json, names=own), False
+            schema = _scan(path).collect_schema()
+            present = [*schema]
+        elif file_format == JSON:
+            keys = _keys(read_first_line(path))  # which checks the encoding
+            present = [name for name in needed if name in names or name in keys]
         else:
-            if separator is None:
-                separator = _infer_separator(path, line, {*needed} - folders.keys(), len(columns))
+            line = read_first_line(path)
+            given, separator = separator, separator or _infer_separator(path, line, names, len(columns))
             fields, _ = divide(line, separator)
             if not fields or "\r" in line:
                 raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes or line ends")
+            if given and len(fields) == 1 < len(names):
+                usual = " and ".join(repr(mark) for mark in _SEPARATORS if mark in line)
+                remedy = f"it has {usual}; give that, or leave --delimiter out" if usual else "correct --delimiter"
+                raise DataError(f"{path}: the first line {line[:80]!r} has no delimiter {given!r}; {remedy}")
             if len(fields) != len(columns or fields):
                 counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
                 raise DataError(f"{path}: the first line has {counts}; correct one of them")
-            remedy, has_header = "choose one of them", not columns
-            if has_header:
+            present = columns or fields
+            parse = partial(parse_delimited, separator=separator, columns=present)
+            if not columns:
                 remedy += " or, if that is no header, give --columns (of --context, --context-header)"
-            own, constants = _locate_columns(path, columns or fields, needed, folders, remedy)
-            parse = partial(parse_delimited, separator=separator, columns=columns or fields, names=own)
-        from_folders = [constant.meta.output_name() for constant in constants]
+        own = _own_columns(path, present, needed, folders, options, remedy)
+        from_folders = [name for name in needed if name not in own]
+        constants = [pl.lit(folders[name], dtype=pl.String).alias(name) for name in from_folders]
+        if file_format == PARQUET:
+            num_rows = _scan(path).select(pl.len()).collect().item()
+            begins = range(0, max(1, num_rows), _PIECE_ROWS)
+            pieces = [Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in begins]
+            blocks: Callable[[Types, Piece], Iterator[Rows]] = partial(_read_parquet, path, own, constants)
+        else:
+            num_rows, pieces = estimate_lines(path), text_pieces(path, log_bytes)
+            has_header = file_format == TEXT and not columns
+            blocks = partial(_read_text, path, partial(parse, names=own), constants, has_header)
         return Table(
             path=path,
-            num_rows=estimate_lines(path),
-            dtypes=dict.fromkeys([*own, *from_folders], pl.String()),
-            blocks=partial(_read_text, path, parse, constants, has_header),
-            pieces=text_pieces(path, log_bytes),
-            has_types=False,
+            num_rows=num_rows,
+            dtypes={name: schema.get(name, pl.String()) for name in [*own, *from_folders]},
+            blocks=blocks,
+            pieces=pieces,
+            has_types=file_format == PARQUET,
             from_folders=from_folders,
             separator=separator,
+            options=options,
         )
 
 
@@ -123,56 +137,42 @@ def _keys(line: str) -> frozenset[str]:
     return frozenset()
 
 
-def _locate_columns(
-    path: Path, present: Sequence[str], needed: Collection[str], folders: _Folders, remedy: str = "choose one of them"
-) -> tuple[list[str], list[pl.Expr]]:
-    """Return the needed columns that a file has, and the others, from the names of its folders."""
+def _own_columns(
+    path: Path, present: Sequence[str], needed: Collection[str], folders: _Folders, options: _Options, remedy: str
+) -> list[str]:
+    """Return the needed columns that a file has; the others are in the names of its folders."""
     own = [name for name in needed if name in present or name not in folders]
     for name in own:
         if name not in present:
             if name in partition_values(str(path)):
                 remedy = f"a folder adds one only below the path that is given, or in a pattern such as {name}=*"
-            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}; {remedy}")
+            raise DataError(f"{path} has no column {show_column(name, options)}; known: {', '.join(present)}; {remedy}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
         if name == "*" or (name.startswith("^") and name.endswith("$")):  # patterns of Polars
             raise DataError(f"{path}: a column cannot be called {name!r}; rename it")
     if not own:
         raise DataError(f"{path}: all needed columns are in the names of its folders; one must be in the file")
-    return own, [pl.lit(folders[name], dtype=pl.String).alias(name) for name in needed if name not in own]
+    return own
 
 
-def _open_parquet(path: Path, needed: Collection[str], folders: _Folders) -> Table:
-    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
-    names, constants = _locate_columns(path, scanned.collect_schema().names(), needed, folders)
-    num_rows = scanned.select(pl.len()).collect().item()
-    return Table(
-        path=path,
-        num_rows=num_rows,
-        dtypes=dict(scanned.select(names).with_columns(*constants).collect_schema()),
-        blocks=partial(_read_parquet, path, names, constants),
-        pieces=[Piece(begin, min(begin + _PIECE_ROWS, num_rows)) for begin in range(0, max(1, num_rows), _PIECE_ROWS)],
-        has_types=True,
-    )
+def _scan(path: Path) -> pl.LazyFrame:
+    return pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
 
 
 def _read_parquet(
     path: Path, names: Sequence[str], constants: Sequence[pl.Expr], numbers: Types, piece: Piece
 ) -> Iterator[Rows]:
-    length = None if piece.end is None else piece.end - piece.begin
-    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False).cast(CASTS)
-    rows = scanned.select(names).slice(piece.begin, length)
-    schema = rows.collect_schema()
+    rows = _scan(path).select(names).slice(piece.begin, None if piece.end is None else piece.end - piece.begin)
+    schema, first_row = rows.collect_schema(), 1
     values = (pl.struct(name).struct.json_encode() if schema[name].is_nested() else pl.col(name) for name in names)
     text = pl.concat_str(*(value.cast(pl.String, strict=False).fill_null("") for value in values), separator=",")
-    no_fault = pl.lit(None, dtype=pl.String).alias(FAULT)
 
     def describe(frame: pl.DataFrame, places: pl.Series) -> pl.Series:
         return frame[places].select(text).to_series()
 
-    first_row = 1
-    batches = rows.with_columns(*constants, no_fault).collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True)
-    for frame in batches:
+    rows = rows.with_columns(*constants, pl.lit(None, dtype=pl.String).alias(FAULT))
+    for frame in rows.collect_batches(chunk_size=_BATCH_ROWS, maintain_order=True):
         yield Rows(frame, first_row, partial(describe, frame))
         first_row += len(frame)
 
@@ -192,27 +192,23 @@ def _infer_separator(path: Path, line: str, names: Collection[str], num_columns:
 def _read_text(
     path: Path, parse: _Parse, constants: Sequence[pl.Expr], has_header: bool, numbers: Types, piece: Piece
 ) -> Iterator[Rows]:
+    """Yield the rows of each block; of compressed ones, while the next is parsed and the one after it is read."""
+
     def rows(block: Block) -> Rows:
         frame = parse(block, numbers)
         return Rows(frame.with_columns(constants) if constants else frame, block.first_line, block.texts)
 
-    # A file in several pieces keeps the cores busy without threads of its own.
-    map_blocks = _map_ahead if path.suffix.lower() in CODECS else map
-    return map_blocks(rows, read_blocks(path, piece, has_header=has_header))
-
-
-def _map_ahead(parse: Callable[[Block], Rows], blocks: Iterator[Block]) -> Iterator[Rows]:
-    """Yield what becomes of each block, while the next one is parsed and the one after it is read."""
-    first = [*islice(blocks, 2)]
-    if len(first) < 2:
-        yield from map(parse, first)  # a thread would take longer than a small file
+    blocks = read_blocks(path, piece, has_header=has_header)
+    if path.suffix.lower() not in CODECS:  # its pieces keep all cores busy
+        yield from map(rows, blocks)
         return
     background = ThreadPoolExecutor(1)
     try:
-        pending = [background.submit(parse, first[0])]
-        for block in chain(first[1:], blocks):
-            pending.append(background.submit(parse, block))
-            yield pending.pop(0).result()
+        pending = list[Future[Rows]]()
+        for block in blocks:
+            pending.append(background.submit(rows, block))
+            if len(pending) > 1:
+                yield pending.pop(0).result()
         for last in pending:
             yield last.result()
     finally:
@@ -232,8 +228,7 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
             # Another parser, which does not stop at an invalid line, leaves few of them to search for.
             is_likely = text.str.json_path_match("$").str.starts_with("{")
             rows = _read_each(pl.select(pl.when(is_likely).then(text).otherwise(pl.lit(""))).to_series(), names)
-    fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit(_JSON_FAULT))
-    return with_encoding_faults(block, names, rows.select(*names, fault.alias(FAULT)))
+    return with_encoding_faults(block, names, rows)
 
 
 def _quote_if_odd(found: re.Match[str]) -> str:
@@ -250,15 +245,14 @@ def _read_objects(data: bytes, num_lines: int, names: Sequence[str]) -> pl.DataF
         rows = pl.read_ndjson(data, schema=dict.fromkeys(names, pl.String()))
     except pl.exceptions.PolarsError:
         return None
-    # Empty lines are skipped.
-    return rows.with_columns(pl.lit(True).alias(_IS_OBJECT)) if len(rows) == num_lines else None
+    return rows if len(rows) == num_lines else None  # empty lines are skipped
 
 
 def _read_each(lines: pl.Series, names: Sequence[str]) -> pl.DataFrame:
     """Read lines that are objects or empty; only few others."""
     text = lines.replace("", "{}").str.join("\n").item()
     if (rows := _read_objects(f"{text}\n".encode(), len(lines), names)) is not None:
-        return rows.with_columns((lines != "").alias(_IS_OBJECT))
+        return rows.with_columns(pl.when(lines == "").then(pl.lit(_JSON_FAULT)).alias(FAULT))
     if len(lines) == 1:
         return _read_each(pl.Series([""]), names)
     half = len(lines) // 2

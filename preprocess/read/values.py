@@ -14,7 +14,7 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.read.table import FAULT, Hint, Piece, Rows, Table, Types
+from evenrank.preprocess.read.table import FAULT, Hint, Piece, Rows, Table, Types, show_column
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 # Of types that text files do not have. A column without values, whose type is Null, has integers that are missing.
@@ -80,7 +80,8 @@ def id_kinds(
             elif dtype == pl.String:
                 sample = table.head(_SAMPLED_ROWS).filter(*checks(table).values()) if sample is None else sample
                 if sample.get_column(column).null_count() == len(sample) > 0:  # in JSON lines, which name no columns
-                    raise DataError(f"{table.path}: column {column!r} is missing in the first rows; check its name")
+                    shown = show_column(column, table.options)
+                    raise DataError(f"{table.path}: column {shown} is missing in the first rows; check its name")
                 is_plain = [is_missing(table, column) | is_plain_integer(pl.col(column), kind) for kind in INTEGERS]
                 is_int64, is_uint64 = sample.select(i=is_plain[0].all(), u=is_plain[1].all()).row(0)
                 if not is_int64:
@@ -208,8 +209,10 @@ def check_json_keys(tables: Sequence[Table], columns: Iterable[str]) -> None:
         key = json.dumps(column, ensure_ascii=False)
         if any(column in table.from_folders for table in tables):
             continue
-        if not any(key in text for table in tables for text in table.texts()):
-            raise DataError(f"{tables[-1].path} has no column {column!r} in any row; check its name")
+        texts = (rows.texts(pl.int_range(len(rows.frame), eager=True)) for table in tables for rows in table.read())
+        if not any(of_rows.str.contains(key, literal=True).any() for of_rows in texts):
+            shown = show_column(column, tables[-1].options)
+            raise DataError(f"{tables[-1].path} has no column {shown} in any row; check its name")
 
 
 def _has_bad_bytes(text: pl.Expr) -> pl.Expr:

@@ -120,6 +120,18 @@ def test_a_day_that_is_there_already_changes_nothing(tmp_path: Path) -> None:
     assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize("typed", [0, 1])
+def test_times_with_types_and_numbers_of_a_unit_follow_one_another(tmp_path: Path, typed: int) -> None:
+    paths = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1), (1, 2, 3, 1)]], user="")
+    path = paths[typed].with_suffix(".parquet")
+    write_table(path, pl.read_csv(paths[typed]).with_columns(pl.from_epoch("time", time_unit="s")))
+    paths[typed] = path
+    run(tmp_path / "out", paths[0])
+    run(tmp_path / "out", paths[1], append=True)
+    run(tmp_path / "once", *paths)
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
+
+
 def test_days_may_differ_in_what_files_decide_but_not_in_the_unit_of_times(tmp_path: Path) -> None:
     write_days(tmp_path, [[]], user="")
     header, row = "user,item,time,action,price", f"7,3,{BEGIN}001,1,0.5\n"

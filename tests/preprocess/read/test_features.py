@@ -256,7 +256,8 @@ def test_columns_of_parquet_of_every_type(
         ("user,x\n1,2\n3,4\n1,5\n", "x", "users.csv: user 1 appears twice with different values; keep one row per"),
         ("user,x\n1,2\n,4\n", "x", "users.csv, line 3 (',4'): user is missing; fix or remove the line"),
         ("user,x\n1\n", "x", "users.csv, line 2 ('1'): expected 2 fields, got 1; fix or remove the line"),
-        ("user,y\n1,1\n", "x", "users.csv has no column 'x'; known: user, y"),
+        ("user,y\n1,1\n", "x", "users.csv has no column 'x' (--context-columns); known: user, y"),
+        ("uid,x\n1,1\n", "x", "users.csv has no column 'user' (--user-column); known: uid, x"),
         ("user,x\n", "x", "users.csv contains no rows"),
         ("user,x\n1,2\n2,old\n", "x:float", "users.csv, line 3 ('2,old'): x is not a finite float32; fix or rem"),
         ("user,x\n1,1e39\n", "x:float", "users.csv, line 2 ('1,1e39'): x is not a finite float32"),
@@ -295,7 +296,9 @@ def test_a_column_of_an_unsuitable_type_is_refused(
 def test_a_feature_that_json_lines_never_have_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").write_text('{"item":"x","brand":null}\n')
     run(tmp_path, log_options=of_items(tmp_path / "items.jsonl", "brand"))
-    with pytest.raises(DataError, match=r"items\.jsonl has no column 'brnd' in any row; check its name$"):
+    with pytest.raises(
+        DataError, match=r"items\.jsonl has no column 'brnd' \(--item-columns\) in any row; check its name$"
+    ):
         run(tmp_path, log_options=of_items(tmp_path / "items.jsonl", "brnd"))
 
 

@@ -198,8 +198,32 @@ def test_numbers_without_an_exact_text_are_faults_among_ids_that_are_texts(tmp_p
     assert [found for _, found in _bad(interactions)] == [reason, "user is missing"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("user-column", "x"),
+        ("item-column", "x"),
+        ("timestamp-column", "x"),
+        ("action-columns", ("x", "flag")),
+        ("event-columns", ("flag:int=0", "x:int=0")),
+        ("label", "x:int"),
+        ("weight", "x"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_column_that_a_log_does_not_have_is_reported_with_its_option(
+    tmp_path: Path, option: str, value: Any, suffix: str
+) -> None:
+    log = pl.DataFrame({"user": [1], "item": [2], "time": [3], "flag": [0]})
+    write_table(tmp_path / f"log.{suffix}", log)
+    message = f"has no column 'x' (--{option}); known: user, item, time, flag; choose one of them"
+    with pytest.raises(DataError, match=re.escape(message)):
+        read_tabular(_config(tmp_path / f"log.{suffix}", **{option.replace("-", "_"): value}), AUTO, {})
+
+
 def test_a_key_that_json_lines_do_not_have_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"log.jsonl: column 'usr' is missing in the first rows; check its name"):
+    message = r"log.jsonl: column 'usr' \(--user-column\) is missing in the first rows; check its name"
+    with pytest.raises(DataError, match=message):
         _read(tmp_path, '{"user": 1, "item": 2, "time": 3}\n', name="log.jsonl", user_column="usr")
 
 
@@ -429,7 +453,7 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
         (
             "log.csv",
             "time,user,thing\n1,2,3\n",
-            "has no column 'item'; known: time, user, thing; choose one of them or, if th",
+            "has no column 'item' (--item-column); known: time, user, thing; choose one of them or, if th",
         ),
         ("log.csv", "user,item,time,item\n1,2,3,4\n", "has 2 columns 'item'; rename all but one"),
         ("log.csv", "", "is empty; create it again"),
@@ -441,7 +465,11 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
             MANY_LINES[:-50],
             "cannot be read: Truncated compressed stream; check that the file is complete",
         ),
-        ("log.parquet", ONE.drop("item"), "has no column 'item'; known: user, time; choose one of them"),
+        (
+            "log.parquet",
+            ONE.drop("item"),
+            "has no column 'item' (--item-column); known: user, time; choose one of them",
+        ),
         ("log.parquet", EVENTS, "holds no Parquet data, unlike its name; rename it, or create it again"),
     ],
 )
@@ -632,7 +660,9 @@ def test_a_column_with_a_fill_that_json_lines_never_have_is_an_error(tmp_path: P
     good = _config(tmp_path, event_columns=("price=0", "day:int=0"))
     prices = [read_part(part).good["price"].sum() for part in read_tabular(good, AUTO, {}).parts]
     assert prices == [7, 0]
-    with pytest.raises(DataError, match=r"b\.jsonl has no column 'prize' in any row; check its name$"):
+    with pytest.raises(
+        DataError, match=r"b\.jsonl has no column 'prize' \(--event-columns\) in any row; check its name$"
+    ):
         read_tabular(_config(tmp_path, event_columns=("prize=0",)), AUTO, {})
 
 

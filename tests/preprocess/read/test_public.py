@@ -182,7 +182,10 @@ def test_a_missing_file_raises(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("users", "message"),
     [
-        ((USERS_HEADER.replace(",fans_user_num_range", ""), *USERS), "has no column 'fans_user_num_range'; known"),
+        (
+            (USERS_HEADER.replace(",fans_user_num_range", ""), *USERS),
+            r"has no column 'fans_user_num_range' \(--context-columns\); known",
+        ),
         ((USERS_HEADER, USERS[0], USERS[1] + ",x"), r"line 3 \('2,full_active,.*\): expected 31 fields, got 32"),
         ((USERS_HEADER, USERS[0], USERS[1][:-1]), r"line 3 \('2,full_active,.*\): expected 31 fields, got 30"),
     ],

@@ -33,6 +33,24 @@ def test_any_other_delimiter_is_given(tmp_path: Path) -> None:
     assert open_table(path, ["item"], separator="^").head(9).get_column("item").to_list() == ["2"]
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("user,item", "it has ','; give that, or leave --delimiter out"),
+        ("user,item;x", "it has ',' and ';'; give that, or leave --delimiter out"),
+        ("user^item", "correct --delimiter"),
+    ],
+)
+@pytest.mark.parametrize("columns", [(), ("user", "item")])
+def test_a_first_line_without_the_delimiter_that_is_given_says_which_ones_it_has(
+    tmp_path: Path, line: str, remedy: str, columns: tuple[str, ...]
+) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(f"{line}\n1,2\n")
+    with pytest.raises(DataError, match=re.escape(f"the first line '{line}' has no delimiter '|'; {remedy}") + "$"):
+        open_table(path, ["user", "item"], separator="|", columns=columns)
+
+
 def test_an_ambiguous_first_line_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("1,2;3\n")
