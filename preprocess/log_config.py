@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import AppliesTo, Needs, Option, Parsed, Valid, Where
 from evenrank.core.settings import Settings
-from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
+from evenrank.datasets.schema import FLOAT, FLOAT_OR_MISSING, ITEM_ID, USER_ID, check_new_names
 
 TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
 _DELIMITER = re.compile(r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*')
 _MAX_FLAGS = 31  # the bits of a non-negative int32
-_TYPES = {"int": "int64", "float": "float32"}
+_TYPES = {"int": "int64", "float": FLOAT, "float?": FLOAT_OR_MISSING}
 _ID, _LIST = "id", "list"
 
 
@@ -27,9 +27,9 @@ class LogColumn(NamedTuple):
 
     name: str
     dtype: str
-    """`int64`, `float32`, or `id`: any values, which are numbered from 1; `list`: any number of them."""
+    """`int64`, `float32` or `float32?`, or `id`: any values, which are numbered from 1; `list`: any number of them."""
     fill: float | None
-    """Number in place of missing values; None: there must be none, except in features, where they are 0."""
+    """Number in place of missing values, NaN of `float32?`; None: there must be none, but in features they are 0."""
     drops_missing: bool = False
     """Whether events without a value are left out."""
 
@@ -53,10 +53,15 @@ def parse_column(text: str, *, is_feature: bool) -> LogColumn:
     if not has_type:
         name, kind = head, _ID if is_feature else "float"
     known = (_ID, _LIST, "float") if is_feature else tuple(_TYPES)
+    if kind == "int?" and not is_feature:
+        given = f"declare {name}:float?, or {name}:int=FILL or {name}:int=drop"
+        raise ConfigError(f"column {text!r} has no integer that stands for a missing value; {given}")
     if kind not in known or not name or (is_feature and has_fill):
         raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(known)}")
+    if kind == "float?" and has_fill:
+        raise ConfigError(f"column {text!r} has missing values and something in their place; give one of ? and =")
     if not has_fill or fill == "drop":
-        return LogColumn(name, _TYPES.get(kind, kind), None, bool(has_fill))
+        return LogColumn(name, _TYPES.get(kind, kind), math.nan if kind == "float?" else None, bool(has_fill))
     try:
         number = float(fill) if kind == "float" else int(fill) if kind == "int" else None
     except ValueError:
@@ -130,7 +135,7 @@ class TabularConfig(Settings):
     0 on."""
     event_columns: _Names = ()
     """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; float32, below 2^24, unless `int`,
-    which is int64. `=drop` leaves out events without a value."""
+    which is int64. `=drop` leaves out events without a value; with `:float?`, they are NaN."""
     label: _Name = ""
     """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
     weight: _Name = ""
@@ -162,6 +167,11 @@ class TabularConfig(Settings):
     lists."""
 
     def _check(self) -> None:
+        if self.weight.endswith("?"):
+            given = f"{self.weight.partition(':')[0]}=FILL or =drop"
+            raise ConfigError(
+                f"weight {self.weight!r} may be missing, but an event without a weight has none; give {given}"
+            )
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
             raise ConfigError("give either timestamp_column or timestamp_unit 'row', for logs in order without times")
         features = [(file.key, *(column.name for column in file.columns)) for file in self.feature_files.values()]

@@ -162,7 +162,7 @@ def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl
     is_text[config.timestamp_column] = config.timestamp_unit not in PER_SECOND
     is_text |= dict.fromkeys(config.action_columns, config.action_map.startswith("values:"))
     numbers = {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
-    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype == "float32"}
+    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype != "int64"}
     return {name: dtype for name, dtype in numbers.items() if not is_text.get(name)}
 
 
@@ -229,10 +229,10 @@ def _flag(table: Table, name: str) -> pl.Expr:
 
 
 def _event_column(table: Table, column: LogColumn) -> Checked:
-    name, is_float, checks = column.name, column.dtype == "float32", dict[str, pl.Expr]()
+    name, is_float, checks = column.name, column.dtype != "int64", dict[str, pl.Expr]()
     typed, fill = name if is_float else f"{name}:int", 0 if column.drops_missing else column.fill
     if fill is None:
-        reason = f"{name} is missing; declare a value instead, such as {typed}=0, or {typed}=drop"
+        reason = f"{name} is missing; declare a value instead, such as {typed}=0, {typed}=drop or {name}:float?"
         checks[reason] = ~is_missing(table, name)
     if column.drops_missing:
         checks[Dropped(name)] = ~is_missing(table, name)

@@ -5,6 +5,7 @@ Texts that stand for null are missing, and floats that may have been rounded are
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -172,12 +173,12 @@ def number_hints(table: Table, column: str) -> dict[str, pl.Expr]:
 
 
 def as_float32(table: Table, column: str, fill: float | None, remedy: str) -> tuple[pl.Expr, dict[str, pl.Expr]]:
-    """Return a number as Float32, or `fill` if it is missing, and its checks by the reason to report if they fail."""
+    """Return a number as Float32, or `fill` if it is missing, also NaN, and its checks by the reason to report."""
     number = pl.when(is_missing(table, column)).then(fill).otherwise(as_number(table, column)).cast(pl.Float32)
-    checks = number_hints(table, column) | {f"{column} is not a finite float32": number.is_finite()}
+    checks = number_hints(table, column) | {f"{column} is not a finite float32": ~number.is_infinite()}
     if table.dtypes[column] != pl.Float32:
         reason = f"{column} is 2^24 or more, where float32 rounds integers; {remedy}"
-        checks[reason] = number.abs() < 1 << _FLOAT_BITS["Float32"]
+        checks[reason] = ~number.abs().is_between(1 << _FLOAT_BITS["Float32"], math.inf)  # in which NaN is not
     return number.alias(column), checks
 
 
