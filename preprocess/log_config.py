@@ -18,8 +18,9 @@ TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date", "row"]
 ItemFeaturesAs = Literal["events", "table"]
 _DELIMITER = re.compile(r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*')
 _MAX_FLAGS = 31  # the bits of a non-negative int32
-_TYPES = {"int": "int64", "float": FLOAT, "float?": FLOAT_OR_MISSING}
-_ID, _LIST = "id", "list"
+_LIST = "list"
+_EVENT_TYPES = {"int": "int64", "float": FLOAT, "float?": FLOAT_OR_MISSING}
+_FEATURE_TYPES = {"id": "id", _LIST: _LIST, "float": FLOAT}
 
 
 class LogColumn(NamedTuple):
@@ -29,7 +30,7 @@ class LogColumn(NamedTuple):
     dtype: str
     """`int64`, `float32` or `float32?`, or `id`: any values, which are numbered from 1; `list`: any number of them."""
     fill: float | None
-    """Number in place of missing values, NaN of `float32?`; None: there must be none, but in features they are 0."""
+    """Number in place of missing values, NaN of `float32?`, 0 of features; None: there must be none."""
     drops_missing: bool = False
     """Whether events without a value are left out."""
 
@@ -48,28 +49,26 @@ def parse_column(text: str, *, is_feature: bool) -> LogColumn:
 
     Raises a ConfigError if the type is unknown, or the fill not of that type. Features have no fill.
     """
+    types = _FEATURE_TYPES if is_feature else _EVENT_TYPES
     head, has_fill, fill = text.partition("=")
     name, has_type, kind = head.rpartition(":")
     if not has_type:
-        name, kind = head, _ID if is_feature else "float"
-    known = (_ID, _LIST, "float") if is_feature else tuple(_TYPES)
+        name, kind = head, "id" if is_feature else "float"
     if kind == "int?" and not is_feature:
         given = f"declare {name}:float?, or {name}:int=FILL or {name}:int=drop"
         raise ConfigError(f"column {text!r} has no integer that stands for a missing value; {given}")
-    if kind not in known or not name or (is_feature and has_fill):
-        raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(known)}")
+    if kind not in types or not name or (is_feature and has_fill):
+        raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(types)}")
     if kind == "float?" and has_fill:
         raise ConfigError(f"column {text!r} has missing values and something in their place; give one of ? and =")
-    if not has_fill or fill == "drop":
-        return LogColumn(name, _TYPES.get(kind, kind), math.nan if kind == "float?" else None, bool(has_fill))
-    try:
-        number = float(fill) if kind == "float" else int(fill) if kind == "int" else None
-    except ValueError:
-        number = None
-    bits = 24 if kind == "float" else 63
-    if number is None or not -(2.0**bits) <= number < 2.0**bits:
-        raise ConfigError(f"column {text!r} has the fill {fill!r}, no {kind} below 2^{bits}; give another, or none")
-    return LogColumn(name, _TYPES[kind], number)
+    number = math.nan if kind == "float?" else 0.0 if is_feature else None
+    if has_fill and fill != "drop":
+        with contextlib.suppress(ValueError):
+            number = float(fill) if kind == "float" else int(fill)
+        bits = 24 if kind == "float" else 63
+        if number is None or not -(2.0**bits) <= number < 2.0**bits:
+            raise ConfigError(f"column {text!r} has the fill {fill!r}, no {kind} below 2^{bits}; give another, or none")
+    return LogColumn(name, types[kind], number, fill == "drop")
 
 
 def parse_action_map(text: str) -> tuple[str, tuple[Any, ...]]:
@@ -138,7 +137,9 @@ class TabularConfig(Settings):
     which is int64. `=drop` leaves out events without a value; with `:float?`, they are NaN."""
     label: _Name = ""
     """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
-    weight: _Name = ""
+    weight: Annotated[
+        _Name, Valid(lambda text: not text.endswith("?"), "a column without missing values: give =FILL or =drop")
+    ] = ""
     """One more of them, which the manifest names as the weight; for `LoaderConfig.weight`."""
     delimiter: Annotated[
         str | None,
@@ -167,11 +168,6 @@ class TabularConfig(Settings):
     lists."""
 
     def _check(self) -> None:
-        if self.weight.endswith("?"):
-            given = f"{self.weight.partition(':')[0]}=FILL or =drop"
-            raise ConfigError(
-                f"weight {self.weight!r} may be missing, but an event without a weight has none; give {given}"
-            )
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
             raise ConfigError("give either timestamp_column or timestamp_unit 'row', for logs in order without times")
         features = [(file.key, *(column.name for column in file.columns)) for file in self.feature_files.values()]
