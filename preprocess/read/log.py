@@ -54,13 +54,13 @@ def read_tabular(
     files, columns = find_files(config.events), {USER_ID: config.user_column, ITEM_ID: config.item_column}
     opener = partial(open_table, needed=config.needed_columns, separator=config.delimiter, columns=config.columns)
     tables = [with_ids(opener(path, folders=file.folders), *columns.values()) for path, file in files.items()]
-    if config.timestamp_unit not in ("auto", "row"):
-        dtype = tables[0].dtypes[config.timestamp_column]
-        if all(table.dtypes[config.timestamp_column].is_temporal() for table in tables):
-            column = f"{config.timestamp_column}, which is of type {dtype}"
-            raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
+    elif config.timestamp_unit != "row":
+        types = [table.dtypes[config.timestamp_column] for table in tables]
+        if all(dtype.is_temporal() for dtype in types):
+            column = f"{config.timestamp_column}, which is of type {types[0]}"
+            raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
     check_json_keys(tables, [column.name for column in config.extra_columns if column[2:] != (None, False)])
 
@@ -122,16 +122,25 @@ class _Rows:
     def describe(self, table: Table) -> _Described:
         """Return the columns of events and their checks, without ids as long as their kinds are not known."""
         types = tuple(table.dtypes.items())
-        if types not in self.described:
-            values, of_values = _values(self.config, table)
-            checks, ids = of_values, []
-            for name, kind in self.kinds.items():
-                ids.append(raw_id(table, self.ids[name], kind).alias(name))
-                is_row = name == ITEM_ID and self.is_row
-                checks = checks | id_checks(table, self.ids[name], kind, is_row=is_row)
-            name, time = self.config.timestamp_column, values[1]
-            late = {f"{name} {why}": time >= least for why, least in self.first_ms.items()}
-            self.described[types] = _Described([*ids, *values], checks | late, of_values)
+        if types in self.described:
+            return self.described[types]
+        config, time, of_time = self.config, pl.lit(0, dtype=pl.Int64).alias(TIMESTAMP_MS), dict[str, pl.Expr]()
+        if config.timestamp_unit != "row":
+            time, of_time = as_time(table, config.timestamp_column, config.timestamp_unit)
+        action, of_action = _action(config, table)
+        values, of_values = [action.cast(pl.Int32, strict=False).alias(ACTION), time], of_time | of_action
+        for extra in config.extra_columns:
+            value, of_column = as_declared(table, extra)
+            values.append(value)
+            of_values |= of_column
+            if config.weight and extra == parse_column(config.weight, is_feature=False):
+                of_values[f"{extra.name} is a negative weight"] = value >= 0
+        ids, checks = [], of_values
+        for name, kind in self.kinds.items():
+            ids.append(raw_id(table, self.ids[name], kind).alias(name))
+            checks = checks | id_checks(table, self.ids[name], kind, is_row=name == ITEM_ID and self.is_row)
+        late = {f"{config.timestamp_column} {why}": time >= least for why, least in self.first_ms.items()}
+        self.described[types] = _Described([*ids, *values], checks | late, of_values)
         return self.described[types]
 
     def read(self, table: Table, piece: Piece) -> Iterator[Events]:
@@ -155,23 +164,6 @@ def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl
     numbers = {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
     numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype != "int64"}
     return {name: dtype for name, dtype in numbers.items() if not is_text.get(name)}
-
-
-def _values(config: TabularConfig, table: Table) -> tuple[list[pl.Expr], dict[str, pl.Expr]]:
-    """Return all columns of events besides the ids, and their checks."""
-    action, checks = _action(config, table)
-    time = pl.lit(0, dtype=pl.Int64).alias(TIMESTAMP_MS)
-    if config.timestamp_unit != "row":
-        time, of_time = as_time(table, config.timestamp_column, config.timestamp_unit)
-        checks = of_time | checks
-    columns = [action.cast(pl.Int32, strict=False).alias(ACTION), time]
-    for extra in config.extra_columns:
-        value, of_column = as_declared(table, extra)
-        columns.append(value)
-        checks |= of_column
-        if config.weight and extra == parse_column(config.weight, is_feature=False):
-            checks[f"{extra.name} is a negative weight"] = value >= 0
-    return columns, checks
 
 
 def _num_actions(config: TabularConfig) -> int | None:
