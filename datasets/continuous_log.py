@@ -99,7 +99,7 @@ def describe_log(
         vocabulary_sizes: per column of ids, the largest id that may ever come + 1. Of lists, `item_id`, and `action` if
             there is one; of a row, `user_id` if there is one, and contextual features. All must be in every file.
         floats: contextual features that are floats.
-        extra_events: types of further list columns: `int64`, `int32` or `float32`.
+        extra_events: types of further list columns: `int64`, `int32`, `float32` or, with missing values, `float32?`.
     """
     extra_events = extra_events or {}
     if ITEM_ID not in vocabulary_sizes:

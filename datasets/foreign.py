@@ -83,7 +83,7 @@ class ListReader:
         values = {name: self._values(known[name], array, path) for name, array in arrays.items()}
         events = {
             name: values.pop(name) if name in lists else np.zeros(lengths.sum(), dtype)
-            for name, _, dtype, _ in of_events
+            for name, _, dtype, *_ in of_events
         }
         if self.sort_by_time:
             order = np.lexsort((events[TIMESTAMP_MS], np.repeat(np.arange(len(lengths)), lengths)))
@@ -106,8 +106,9 @@ class ListReader:
             if pa.types.is_timestamp(array.type):
                 array = array.cast(pa.timestamp("ms"), safe=False).cast("int64")
             if column.dtype == FLOAT:
-                floats: NDArray[np.float32] = array.cast(pa.float32()).fill_null(0).to_numpy()
-                largest = np.abs(floats).max(initial=0)
+                fill, maximum = (np.nan, np.fmax) if column.may_be_missing else (0, np.maximum)  # fmax ignores NaN
+                floats: NDArray[np.float32] = array.cast(pa.float32()).fill_null(fill).to_numpy()
+                largest = maximum.reduce(np.abs(floats), initial=0)
                 if largest < (np.inf if array.type == pa.float32() else 1 << 24):  # else a float32 rounds integers
                     return floats
                 rounded = f"{largest:.9g}, not finite or from 2^24 on"

@@ -10,8 +10,8 @@ upload replaces no file that somebody reads. A folder that was copied to a URL a
 Columns of a row: `user_id` int64; each contextual feature, int64 (0 = missing, then 1..n by sorted value), list<int64>
 (any number of 1..n) or float32 (0 = missing); `item_id` list<int64>, `action` list<int32> and `timestamp_ms`
 list<int64>, all of the same length and in time order; further lists that a dataset adds, of int32, int64 or float32;
-`length` int32, the number of events. Floats are finite. Rows are sorted by (`user_hash` of the key, key) of
-their user: the raw id if it is an integer, else the hash of its text.
+`length` int32, the number of events. Floats are finite, except for NaN as a missing value of events. Rows are sorted by
+(`user_hash` of the key, key) of their user: the raw id if it is an integer, else the hash of its text.
 """
 
 import contextlib
@@ -54,7 +54,8 @@ REQUEST_COLUMNS = (USER_ID, "request_ts_ms", "history_end")  # int64 each, of RE
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}
 FLOAT = "float32"
 MULTI_VALUED = "list<int64>"
-EXTRA_DTYPES = ("int64", "int32", FLOAT)
+FLOAT_OR_MISSING = "float32?"  # of events, NaN where a value is missing
+EXTRA_DTYPES = ("int64", "int32", FLOAT, FLOAT_OR_MISSING)
 # Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
@@ -75,6 +76,8 @@ class Column(NamedTuple):
     """Of a value: `int64`, `int32` or `float32`."""
     vocabulary_size: int | None = None
     """Largest id + 1; None: values are no ids."""
+    may_be_missing: bool = False
+    """Whether NaN stands for missing values."""
 
     @property
     def is_index(self) -> bool:
@@ -100,7 +103,10 @@ def columns_of(
     lists = {**EVENT_DTYPES, **extra_events}
     return (
         *(feature_column(name, dtype, sizes.get(name)) for name, dtype in {USER_ID: "int64", **contextual}.items()),
-        *(Column(name, "event", dtype, sizes.get(name)) for name, dtype in lists.items()),
+        *(
+            Column(name, "event", dtype.removesuffix("?"), sizes.get(name), dtype == FLOAT_OR_MISSING)
+            for name, dtype in lists.items()
+        ),
     )
 
 
@@ -204,7 +210,7 @@ class Manifest:
     contextual: Mapping[str, Annotated[str, OneOf(("int64", FLOAT, MULTI_VALUED))]] = field(default_factory=dict)
     """The contextual features, in column order, and their types: `int64`, `list<int64>` or `float32`."""
     extra_events: Mapping[str, Annotated[str, OneOf(EXTRA_DTYPES)]] = field(default_factory=dict)
-    """Further list columns and their element types: `int64`, `int32` or `float32`."""
+    """Further list columns and their element types: `int64`, `int32`, `float32` or, with missing values, `float32?`."""
     vocabulary_sizes: Mapping[str, Annotated[int, Bounds(at_least=0, at_most=2**63)]] = field(default_factory=dict)
     """Per feature of ids: largest id + 1."""
     context_labels: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)

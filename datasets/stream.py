@@ -189,7 +189,7 @@ def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, plac
 
     values, offsets = {}, {}
     has_targets = bool(blocks) and NUM_TARGETS in blocks[0].columns
-    for name, kind, dtype, _ in (*manifest.columns, *[TARGETS] * has_targets):
+    for name, kind, dtype, *_ in (*manifest.columns, *[TARGETS] * has_targets):
         values[name] = np.concatenate([np.empty(0, dtype), *(block.columns[name] for block in blocks)])
         if kind == "list" or name == TIMESTAMP_MS:
             counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]

@@ -287,7 +287,10 @@ def check_columns(names: Iterable[str], present: Sequence[str], place: object, r
 
 
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
-    """Read a row group; check types, lengths and ranges of its columns, and that no value is null or not finite."""
+    """Read a row group; check types, lengths and ranges of its columns.
+
+    No value is null or infinite, and NaN only those that may be missing.
+    """
     columns, present = manifest.columns, file.schema_arrow.names
     if NUM_TARGETS in present:
         columns += (TARGETS,)
@@ -300,11 +303,11 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     values: dict[str, NDArray[Any]] = {}
     counts: dict[str, NDArray[np.int64]] = {}
     for column in columns:
-        name, kind, dtype, size = column
+        name, kind, dtype, size, may_be_missing = column
         if kind == "scalar":
             values[name] = flat_values(arrays[name], dtype, name, path)
         else:
-            values[name], counts[name] = _list_values(arrays[name], dtype, name, path)
+            values[name], counts[name] = _list_values(arrays[name], dtype, name, path, may_be_missing)
         if kind == "event" and not np.array_equal(counts[name], lengths):
             raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
         _check_range(values[name], 0 if column.is_index else None, size, name, path)
@@ -349,21 +352,26 @@ def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, 
         )
 
 
-def flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[Any]:
-    """Return the values of a column; raises a DataError if it has another type, nulls, infinite values or NaN."""
+def flat_values(column: pa.Array, dtype: str, name: str, path: str, may_be_missing: bool = False) -> NDArray[Any]:
+    """Return the values of a column; raises a DataError if it has another type, nulls, infinite values or NaN.
+
+    With `may_be_missing`, values may be NaN.
+    """
     if column.type != pa.type_for_alias(dtype) or column.null_count:
         actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {REMEDY}")
     values = cast(NDArray[Any], column.to_numpy())
-    if dtype == FLOAT and not np.isfinite(values).all():
-        raise DataError(f"{path}: column {name!r} has infinite values or NaN; {REMEDY}")
+    if dtype == FLOAT and (np.isinf(values) if may_be_missing else ~np.isfinite(values)).any():
+        raise DataError(f"{path}: column {name!r} has infinite values{'' if may_be_missing else ' or NaN'}; {REMEDY}")
     return values
 
 
-def _list_values(column: pa.Array, dtype: str, name: str, path: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _list_values(
+    column: pa.Array, dtype: str, name: str, path: str, may_be_missing: bool
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the values of all lists, and how many each has."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
         actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {REMEDY}")
-    values = flat_values(column.flatten(), dtype, name, path)
+    values = flat_values(column.flatten(), dtype, name, path, may_be_missing)
     return values, np.diff(column.offsets.to_numpy()).astype(np.int64)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import AppliesTo, Bounds, Needs, Option, Parsed, Valid, Where
 from evenrank.core.settings import Settings
-from evenrank.datasets.schema import ITEM_ID, USER_ID, check_new_names
+from evenrank.datasets.schema import FLOAT, FLOAT_OR_MISSING, ITEM_ID, USER_ID, check_new_names
 
 if TYPE_CHECKING:
     from evenrank.datasets.distributions import Distribution
@@ -30,8 +30,9 @@ _MAX_FLAGS = 31  # the bits of a non-negative int32
 CATEGORY = "category"  # column of events of data that drifts
 _MAX_USERS = 1_000_000_000  # their features are drawn at once
 _MAX_ITEMS = 100_000_000  # whose categories are in memory
-_TYPES = {"int": "int64", "float": "float32"}
-_ID, _LIST = "id", "list"
+_LIST = "list"
+_EVENT_TYPES = {"int": "int64", "float": FLOAT, "float?": FLOAT_OR_MISSING}
+_FEATURE_TYPES = {"id": "id", _LIST: _LIST, "float": FLOAT}
 
 
 class LogColumn(NamedTuple):
@@ -39,9 +40,9 @@ class LogColumn(NamedTuple):
 
     name: str
     dtype: str
-    """`int64`, `float32`, or `id`: any values, which are numbered from 1; `list`: any number of them."""
+    """`int64`, `float32` or `float32?`, or `id`: any values, which are numbered from 1; `list`: any number of them."""
     fill: float | None
-    """Number in place of missing values; None: there must be none, except in features, where they are 0."""
+    """Number in place of missing values, NaN of `float32?`, 0 of features; None: there must be none."""
     drops_missing: bool = False
     """Whether events without a value are left out."""
 
@@ -60,23 +61,26 @@ def parse_column(text: str, *, is_feature: bool) -> LogColumn:
 
     Raises a ConfigError if the type is unknown, or the fill not of that type. Features have no fill.
     """
+    types = _FEATURE_TYPES if is_feature else _EVENT_TYPES
     head, has_fill, fill = text.partition("=")
     name, has_type, kind = head.rpartition(":")
     if not has_type:
-        name, kind = head, _ID if is_feature else "float"
-    known = (_ID, _LIST, "float") if is_feature else tuple(_TYPES)
-    if kind not in known or not name or (is_feature and has_fill):
-        raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(known)}")
-    if not has_fill or fill == "drop":
-        return LogColumn(name, _TYPES.get(kind, kind), None, bool(has_fill))
-    try:
-        number = float(fill) if kind == "float" else int(fill) if kind == "int" else None
-    except ValueError:
-        number = None
-    bits = 24 if kind == "float" else 63
-    if number is None or not -(2.0**bits) <= number < 2.0**bits:
-        raise ConfigError(f"column {text!r} has the fill {fill!r}, no {kind} below 2^{bits}; give another, or none")
-    return LogColumn(name, _TYPES[kind], number)
+        name, kind = head, "id" if is_feature else "float"
+    if kind == "int?" and not is_feature:
+        given = f"declare {name}:float?, or {name}:int=FILL or {name}:int=drop"
+        raise ConfigError(f"column {text!r} has no integer that stands for a missing value; {given}")
+    if kind not in types or not name or (is_feature and has_fill):
+        raise ConfigError(f"column {text!r} must be NAME or NAME:TYPE, with a type of {', '.join(types)}")
+    if kind == "float?" and has_fill:
+        raise ConfigError(f"column {text!r} has missing values and something in their place; give one of ? and =")
+    number = math.nan if kind == "float?" else 0.0 if is_feature else None
+    if has_fill and fill != "drop":
+        with contextlib.suppress(ValueError):
+            number = float(fill) if kind == "float" else int(fill)
+        bits = 24 if kind == "float" else 63
+        if number is None or not -(2.0**bits) <= number < 2.0**bits:
+            raise ConfigError(f"column {text!r} has the fill {fill!r}, no {kind} below 2^{bits}; give another, or none")
+    return LogColumn(name, types[kind], number, fill == "drop")
 
 
 def parse_action_map(text: str) -> tuple[str, tuple[Any, ...]]:
@@ -142,10 +146,12 @@ class TabularConfig(Settings):
     0 on."""
     event_columns: _Names = ()
     """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; float32, below 2^24, unless `int`,
-    which is int64. `=drop` leaves out events without a value."""
+    which is int64. `=drop` leaves out events without a value; with `:float?`, they are NaN."""
     label: _Name = ""
     """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
-    weight: _Name = ""
+    weight: Annotated[
+        _Name, Valid(lambda text: not text.endswith("?"), "a column without missing values: give =FILL or =drop")
+    ] = ""
     """One more of them, which the manifest names as the weight; for `LoaderConfig.weight`."""
     delimiter: Annotated[
         str | None,

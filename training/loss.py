@@ -99,18 +99,20 @@ def label_bits(labels: Tensor, num_tasks: int) -> Tensor:
 
 
 def in_batch_mask(batch: SequenceBatch) -> Tensor:
-    """Return for which targets (rows) which targets (columns) are negatives: bool [N, N], N = `batch.loss_tokens`.
+    """Return for which targets (rows) which targets (columns) are negatives: bool [N, N].
 
-    Targets are the candidates or, in batches without labels, the items but the first of each row, in the order of
+    The N targets are the candidates or, in batches without labels, the items but the first of each row, in the order of
     `log_q["positive"]`. All are negatives of each other, except for a sample's own targets and items of its row in the
     batch. It takes 8 * batch_size * N bytes, and does not wait for a GPU.
     """
     history = batch.features["item_id"]
     items, lengths = history.values(), history.lengths().long()
-    targets = (lengths - 1).clamp(min=0) if batch.labels is None else batch.labels["label"].lengths().long()
+    labels = None if batch.labels is None else batch.labels["label"]
+    targets = (lengths - 1).clamp(min=0) if labels is None else labels.lengths().long()
+    num_targets = batch.loss_tokens if labels is None else len(labels.values())  # which may be more, see `known`
     rows = torch.arange(len(lengths), device=items.device)
-    row_of_target = torch.repeat_interleave(rows, targets, output_size=batch.loss_tokens)
-    from_end = targets.cumsum(0)[row_of_target] - torch.arange(batch.loss_tokens, device=items.device)
+    row_of_target = torch.repeat_interleave(rows, targets, output_size=num_targets)
+    from_end = targets.cumsum(0)[row_of_target] - torch.arange(num_targets, device=items.device)
     items = torch.searchsorted(items.sort().values, items)  # because ids of 63 bits leave no room for the row
     target_items = items[lengths.cumsum(0)[row_of_target] - from_end]
     # Pairs of an item, by its place in order, and a row that has it, as single numbers, sorted to be found.

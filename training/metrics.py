@@ -109,6 +109,7 @@ class BinaryAUC:
         """Add samples of this rank: logits or probabilities, compared as float32, and targets, positive where above 0.
 
         Both are [n, num_tasks], of any dtype. `weights` are [n], at least 0; None: 1. A pair counts as the product.
+        A target that is NaN makes the AUC so, unless its weight is 0, as that of a missing one.
         `groups` are [n], integers: the user of each sample, for `compute_grouped`; None: all are in group 0.
         """
         _check_scores(scores, targets, self._num_tasks)
@@ -116,9 +117,9 @@ class BinaryAUC:
             raise ConfigError(f"groups must be integers [{len(scores)}], got {groups.dtype} {list(groups.shape)}")
         # Copies, because callers may write the next batch's scores to the same buffer.
         values = scores.detach().to(self._device, torch.float32)
-        self._scores.append(values.masked_fill(targets.isnan().to(self._device), math.nan))
-        self._is_positive.append((targets > 0).to(self._device))
         self._weights.append(_weights_of(len(scores), weights, self._device))
+        self._scores.append(_without_missing(values, targets.to(self._device), self._weights[-1]))
+        self._is_positive.append((targets > 0).to(self._device))
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device).expand(len(scores))  # which take no memory
         self._groups.append(zeros if groups is None else groups.to(self._device, torch.int64, copy=True))
 
@@ -247,7 +248,8 @@ class _ErrorMetrics(MeanMetrics):
         """Add samples of this rank: scores and targets [n, num_tasks], of any dtype, and weights as of `BinaryAUC`."""
         _check_scores(scores, targets, len(self._suffixes))
         scores, targets = (values.detach().to(self._device, torch.float64) for values in (scores, targets))
-        scores = scores.masked_fill(targets.isnan(), math.nan)
+        scores = _without_missing(scores, targets, _weights_of(len(scores), weights, self._device))
+        targets = targets.masked_fill(targets.isnan(), 0)
         self.add_terms(torch.cat([term(scores, targets) for term in self._terms.values()], dim=1), weights)
 
 
@@ -318,6 +320,12 @@ def _check_scores(scores: Tensor, targets: Tensor, num_tasks: int) -> None:
             f"scores and targets must be [n, {num_tasks}], got scores {list(scores.shape)} "
             f"and targets {list(targets.shape)}"
         )
+
+
+def _without_missing(scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Return scores that are NaN where targets are, but 0 where these have no weight, because they are missing."""
+    is_nan = targets.isnan()
+    return scores.masked_fill(is_nan, math.nan).masked_fill(is_nan & (weights == 0)[:, None], 0)
 
 
 def _sort(scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -252,9 +252,12 @@ class SequenceBatch(JaggedBatch):
     labels: KeyedJaggedTensor | None = None
     """int64; key `label`: the actions of the candidates, or of the history, or another column of these events."""
     targets: KeyedJaggedTensor | None = None
-    """float32; key `target`: the column `LoaderConfig.target` of these events."""
+    """float32; key `target`: the column `LoaderConfig.target` of these events, NaN where it is missing."""
     weights: KeyedJaggedTensor | None = None
-    """float32; key `weight`: of each loss token."""
+    """float32; key `weight`: of each label or target, 0 where the target is missing."""
+    known: KeyedJaggedTensor | None = None
+    """int64; key `known`: of each target that is not missing, its place among those of its sample. None: the column has
+    no missing values."""
     negatives: KeyedJaggedTensor | None = None
     """int64; key `item_id`: equally many of each sample; see `Negatives`."""
     log_q: KeyedJaggedTensor | None = None
@@ -268,7 +271,12 @@ class SequenceBatch(JaggedBatch):
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
     def loss_key(self) -> LossKey | None:
-        """Return the key of labels, else of targets, else of the item ids, each predicted from the one before."""
+        """Return the key of known targets where some may be missing, else that of all that are predicted.
+
+        These are labels, else targets, else item ids, each predicted from the one before.
+        """
+        if self.known is not None:
+            return LossKey("known", "known")
         if self.labels is None and self.targets is None:
             return LossKey("features", "item_id", skip=1)
         return LossKey("targets", "target") if self.labels is None else LossKey("labels", "label")

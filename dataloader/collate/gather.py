@@ -155,6 +155,15 @@ def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> Ke
     return KeyValues(name, begins, sizes, max_size, is_of_user=True)
 
 
+def find_known(groups: Sequence[StoreRows], values: KeyValues, *, has_places: bool) -> KeyValues:
+    """Find the places of those of each sample's floats that are not missing, or only how many they are."""
+    counts, begins = np.empty_like(values.sizes), np.cumsum(values.sizes) - values.sizes
+    places = np.empty(values.sizes.sum() if has_places else 0, dtype=np.int64)
+    for store, _, samples in groups:
+        _find_known(values.elements(store), samples, values.begins, values.sizes, begins, counts, places)
+    return KeyValues("", begins, counts, values.max_size, array=places)
+
+
 class Gathered(NamedTuple):
     """The values of some keys in G batches, one after the other; views of them; the longest row of each key: [G, K]."""
 
@@ -259,6 +268,26 @@ def _repeat_elements(
 ) -> None:
     for sample in sample_indices:
         out[out_begins[sample] : out_begins[sample] + sizes[sample]] = column[begins[sample]]
+
+
+@compiled
+def _find_known(
+    column: NDArray[np.floating],
+    sample_indices: Ints,
+    begins: Ints,
+    sizes: Ints,
+    out_begins: Ints,
+    counts: Ints,
+    out: Ints,
+) -> None:
+    for sample in sample_indices:
+        count = 0
+        for index in range(sizes[sample]):
+            if not np.isnan(column[begins[sample] + index]):
+                if len(out):
+                    out[out_begins[sample] + count] = index
+                count += 1
+        counts[sample] = count
 
 
 @compiled

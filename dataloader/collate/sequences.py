@@ -18,15 +18,16 @@ from evenrank.dataloader.collate.gather import (
     SampleLengths,
     StoreRows,
     find_context,
+    find_known,
     find_spans,
     gather,
     pad_rows,
 )
 from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler
-from evenrank.datasets.schema import ACTION, FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID
+from evenrank.datasets.schema import ACTION, FLOAT, FLOAT_OR_MISSING, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.datasets.store import SequenceStore
 
-LABEL, TARGET, WEIGHT = "label", "target", "weight"
+LABEL, TARGET, WEIGHT, KNOWN = "label", "target", "weight", "known"
 _FLOAT_FIELDS = ("float_features", "targets", "weights", LOG_Q)
 Fields = dict[str, dict[str, KeyValues]]  # by field of the batch, in its order, and key
 
@@ -81,26 +82,26 @@ class Collate(ABC, Generic[Batch]):
         num_samples = len(sample_ids)
         spans, jagged = self._find(groups, num_samples, DrawKey(seed, epoch, sample_ids))
         fields: dict[str, Sequence[Any]] = {}
+        values: dict[str, NDArray[Any]] = {}
         longest = []
         for field, keys in jagged.items():
             gathered = gather(groups, keys, batch_size, num_batches, FLOAT if field in _FLOAT_FIELDS else "int64")
-            if field == "labels":
-                self._finish_labels(gathered.values)
-            fields[field] = gathered.tensors
+            fields[field], values[field] = gathered.tensors, gathered.values
             longest.append(gathered.max_lengths)
-        if (predicted := jagged.get("labels") or jagged.get("targets")) is None:
+        self._finish(values)
+        if (predicted := jagged.get("known") or jagged.get("labels") or jagged.get("targets")) is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
             loss_lengths = np.maximum(jagged["features"][ITEM_ID].lengths - 1, 0)
         else:
-            (loss_lengths,) = (values.lengths for values in predicted.values())
+            (loss_lengths,) = (of_key.lengths for of_key in predicted.values())
         loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
         for name, column in self._dense_columns(groups, spans).items():
             fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
         fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
-        of_keys = {(field, key): values for field, keys in jagged.items() for key, values in keys.items()}
+        of_keys = {(field, key): of_key for field, keys in jagged.items() for key, of_key in keys.items()}
         names = name_keys(tuple(of_keys))
         max_lengths = [dict(zip(names, of_batch, strict=True)) for of_batch in np.concatenate(longest, axis=1).tolist()]
-        limits = {name: values.length_limit for name, values in zip(names, of_keys.values(), strict=True)}
+        limits = {name: of_key.length_limit for name, of_key in zip(names, of_keys.values(), strict=True)}
         limits = {name: limit for name, limit in limits.items() if limit is not None}
         return [
             self._batch_type(
@@ -136,8 +137,8 @@ class Collate(ABC, Generic[Batch]):
         """Return the fields that are the same in all batches, by name."""
         return {}
 
-    def _finish_labels(self, values: NDArray[np.int64]) -> None:
-        """Change the gathered labels in place."""
+    def _finish(self, values: Mapping[str, NDArray[Any]]) -> None:
+        """Change the gathered values, of all batches by field, in place."""
 
     def _find(
         self, groups: Sequence[StoreRows], num_samples: int, key: DrawKey | None = None
@@ -186,6 +187,10 @@ class SequenceCollate(Collate[SequenceBatch]):
         _check_known("integer events for label", [self.label] if self.label else (), integers)
         _check_known("events for target", [self.target] if self.target else (), events)
         _check_known("events or float feature for weight", [self.weight] if self.weight else (), [*events, *floats])
+        if self.weight and store.manifest.extra_events.get(self.weight) == FLOAT_OR_MISSING:
+            raise ConfigError(
+                f"weight {self.weight!r} may be missing in the dataset; declare it with =FILL or =drop there"
+            )
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows with fewer events than candidates or, if rows have numbers of targets, those with none."""
@@ -224,6 +229,8 @@ class SequenceCollate(Collate[SequenceBatch]):
                 rows = find_context(groups, self.weight, len(begins)).begins
                 values = values._replace(begins=rows, is_of_user=True, is_repeated=True)
             fields["weights"] = {WEIGHT: values}
+        if self.target and groups[0].store.manifest.extra_events.get(self.target) == FLOAT_OR_MISSING:
+            fields["known"] = {KNOWN: find_known(groups, fields["targets"][TARGET], has_places=key is not None)}
         if self.sampler is not None:
             fields |= self.sampler.values(groups, begins, spans.ends, max_size, key)
         return fields
@@ -237,9 +244,11 @@ class SequenceCollate(Collate[SequenceBatch]):
         # Items are predicted from their predecessors, which the first one lacks.
         return np.minimum(spans.begins + 1, spans.ends), max(self.max_history_length - 1, 0)
 
-    def _finish_labels(self, values: NDArray[np.int64]) -> None:
-        if self.num_tasks > 1:
-            values &= (1 << self.num_tasks) - 1
+    def _finish(self, values: Mapping[str, NDArray[Any]]) -> None:
+        if self.num_tasks > 1 and "labels" in values:
+            values["labels"] &= (1 << self.num_tasks) - 1
+        if "known" in values and "weights" in values:
+            values["weights"][np.isnan(values["targets"])] = 0
 
     def _dense_columns(self, groups: Sequence[StoreRows], spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         return {"num_candidates": spans.ends - spans.history_ends, **Collate._dense_columns(self, groups, spans)}

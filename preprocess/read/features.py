@@ -21,7 +21,7 @@ from evenrank.preprocess.read.values import (
     CASTS,
     MISSING_NUMBERS,
     MISSING_TEXTS,
-    as_float32,
+    as_declared,
     check_json_keys,
     id_checks,
     id_texts,
@@ -69,7 +69,7 @@ def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
     for column in file.columns:
         value = pl.col(column.name)
         if column.dtype == FLOAT:
-            value, of_column = as_float32(table, column.name, 0, "scale it down")
+            value, of_column = as_declared(table, column, "scale it down")
             checks |= of_column
         selected.append(value.alias(column.name))
     raw = table.read_distinct(name, selected, checks)

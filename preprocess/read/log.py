@@ -4,27 +4,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import polars as pl
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
-from evenrank.preprocess.log_config import KEEP, LogColumn, TabularConfig, parse_action_map, parse_column
+from evenrank.preprocess.log_config import KEEP, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
-from evenrank.preprocess.read.table import FAULT, Dropped, EventPart, Events, Piece, Table
+from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table
 from evenrank.preprocess.read.tabular import open_table
-from evenrank.preprocess.read.times import (
-    MAX_TIMESTAMP_MS,
-    PER_SECOND,
-    UNITS,
-    decide_unit,
-    least_ms,
-    time_hints,
-    timestamp_ms,
-)
+from evenrank.preprocess.read.times import PER_SECOND, as_time, decide_unit, least_ms
 from evenrank.preprocess.read.values import (
-    as_float32,
+    Checked,
+    as_declared,
     as_integer,
     as_number,
     check_json_keys,
@@ -32,7 +26,6 @@ from evenrank.preprocess.read.values import (
     id_checks,
     id_kinds,
     integer_bits,
-    is_missing,
     number_hints,
     raw_id,
     with_ids,
@@ -40,9 +33,6 @@ from evenrank.preprocess.read.values import (
 
 _MAX_ACTION = 2**31 - 1
 _PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars
-
-Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
-Described = tuple[list[pl.Expr], dict[str, pl.Expr]]  # columns and their checks
 
 
 def read_tabular(
@@ -70,24 +60,24 @@ def read_tabular(
         log_bytes=sum(path.stat().st_size for path in files),
     )
     tables = [with_ids(opener(path, folders=file.folders), *columns.values()) for path, file in files.items()]
-    if config.timestamp_unit not in ("auto", "row"):
-        dtype = tables[0].dtypes[config.timestamp_column]
-        if all(table.dtypes[config.timestamp_column].is_temporal() for table in tables):
-            column = f"{config.timestamp_column}, which is of type {dtype}"
-            raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
+    elif config.timestamp_unit != "row":
+        types = [table.dtypes[config.timestamp_column] for table in tables]
+        if all(dtype.is_temporal() for dtype in types):
+            column = f"{config.timestamp_column}, which is of type {types[0]}"
+            raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
     check_json_keys(tables, [column.name for column in config.extra_columns if column[2:] != (None, False)])
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
     judged = {name: column for name, column in columns.items() if name not in fixed}
-    reading = _Rows(config=config, first_ms=first_ms, is_row=rules[ITEM_ID] == KEEP)
-    found = id_kinds(tables, judged, lambda table: reading.values(table)[1])
+    reading = _Rows(config=config, ids=columns, first_ms=first_ms, is_row=rules[ITEM_ID] == KEEP)
+    found = id_kinds(tables, judged, lambda table: reading.describe(table).of_values)
     kinds = {name: fixed.get(name) or found[name] for name in columns}
     may_differ = [name for name in columns if kinds[name] != "text" and (name in known or rules[name] != KEEP)]
     guessed = {name: columns[name] for name in may_differ}
-    reading = replace(reading, kinds=kinds, guessed=guessed)
+    reading = replace(reading, kinds=kinds, guessed=guessed, described={})
     others = [file.path for file in config.feature_files.values()]
     names = [*((path, file.source) for path, file in files.items()), *((path, path.name) for path in others)]
 
@@ -117,46 +107,56 @@ def read_tabular(
     )
 
 
+class _Described(NamedTuple):
+    columns: list[pl.Expr]
+    checks: dict[str, pl.Expr]
+    of_values: dict[str, pl.Expr]  # the checks of all columns but ids
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
     """How the rows of a log become events."""
 
     config: TabularConfig
+    ids: Mapping[str, str]  # columns
     first_ms: Mapping[str, int]
     is_row: bool  # whether ids of items are rows of a table
     kinds: Mapping[str, IdKind] = field(default_factory=dict)  # of ids, once they are known
     guessed: Mapping[str, str] = field(default_factory=dict)  # columns of ids that may turn out to be of another kind
-    valued: dict[object, Described] = field(default_factory=dict)  # by types: files are many, types few
-    described: dict[object, Described] = field(default_factory=dict)
+    described: dict[object, _Described] = field(default_factory=dict)  # by types: files are many, types few
 
-    def values(self, table: Table) -> Described:
-        """Return all columns of events besides the ids, and their checks."""
+    def describe(self, table: Table) -> _Described:
+        """Return the columns of events and their checks, without ids as long as their kinds are not known."""
         types = tuple(table.dtypes.items())
-        if types not in self.valued:
-            self.valued[types] = _values(self.config, table)
-        return self.valued[types]
-
-    def describe(self, table: Table) -> Described:
-        """Return all columns of events, and their checks."""
-        types = tuple(table.dtypes.items())
-        if types not in self.described:
-            config, columns = self.config, {USER_ID: self.config.user_column, ITEM_ID: self.config.item_column}
-            values, checks = self.values(table)
-            for name, column in columns.items():
-                is_row = name == ITEM_ID and self.is_row
-                checks = checks | id_checks(table, column, self.kinds[name], is_row=is_row)
-            late = {f"{config.timestamp_column} {why}": values[1] >= least for why, least in self.first_ms.items()}
-            ids = (raw_id(table, column, self.kinds[name]).alias(name) for name, column in columns.items())
-            self.described[types] = [*ids, *values], checks | late
+        if types in self.described:
+            return self.described[types]
+        config, time, of_time = self.config, pl.lit(0, dtype=pl.Int64).alias(TIMESTAMP_MS), dict[str, pl.Expr]()
+        if config.timestamp_unit != "row":
+            time, of_time = as_time(table, config.timestamp_column, config.timestamp_unit)
+        action, of_action = _action(config, table)
+        values, of_values = [action.cast(pl.Int32, strict=False).alias(ACTION), time], of_time | of_action
+        for extra in config.extra_columns:
+            value, of_column = as_declared(table, extra)
+            values.append(value)
+            of_values |= of_column
+            if config.weight and extra == parse_column(config.weight, is_feature=False):
+                of_values[f"{extra.name} is a negative weight"] = value >= 0
+        ids, checks = [], of_values
+        for name, kind in self.kinds.items():
+            ids.append(raw_id(table, self.ids[name], kind).alias(name))
+            checks = checks | id_checks(table, self.ids[name], kind, is_row=name == ITEM_ID and self.is_row)
+        late = {f"{config.timestamp_column} {why}": time >= least for why, least in self.first_ms.items()}
+        self.described[types] = _Described([*ids, *values], checks | late, of_values)
         return self.described[types]
 
     def read(self, table: Table, piece: Piece) -> Iterator[Events]:
         """Yield the events of a piece of a file."""
         for rows in table.read(_numbers(self.config, self.kinds), piece):
             typed = replace(table, dtypes=rows.frame.schema)
-            events = rows.check(*self.describe(typed))
+            columns, checks, of_values = self.describe(typed)
+            events = rows.check(columns, checks)
             if len(events.bad):
-                passing = rows.frame.filter(pl.col(FAULT).is_null(), *self.values(typed)[1].values())
+                passing = rows.frame.filter(pl.col(FAULT).is_null(), *of_values.values())
                 check_kinds(typed, passing, self.guessed, self.kinds)
             yield events
 
@@ -168,27 +168,8 @@ def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl
     is_text[config.timestamp_column] = config.timestamp_unit not in PER_SECOND
     is_text |= dict.fromkeys(config.action_columns, config.action_map.startswith("values:"))
     numbers = {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
-    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype == "float32"}
+    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype != "int64"}
     return {name: dtype for name, dtype in numbers.items() if not is_text.get(name)}
-
-
-def _values(config: TabularConfig, table: Table) -> Described:
-    """Return all columns of events besides the ids, and their checks."""
-    action, checks = _action(config, table)
-    time = pl.lit(0, dtype=pl.Int64)
-    if config.timestamp_unit != "row":
-        time = timestamp_ms(table, config.timestamp_column, config.timestamp_unit)
-        reason = f"{config.timestamp_column} is not a time in {UNITS[config.timestamp_unit]} up to the year 9999"
-        hints = time_hints(table, config.timestamp_column, config.timestamp_unit)
-        checks = hints | {reason: time.is_between(0, MAX_TIMESTAMP_MS)} | checks
-    columns = [action.cast(pl.Int32, strict=False).alias(ACTION), time.alias(TIMESTAMP_MS)]
-    for extra in config.extra_columns:
-        value, of_column = _event_column(table, extra)
-        columns.append(value)
-        checks |= of_column
-        if config.weight and extra == parse_column(config.weight, is_feature=False):
-            checks[f"{extra.name} is a negative weight"] = value >= 0
-    return columns, checks
 
 
 def _num_actions(config: TabularConfig) -> int | None:
@@ -204,10 +185,9 @@ def _action(config: TabularConfig, table: Table) -> Checked:
     if not config.action_columns or action_map == "float":
         return pl.lit(0), {}
     if len(config.action_columns) > 1:
-        flags = [_flag(table, name) for name in config.action_columns]
-        bits = pl.sum_horizontal(flag * (1 << bit) for bit, flag in enumerate(flags))
-        names = zip(config.action_columns, flags, strict=True)
-        return bits, {f"{name} is not 0 or 1": flag.is_between(0, 1) for name, flag in names}
+        flags = {name: _flag(table, name) for name in config.action_columns}
+        bits = pl.sum_horizontal(flag * (1 << bit) for bit, flag in enumerate(flags.values()))
+        return bits, {f"{name} is not 0 or 1": flag.is_between(0, 1) for name, flag in flags.items()}
     (name,) = config.action_columns
     if action_map == "values":
         position = dict(zip(values, range(len(values)), strict=True))
@@ -232,20 +212,3 @@ def _flag(table: Table, name: str) -> pl.Expr:
         return as_integer(table, name)
     values = {"0": 0, "1": 1, "false": 0, "true": 1}
     return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
-
-
-def _event_column(table: Table, column: LogColumn) -> Checked:
-    name, is_float, checks = column.name, column.dtype == "float32", dict[str, pl.Expr]()
-    typed, fill = name if is_float else f"{name}:int", 0 if column.drops_missing else column.fill
-    if fill is None:
-        reason = f"{name} is missing; declare a value instead, such as {typed}=0, or {typed}=drop"
-        checks[reason] = ~is_missing(table, name)
-    if column.drops_missing:
-        checks[Dropped(name)] = ~is_missing(table, name)
-    if is_float:
-        value, of_number = as_float32(table, name, fill, f"declare {name}:int")
-        return value, checks | of_number
-    missing, number = pl.lit(fill, dtype=pl.Int64), as_integer(table, name)
-    value = pl.when(is_missing(table, name)).then(missing).otherwise(number).alias(name)
-    hints = number_hints(table, name)
-    return value, checks | hints | {f"{name} is not an integer in -2^63..2^63-1": value.is_not_null()}

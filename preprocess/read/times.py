@@ -6,9 +6,10 @@ import numpy as np
 import polars as pl
 
 from evenrank.core.errors import DataError
+from evenrank.datasets.schema import TIMESTAMP_MS
 from evenrank.preprocess.log_config import TimestampUnit
 from evenrank.preprocess.read.table import Hint, Table
-from evenrank.preprocess.read.values import as_integer, integer_bits, number_hints
+from evenrank.preprocess.read.values import Checked, as_integer, integer_bits, number_hints
 
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999
@@ -112,16 +113,18 @@ def timestamp_ms(table: Table, column: str, unit: TimestampUnit) -> pl.Expr:
     return as_integer(table, column) // (PER_SECOND[unit] // 1000)
 
 
-def time_hints(table: Table, column: str, unit: TimestampUnit) -> dict[str, pl.Expr]:
-    """Return the checks that tell why a text is no time of a unit."""
+def as_time(table: Table, column: str, unit: TimestampUnit) -> Checked:
+    """Return the times of a column, with hints why a text is none of this unit."""
+    time, hints = timestamp_ms(table, column, unit), dict[str, pl.Expr]()
     if unit in PER_SECOND:
-        return number_hints(table, column)
-    if unit != "iso" or table.dtypes[column] != pl.String:
-        return {}
-    zone = pl.col(column).str.extract(_CLOCK_AND_ZONE)
-    is_known = zone.str.contains(f"^{_ZONE}?$") | ~zone.str.contains("[A-Za-z+-]")
-    remedy = "write UTC, or an offset such as +02:00"
-    return {Hint(f"{column} has a time zone that cannot be read; {remedy}"): is_known.fill_null(True)}
+        hints = number_hints(table, column)
+    elif unit == "iso" and table.dtypes[column] == pl.String:
+        zone = pl.col(column).str.extract(_CLOCK_AND_ZONE)
+        is_known = zone.str.contains(f"^{_ZONE}?$") | ~zone.str.contains("[A-Za-z+-]")
+        reason = f"{column} has a time zone that cannot be read; write UTC, or an offset such as +02:00"
+        hints = {Hint(reason): is_known.fill_null(True)}
+    reason = f"{column} is not a time in {UNITS[unit]} up to the year 9999"
+    return time.alias(TIMESTAMP_MS), hints | {reason: time.is_between(0, MAX_TIMESTAMP_MS)}
 
 
 def _iso_ms(text: pl.Expr) -> pl.Expr:

@@ -13,8 +13,9 @@ from typing import Any
 import polars as pl
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import IdKind
-from evenrank.preprocess.read.table import FAULT, Hint, Piece, Rows, Table, Types, show_column
+from evenrank.datasets.schema import FLOAT_OR_MISSING, IdKind
+from evenrank.preprocess.log_config import LogColumn
+from evenrank.preprocess.read.table import FAULT, Dropped, Hint, Piece, Rows, Table, Types, show_column
 
 INTEGERS: Mapping[IdKind, pl.DataType] = {"int64": pl.Int64(), "uint64": pl.UInt64()}
 # Of types that text files do not have. A column without values, whose type is Null, has integers that are missing.
@@ -29,6 +30,8 @@ _FLOAT = r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]*(?:[eE]\+?[0-9]+)?|[eE]\+[0-9]+)$"
 # Floats represent all integers of so many bits; from 2^bits on they are rounded.
 _FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 _SAMPLED_ROWS = 1000
+
+Checked = tuple[pl.Expr, dict[str, pl.Expr]]  # a column, and its checks by the reason to report where they fail
 
 
 def id_texts(texts: pl.Series) -> tuple[pl.Series, pl.Series]:
@@ -172,14 +175,26 @@ def number_hints(table: Table, column: str) -> dict[str, pl.Expr]:
     return {Hint(f"{column} has a decimal comma; write a decimal point"): ~has_comma}
 
 
-def as_float32(table: Table, column: str, fill: float | None, remedy: str) -> tuple[pl.Expr, dict[str, pl.Expr]]:
-    """Return a number as Float32, or `fill` if it is missing, and its checks by the reason to report if they fail."""
-    number = pl.when(is_missing(table, column)).then(fill).otherwise(as_number(table, column)).cast(pl.Float32)
-    checks = number_hints(table, column) | {f"{column} is not a finite float32": number.is_finite()}
-    if table.dtypes[column] != pl.Float32:
-        reason = f"{column} is 2^24 or more, where float32 rounds integers; {remedy}"
-        checks[reason] = number.abs() < 1 << _FLOAT_BITS["Float32"]
-    return number.alias(column), checks
+def as_declared(table: Table, column: LogColumn, remedy: str = "") -> Checked:
+    """Return a column of numbers as it is declared; `remedy` is that of integers which float32 would round."""
+    (name, dtype, fill, _), missing, checks = column, is_missing(table, column.name), dict[str, pl.Expr]()
+    if column.drops_missing:
+        checks[Dropped(name)], fill = ~missing, 0
+    if fill is None:
+        typed = f"{name}:int" if dtype == "int64" else name
+        reason = f"{name} is missing; declare a value instead, such as {typed}=0, {typed}=drop or {name}:float?"
+        checks[reason] = ~missing
+    checks |= number_hints(table, name)
+    if dtype == "int64":
+        value = pl.when(missing).then(pl.lit(fill, dtype=pl.Int64)).otherwise(as_integer(table, name)).alias(name)
+        return value, checks | {f"{name} is not an integer in -2^63..2^63-1": value.is_not_null()}
+    value = pl.when(missing).then(fill).otherwise(as_number(table, name)).cast(pl.Float32).alias(name)
+    checks[f"{name} is not a finite float32"] = ~value.is_infinite()
+    if table.dtypes[name] != pl.Float32:
+        reason = f"{name} is 2^24 or more, where float32 rounds integers; {remedy or f'declare {name}:int'}"
+        is_exact = value.abs() < 1 << _FLOAT_BITS["Float32"]
+        checks[reason] = missing | is_exact if dtype == FLOAT_OR_MISSING else is_exact  # NaN is above all numbers
+    return value, checks
 
 
 def integer_bits(dtype: pl.DataType) -> int:

@@ -1,5 +1,6 @@
 import gc
 import json
+import math
 import random
 import shutil
 import tracemalloc
@@ -319,6 +320,18 @@ def test_ids_of_events_besides_those_of_items_are_not_negative_either() -> None:
     assert len(rows_of_table(wrong, MANIFEST, "here")) == 3
     with pytest.raises(DataError, match=r"here: column 'dwell' \(dwell\) must have integers, from 0 if they are ids"):
         rows_of_table(wrong, manifest, "here")
+
+
+def test_values_that_may_be_missing_are_null_or_nan() -> None:
+    sizes = {"item_id": 9}
+    table = pa.table({"item_id": [[1, 2, 3]], "price": [[0.5, None, math.nan]]})
+    stored = rows_of_table(table, describe_log(sizes, extra_events={"price": "float32?"}), "here")
+    np.testing.assert_array_equal(stored.events["price"], np.array([0.5, math.nan, math.nan], np.float32))
+    with pytest.raises(DataError, match=r"here: column 'price' \(price\) has nan, not finite"):
+        rows_of_table(table, describe_log(sizes, extra_events={"price": "float32"}), "here")
+    table = table.set_column(1, "price", [[[0.5, math.inf, math.nan]]])
+    with pytest.raises(DataError, match=r"here: column 'price' \(price\) has inf, not finite"):
+        rows_of_table(table, describe_log(sizes, extra_events={"price": "float32?"}), "here")
 
 
 def test_logs_that_cannot_be_opened_are_refused(tmp_path: Path, s3: S3, rich_dataset: Path) -> None:

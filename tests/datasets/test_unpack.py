@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evenrank.core.errors import DataError
+from evenrank.datasets.schema import read_manifest
 from evenrank.datasets.store import SequenceStore, open_store
 from evenrank.datasets.stream import open_stream
 from evenrank.datasets.unpack import ColumnWriter, map_column
@@ -160,6 +161,27 @@ def test_a_wrong_value_of_a_float_or_of_several_ids_is_refused(
     for read in (open_store, lambda path: open_stream(path, "train").read(0, len(pq.read_table(path / "train")))):
         with pytest.raises(DataError, match=message):
             read(dataset)
+
+
+@pytest.mark.parametrize(("value", "fault"), [(math.nan, None), (math.inf, "'price' has infinite values; preprocess")])
+def test_a_value_that_may_be_missing_is_nan(
+    rich_dataset: Path, tmp_path: Path, value: float, fault: str | None
+) -> None:
+    dataset = copy_dataset(rich_dataset, tmp_path / "data")
+    first = pq.read_table(dataset / "train")["length"].to_pylist().index(1)
+
+    def change(table: pa.Table) -> pa.Table:
+        prices = table["price"].to_pylist()
+        prices[first] = [value]
+        return set_columns({"price": pa.array(prices, table.schema.field("price").type)})(table)
+
+    change_table(dataset, change, extra_events={**read_manifest(dataset).extra_events, "price": "float32?"})
+    if fault is not None:
+        with pytest.raises(DataError, match=fault):
+            open_store(dataset)
+    else:
+        store = open_store(dataset)
+        assert np.flatnonzero(np.isnan(store.events["price"])).tolist() == [store.offsets[first]]
 
 
 @pytest.mark.parametrize(

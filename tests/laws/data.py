@@ -1,5 +1,6 @@
 """The data of all kinds of loader, and what the samples of each are, from the files alone."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -50,11 +51,15 @@ def make_data(out: Path) -> Path:
         for name in lists:
             columns[name][row] = []
         columns["length"][row] = 0
+    for row, prices in enumerate(columns["price"]):
+        prices[row % 4 :: 3] = [math.nan] * len(prices[row % 4 :: 3])  # also of all targets of some
     columns["price"][0][0] = -0.0  # which equals 0.0
     types = {name: table.schema.field(name).type for name in columns}
     changed = set_columns({name: pa.array(values, types[name]) for name, values in columns.items()})(table)
     pq.write_table(changed, made / "train" / "part-00000.parquet")
     pq.write_table(requests.filter(~np.isin(requests["user_id"].to_numpy(), users)), made / "requests.parquet")
+    extra = {**read_manifest(made).extra_events, "price": "float32?"}
+    write_manifest(replace(read_manifest(made), extra_events=extra), made)
     write_in_parts(made, out, rows_per_file=20, rows_per_group=6)
     log = copy_dataset(out, out.with_name("log"))
     contextual = {name: dtype for name, dtype in read_manifest(log).contextual.items() if name != "tags"}
@@ -87,14 +92,16 @@ class Rows(NamedTuple):
             "num_candidates": np.int64(num_candidates),
         }
         if "share" in ids:
+            prices = events["price"][labelled].astype(np.float32)
             values |= {
                 "features.user_id": np.int64(ids["user_id"][row]),
                 "features.segment": np.int64(ids["segment"][row]),
                 "float_features.share": np.float32(ids["share"][row]),
                 "float_features.price": events["price"][begin:targets].astype(np.float32),
                 "labels.label": events["dwell"][labelled].astype(np.int64),
-                "targets.target": events["price"][labelled].astype(np.float32),
-                "weights.weight": np.full(labelled.stop - labelled.start, ids["share"][row], dtype=np.float32),
+                "targets.target": prices,
+                "weights.weight": np.float32(ids["share"][row]) * ~np.isnan(prices),
+                "known.known": np.flatnonzero(~np.isnan(prices)),
             }
         if "tags" in ids and "tags" not in self.left_out:
             values["features.tags"] = np.array(ids["tags"][row], dtype=np.int64)

@@ -40,7 +40,7 @@ def write_days(
 ) -> list[Path]:
     paths = []
     for number, events in enumerate(days):
-        rows = [f"{user}{u},{i},{BEGIN + number * DAY + t},{a},{a / 7}\n" for u, i, t, a in events]
+        rows = [f"{user}{u},{i},{BEGIN + number * DAY + t},{a},{a / 7 if a else ''}\n" for u, i, t, a in events]
         paths.append(folder / name.format(number))
         paths[-1].parent.mkdir(exist_ok=True)
         paths[-1].write_text("user,item,time,action,price\n" + "".join(["bad row\n"] * bad_rows + rows))
@@ -60,7 +60,7 @@ def run(out: Path | str, *paths: Path, **options: Any) -> list[str]:
         item_column="item",
         timestamp_column="time",
         action_columns=("action",),
-        event_columns=("price",),
+        event_columns=("price:float?",),
         context=folder / "users.csv",
         context_columns=("city",),
         item_features=folder / "items.csv",

@@ -40,13 +40,16 @@ def _bytes_in(folder: Path) -> dict[str, bytes]:
 
 def _configs(folder: Path) -> Iterator[PreprocessConfig]:
     rows = [(f"user {event % 37}", event * event % 53, 1_600_000_000 + event * 7 % 9999) for event in range(3000)]
-    (folder / "log.csv").write_text("user,item,time\n" + "".join("{},{},{}\n".format(*row) for row in rows) + "bad\n")
+    lines = [f"{u},{i},{t},{t % 7 or ''}\n" for u, i, t in rows]
+    (folder / "log.csv").write_text("user,item,time,rating\n" + "".join(lines) + "bad\n")
     (folder / "later.csv").write_text("user,item,time\n" + "".join(f"{u},{i + 9},{t + 10**5}\n" for u, i, t in rows))
     names: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     log = PreprocessConfig(
         dataset="custom",
         out=folder / "log",
-        custom=TabularConfig(events=(Path("log.csv"),), **names),  # relative to the folder of this process alone
+        custom=TabularConfig(
+            events=(Path("log.csv"),), label="rating:float?", **names
+        ),  # relative to the folder of this process alone
         ids="dense",
         filters=Filters(min_user_events=2, min_item_events=40, window=20, stride=10),
         split="time:last:1h",

@@ -169,6 +169,23 @@ def test_a_score_or_target_that_is_nan_makes_metrics_nan(score: float, target: f
     }
 
 
+@pytest.mark.parametrize("score", [math.nan, 0.5])
+def test_missing_targets_of_weight_0_count_for_nothing(score: float) -> None:
+    scores, targets = torch.tensor([[0.3], [score], [0.1], [0.7]]), torch.tensor([[0.0], [math.nan], [1.0], [2.0]])
+    is_known = ~targets.isnan()[:, 0]
+
+    def compute(*samples: Tensor) -> list[float]:
+        auc, others = BinaryAUC(), (ClassificationMetrics(), RegressionMetrics())
+        for metric in (auc, *others):
+            metric.update(*samples)
+        of_others = [value for metric in others for value in metric.compute().values()]
+        return [*auc.compute(), *auc.compute_grouped(), *of_others]
+
+    weights = torch.tensor([0.5, 0.0, 1.0, 2.0])
+    assert compute(scores, targets, weights) == compute(*(part[is_known] for part in (scores, targets, weights)))
+    assert compute(scores, targets, is_known) == compute(scores[is_known], targets[is_known])
+
+
 Samples = tuple[Tensor, Tensor, Tensor]  # scores, targets, places
 
 

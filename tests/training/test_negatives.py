@@ -22,6 +22,8 @@ def test_the_mask_is_that_of_plain_loops(small_dataset: Path, num_candidates: in
         ]
         mask = in_batch_mask(batch)
         assert mask.tolist() == [[other not in rows[row] for _, other in targets] for row, _ in targets]
+        if num_candidates:  # of which some may be no loss tokens, because something else of them is missing
+            assert torch.equal(in_batch_mask(batch.replace(loss_tokens=0)), mask)
         seen |= {*mask.flatten().tolist()}
     assert seen == {True, False}
 

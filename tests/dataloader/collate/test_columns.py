@@ -153,3 +153,11 @@ def test_the_loss_tokens_are_those_of_targets_where_there_are_no_labels() -> Non
 def test_a_column_that_the_dataset_lacks_is_named_with_those_it_has(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoaderConfig(batch_size=1, **options).make_collate().check(_store([(4, 0)]))
+
+
+def test_a_weight_that_may_be_missing_is_refused() -> None:
+    store = _store([(4, 0)])
+    store = replace(store, manifest=replace(store.manifest, extra_events={"price": "float32?"}))
+    LoaderConfig(batch_size=1, target="price", extra_events=("price",)).make_collate().check(store)
+    with pytest.raises(ConfigError, match="weight 'price' may be missing in the dataset; declare it with =FILL or"):
+        LoaderConfig(batch_size=1, weight="price").make_collate().check(store)

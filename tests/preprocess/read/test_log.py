@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -575,8 +576,8 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     assert [row.reason for row in read_part(part).bad] == [
         "price is not a finite float32",
         "dwell is not an integer in -2^63..2^63-1",
-        "w is missing; declare a value instead, such as w=0, or w=drop",
-        "w is missing; declare a value instead, such as w=0, or w=drop",
+        "w is missing; declare a value instead, such as w=0, w=drop or w:float?",
+        "w is missing; declare a value instead, such as w=0, w=drop or w:float?",
         "item is missing",
     ]
     assert (interactions.options["weight"], interactions.options["label"]) == ("w:float", "")
@@ -608,7 +609,26 @@ def test_missing_numbers_in_text_are_empty_nan_or_stand_for_null(tmp_path: Path,
     ]
     (part,) = _read(tmp_path, text, event_columns=("price",)).parts
     assert [row.reason for row in read_part(part).bad] == [
-        "price is missing; declare a value instead, such as price=0, or price=drop"
+        "price is missing; declare a value instead, such as price=0, price=drop or price:float?"
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("column", [{"label": "x:float?"}, {"event_columns": ("x:float?",)}, {}])
+def test_missing_numbers_may_stay_missing(tmp_path: Path, suffix: str, column: dict[str, Any]) -> None:
+    values = [1.5, None, -0.0, math.nan, 2.0**24, 0.1]
+    path = tmp_path / f"log.{suffix}"
+    write_table(path, pl.DataFrame({"user": 1, "item": 2, "time": 3, "x": values}))
+    options: dict[str, Any] = column or {"action_columns": ("x:float?",), "action_map": "float"}
+    interactions = read_tabular(_config(path, **options), AUTO, {})
+    assert interactions.extra_events == {"x": "float32?"}
+    (part,) = interactions.parts
+    good = read_part(part).good.get_column("x")
+    assert good.dtype == pl.Float32
+    expected = np.array([1.5, math.nan, -0.0, math.nan, 0.1], np.float32)
+    np.testing.assert_array_equal(good.to_numpy().view(np.int32), expected.view(np.int32))
+    assert [row.reason for row in read_part(part).bad] == [
+        "x is 2^24 or more, where float32 rounds integers; declare x:int"
     ]
 
 
@@ -692,6 +712,17 @@ def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
             "column 'price=16777216' has the fill '16777216', no float below 2",
         ),
         ({"event_columns": ("price=x",)}, "column 'price=x' has the fill 'x', no float"),
+        (
+            {"event_columns": ("n:int?",)},
+            "column 'n:int[?]' has no integer that stands for .*; declare n:float[?], or n:int=FILL or n:int=drop",
+        ),
+        (
+            {"event_columns": ("n:float?=0",)},
+            "'n:float[?]=0' has missing values and something in their place; give one",
+        ),
+        ({"label": "n:float?=drop"}, "'n:float[?]=drop' has missing values and something in their place; give one"),
+        ({"weight": "w:float?"}, "weight must be .* without missing values: give =FILL or =drop, got 'w:float[?]'"),
+        ({"weight": "w:int?"}, "weight must be .* without missing values: give =FILL or =drop, got 'w:int[?]'"),
         ({"event_columns": ("item",)}, "column 'item' is given twice"),
         ({"event_columns": ("action",)}, "'action'"),
         ({"timestamp_unit": "row"}, "give either timestamp_column or timestamp_unit 'row'"),

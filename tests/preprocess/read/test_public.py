@@ -158,7 +158,8 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
         (log_line(play="1.5"), "play_time_ms is not an integer in -2^63..2^63-1"),
         (
             log_line(duration=""),
-            "duration_ms is missing; declare a value instead, such as duration_ms:int=0, or duration_ms:int=drop",
+            "duration_ms is missing; declare a value instead, such as duration_ms:int=0, duration_ms:int=drop or "
+            "duration_ms:float?",
         ),
         (GOOD.rsplit(",", 1)[0], "expected 19 fields, got 18"),
     ],
