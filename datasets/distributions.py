@@ -250,7 +250,7 @@ class Histogram(Settings):
         from evenrank.datasets.store import open_store  # 20 ms, and other distributions read nothing
 
         store = open_store(path, split)
-        columns: dict[str, NDArray[Any]] = {LENGTH: store.lengths, **store.events, **store.rows}
+        columns: dict[str, NDArray[Any]] = {LENGTH: store.lengths, **store.columns}
         if store.num_targets is not None:
             columns[NUM_TARGETS] = store.num_targets
         columns = {name: values for name, values in columns.items() if values.dtype.kind == "i"}

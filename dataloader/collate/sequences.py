@@ -83,11 +83,11 @@ class Collate(ABC, Generic[Batch]):
         fields: dict[str, Sequence[Any]] = {}
         longest = []
         for field, keys in jagged.items():
-            gathered = gather(groups, keys, batch_size, num_batches, FLOAT if field in _FLOAT_FIELDS else "int64")
+            dtype = FLOAT if field in _FLOAT_FIELDS else "int64"
+            values, fields[field], longest_of_keys = gather(groups, keys, batch_size, num_batches, dtype)
+            longest.append(longest_of_keys)
             if field == "labels":
-                self._finish_labels(gathered.values)
-            fields[field] = gathered.tensors
-            longest.append(gathered.max_lengths)
+                self._finish_labels(values)
         if (predicted := jagged.get("labels") or jagged.get("targets")) is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
             loss_lengths = np.maximum(jagged["features"][ITEM_ID].lengths - 1, 0)
@@ -129,7 +129,7 @@ class Collate(ABC, Generic[Batch]):
             return {}
         times = np.empty_like(spans.begins)
         for store, _, samples in groups:
-            times[samples] = store.events[TIMESTAMP_MS][spans.history_ends[samples]]
+            times[samples] = store.columns[TIMESTAMP_MS][spans.history_ends[samples]]
         return {"request_ts_ms": times}
 
     def _shared(self) -> dict[str, Any]:
@@ -179,9 +179,10 @@ class SequenceCollate(Collate[SequenceBatch]):
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
         Collate.check(self, store)
-        events = [name for name in store.events if name != ITEM_ID]
-        integers = [name for name in events if store.events[name].dtype.kind == "i"]
-        floats = [name for name, dtype in store.manifest.contextual.items() if dtype == FLOAT]
+        columns = store.manifest.columns
+        events = {name: dtype for name, kind, dtype, _ in columns if kind == "event" and name != ITEM_ID}
+        integers = [name for name, dtype in events.items() if dtype != FLOAT]
+        floats = [name for name, kind, dtype, _ in columns if kind != "event" and dtype == FLOAT]
         _check_known("extra events", self.extra_events, [name for name in events if name != ACTION])
         _check_known("integer events for label", [self.label] if self.label else (), integers)
         _check_known("events for target", [self.target] if self.target else (), events)
@@ -220,9 +221,9 @@ class SequenceCollate(Collate[SequenceBatch]):
             fields["targets"] = {TARGET: values._replace(column=self.target)}
         if self.weight:
             values = values._replace(column=self.weight)
-            if self.weight in groups[0].store.rows:
+            if self.weight in groups[0].store.manifest.contextual:
                 rows = find_context(groups, self.weight, len(begins)).begins
-                values = values._replace(begins=rows, is_of_user=True, is_repeated=True)
+                values = values._replace(begins=rows, is_repeated=True)
             fields["weights"] = {WEIGHT: values}
         if self.sampler is not None:
             fields |= self.sampler.values(groups, begins, spans.ends, max_size, key)
@@ -253,7 +254,7 @@ def _check_known(kind: str, names: Collection[str], known: Collection[str]) -> N
 
 def check_user_ids(store: SequenceStore) -> None:
     """Raise a DataError if a user id is negative, and so no row of an embedding table; datasets may have such ids."""
-    user_ids = store.rows[USER_ID]
+    user_ids = store.columns[USER_ID]
     if len(user_ids) and (least := int(user_ids.min())) < 0:
         raise DataError(
             f"user_id=True makes user ids a feature, but {store.folder or 'the dataset'} has user {least}; number its "

@@ -36,7 +36,7 @@ def _expand(raw: Path, out: Path, expand: str, **options: Any) -> tuple[Events, 
     manifest = preprocess(config)
     store = open_store(out)
     names = ("item_id", "action", "timestamp_ms")
-    columns = [np.repeat(store.rows["user_id"], store.lengths), *(store.events[name] for name in names)]
+    columns = [np.repeat(store.columns["user_id"], store.lengths), *(store.columns[name] for name in names)]
     return np.stack(columns, axis=1) // [1, 1, 1, 1000], manifest
 
 
@@ -153,7 +153,7 @@ def test_copies_of_users_have_their_features(tmp_path: Path) -> None:
     store = open_store(tmp_path / "out")
     labels = manifest.context_labels["zip_code"]
     zip_codes = {
-        int(user): labels[code] for user, code in zip(store.rows["user_id"], store.rows["zip_code"], strict=True)
+        int(user): labels[code] for user, code in zip(store.columns["user_id"], store.columns["zip_code"], strict=True)
     }
     known = {copy: line[-5:] for user, line in enumerate(users, 1) for copy in (2 * user, 2 * user + 1)}
     assert len(zip_codes) >= 3
