@@ -179,8 +179,9 @@ def _matches_dataset(loader: "Loader[SequenceBatch]", batch: "SequenceBatch") ->
     from evenrank.dataloader import pad_batch
 
     def tensors_of(one: "SequenceBatch") -> list[torch.Tensor]:
-        jagged = [one.features] if one.labels is None else [one.features, one.labels]
-        return [one.sample_ids, one.num_candidates, *(part for kjt in jagged for part in (kjt.values(), kjt.lengths()))]
+        fields = [value for _, value in one.tensors() if value is not None]
+        parts = ([one] if isinstance(one, torch.Tensor) else [one.values(), one.lengths()] for one in fields)
+        return [*chain.from_iterable(parts)]
 
     expected = pad_batch(
         loader.collate(batch.sample_ids[: batch.num_real].numpy(), epoch=batch.epoch), batch.batch_size

@@ -121,7 +121,7 @@ class LogLoader(RankLoader[Batch]):
             raise ConfigError(f"{returned} {found}; return a SequenceStore, as rows_of_table does")
         if len(store) != end - first:
             raise ConfigError(f"{returned} {len(store)} records; return the {end - first} that are asked for")
-        columns = {name: str(values.dtype) for name, values in {**store.rows, **store.events}.items()}
+        columns = {name: str(values.dtype) for name, values in store.columns.items()}
         if len(store):
             columns[NUM_TARGETS] = str(getattr(store.num_targets, "dtype", None))
             for name, dtype in self._columns.items():

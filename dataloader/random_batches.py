@@ -23,7 +23,6 @@ from evenrank.dataloader.state.resume_point import Position, ResumePoint
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
     ACTION,
-    EVENT_DTYPES,
     ITEM_ID,
     MULTI_VALUED,
     TIMESTAMP_MS,
@@ -31,7 +30,7 @@ from evenrank.datasets.schema import (
     Manifest,
     check_names,
 )
-from evenrank.datasets.store import MultiValued, SequenceStore
+from evenrank.datasets.store import SequenceStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,32 +70,25 @@ def draw_samples(
     offsets = _offsets(np.maximum(data.lengths.sample(rng, num_samples), min_length))
     num_events = int(offsets[-1])
     actions = draw_actions(data.actions, rng, num_events)
-    rows: dict[str, NDArray[np.int64]] = {}
-    multi_valued: dict[str, MultiValued] = {}
+    columns: dict[str, NDArray[Any]] = {ACTION: actions, TIMESTAMP_MS: np.arange(num_events)}
+    contextual, list_offsets, list_limits = {}, {}, {}
     for name, feature in data.contextual.items():
+        num_values, contextual[name] = num_samples, "int64"
         if isinstance(feature, RandomFeature):
-            starts = _offsets(np.clip(feature.lengths.sample(rng, num_samples), 0, feature.max_length))
-            multi_valued[name] = MultiValued(offsets=starts, max_length=feature.max_length)
-            rows[name] = feature.values.sample(rng, int(starts[-1]))
-        else:
-            rows[name] = feature.sample(rng, num_samples)
-    items = data.items.sample(rng, num_events)
-    events: dict[str, Any] = {ITEM_ID: items, ACTION: actions, TIMESTAMP_MS: np.arange(num_events)}
-    rows[USER_ID] = data.users.sample(rng, num_samples)
-    manifest = Manifest(
-        dataset="random",
-        contextual={
-            name: MULTI_VALUED if isinstance(feature, RandomFeature) else "int64"
-            for name, feature in data.contextual.items()
-        },
-    )
+            lengths, contextual[name] = feature.lengths.sample(rng, num_samples), MULTI_VALUED
+            list_limits[name] = feature.max_length
+            list_offsets[name] = _offsets(np.clip(lengths, 0, feature.max_length))
+            num_values, feature = int(list_offsets[name][-1]), feature.values
+        columns[name] = feature.sample(rng, num_values)
+    columns[ITEM_ID] = data.items.sample(rng, num_events)
+    columns[USER_ID] = data.users.sample(rng, num_samples)
     return SequenceStore(
-        manifest=manifest,
+        manifest=Manifest(dataset="random", contextual=contextual),
         split=split,
         offsets=offsets,
-        events={name: values.astype(EVENT_DTYPES[name]) for name, values in events.items()},
-        rows=rows,
-        multi_valued=multi_valued,
+        columns=columns,
+        list_offsets=list_offsets,
+        list_limits=list_limits,
     )
 
 

@@ -250,10 +250,8 @@ class Histogram(Settings):
         from evenrank.datasets.store import open_store  # 20 ms, and other distributions read nothing
 
         store = open_store(path, split)
-        columns: dict[str, NDArray[Any]] = {LENGTH: store.lengths, **store.events, **store.rows}
-        if store.num_targets is not None:
-            columns[NUM_TARGETS] = store.num_targets
-        columns = {name: values for name, values in columns.items() if values.dtype.kind == "i"}
+        known = {LENGTH: store.lengths, **store.columns, NUM_TARGETS: store.num_targets}
+        columns = {name: values for name, values in known.items() if values is not None and values.dtype.kind == "i"}
         if column not in columns:
             raise ConfigError(f"{path} has no integer column {column!r}; known: {', '.join(columns)}")
         if not len(columns[column]):

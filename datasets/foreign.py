@@ -65,7 +65,7 @@ class ListReader:
         """Return the rows of a table that begins with a row of the file or other place `path`."""
         arrays = {name: table.column(column).combine_chunks() for name, column in self.columns.items()}
         of_events = [column for column in manifest.columns if column.kind == "event"]
-        lists = {column.name: arrays.pop(column.name) for column in of_events if column.name in arrays}
+        lists = {column.name: arrays[column.name] for column in of_events if column.name in arrays}
         if wrong := [name for name, array in lists.items() if not _is_list(array.type)]:
             raise DataError(f"{path}: column {self.columns[wrong[0]]!r} ({wrong[0]}) has no lists; map one that has")
         counts = {
@@ -80,24 +80,21 @@ class ListReader:
                 raise DataError(f"{path}, row {first_row + row}: {fault}; the lists of a row need one value per event")
         arrays |= {name: array.flatten() for name, array in lists.items()}
         known = {column.name: column for column in (*manifest.columns, TARGETS)}
-        values = {name: self._values(known[name], array, path) for name, array in arrays.items()}
-        events = {
-            name: values.pop(name) if name in lists else np.zeros(lengths.sum(), dtype)
-            for name, _, dtype, *_ in of_events
-        }
+        columns = {column.name: np.zeros(lengths.sum(), column.dtype) for column in of_events}
+        columns[USER_ID] = np.fromiter(islice(self.row_numbers, len(lengths)), int)
+        columns |= {name: self._values(known[name], array, path) for name, array in arrays.items()}
         if self.sort_by_time:
-            order = np.lexsort((events[TIMESTAMP_MS], np.repeat(np.arange(len(lengths)), lengths)))
-            events = {name: column[order] for name, column in events.items()}
+            order = np.lexsort((columns[TIMESTAMP_MS], np.repeat(np.arange(len(lengths)), lengths)))
+            columns |= {column.name: columns[column.name][order] for column in of_events}
         if TIMESTAMP_MS in lists:
             # Times of a followed dataset can be in 1970, as with --timestamp-unit row; others are taken for seconds.
             is_early = "statistics" in manifest.options and read_statistics(manifest).first_ms < YEAR_MS
             has_unit = is_early or pa.types.is_timestamp(lists[TIMESTAMP_MS].type.value_type)
             place, column = f"{path}, row", repr(self.columns[TIMESTAMP_MS])
             check_times(
-                events[TIMESTAMP_MS], lengths, lambda row: f"{place} {first_row + row}: {column}", has_unit=has_unit
+                columns[TIMESTAMP_MS], lengths, lambda row: f"{place} {first_row + row}: {column}", has_unit=has_unit
             )
-        users = {USER_ID: np.fromiter(islice(self.row_numbers, len(lengths)), int)}
-        return RowBlock(users | values | events, dict.fromkeys(events, lengths))
+        return RowBlock(columns, {column.name: lengths for column in of_events})
 
     def _values(self, column: Column, array: pa.Array, path: str) -> NDArray[Any]:
         place = f"{path}: column {self.columns[column.name]!r} ({column.name})"

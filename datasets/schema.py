@@ -80,34 +80,27 @@ class Column(NamedTuple):
     """Whether NaN stands for missing values."""
 
     @property
+    def type(self) -> str:
+        """Type of its values, as in a manifest."""
+        return MULTI_VALUED if self.kind == "list" else self.dtype + "?" * self.may_be_missing
+
+    @property
     def is_index(self) -> bool:
         """Whether values must be at least 0, as those of all ids but users' and of `num_targets`."""
         return self.name == NUM_TARGETS or (self.vocabulary_size is not None and self.name != USER_ID)
 
 
-TARGETS = Column(NUM_TARGETS, "scalar", "int32")
 Schema = tuple[Column, ...]
 
 
-def feature_column(name: str, dtype: str, vocabulary_size: int | None = None) -> Column:
-    """Return the column of a feature of users or items, by its type in the manifest."""
-    is_list = dtype == MULTI_VALUED
-    return Column(name, "list" if is_list else "scalar", "int64" if is_list else dtype, vocabulary_size)
+def event_column(name: str, type_: str) -> Column:
+    """Return a column of events, by its type in a manifest."""
+    return Column(name, "event", type_.removesuffix("?"), may_be_missing=type_ == FLOAT_OR_MISSING)
 
 
-def columns_of(
-    contextual: Mapping[str, str], extra_events: Mapping[str, str], vocabulary_sizes: Mapping[str, int] | None = None
-) -> Schema:
-    """Return the columns of a dataset, by its fields in the manifest: those of rows, then those of events."""
-    sizes = vocabulary_sizes or {}
-    lists = {**EVENT_DTYPES, **extra_events}
-    return (
-        *(feature_column(name, dtype, sizes.get(name)) for name, dtype in {USER_ID: "int64", **contextual}.items()),
-        *(
-            Column(name, "event", dtype.removesuffix("?"), sizes.get(name), dtype == FLOAT_OR_MISSING)
-            for name, dtype in lists.items()
-        ),
-    )
+USER_IDS = Column(USER_ID, "scalar", "int64")
+TARGETS = Column(NUM_TARGETS, "scalar", "int32")
+EVENTS = tuple(Column(name, "event", dtype) for name, dtype in EVENT_DTYPES.items())
 
 
 def _is_inside(path: str) -> bool:
@@ -225,7 +218,13 @@ class Manifest:
     @property
     def columns(self) -> Schema:
         """The columns of rows: `user_id`, the contextual features, and lists of events."""
-        return columns_of(self.contextual, self.extra_events, self.vocabulary_sizes)
+        features = (
+            Column(name, "list", "int64") if type_ == MULTI_VALUED else Column(name, "scalar", type_)
+            for name, type_ in self.contextual.items()
+        )
+        further = (event_column(name, type_) for name, type_ in self.extra_events.items())
+        sizes = self.vocabulary_sizes
+        return tuple(c._replace(vocabulary_size=sizes.get(c.name)) for c in (USER_IDS, *features, *EVENTS, *further))
 
     def split(self, name: str, dataset: object) -> Split:
         """Return a split, or raise a DataError that names the dataset, a folder or URL."""

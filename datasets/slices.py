@@ -82,7 +82,7 @@ class TimeWindows(Settings):
             DataError: the split has no events, or no times of events.
             ConfigError: all events are before the start.
         """
-        times, has_events = store.events[TIMESTAMP_MS], store.lengths > 0
+        times, has_events = store.columns[TIMESTAMP_MS], store.lengths > 0
         if not has_events.any():
             raise DataError(f"{store.folder or 'the dataset'} has no events in its split {store.split!r}")
         first_ms, last_ms = int(times[store.begins[has_events]].min()), int(times[store.ends[has_events] - 1].max())
@@ -138,7 +138,7 @@ class WindowsOfStore:
 
     def next_with_events(self, index: int) -> int:
         """Return the first window from this one on that has events; `count` if there is none."""
-        times, begin_ms = self.store.events[TIMESTAMP_MS], self.begin(index)
+        times, begin_ms = self.store.columns[TIMESTAMP_MS], self.begin(index)
         first_ms = int(np.min(times, where=times >= begin_ms, initial=_INT64_MAX))
         return min((first_ms - self.start_ms) // self.length_ms, self.count)
 
@@ -150,7 +150,7 @@ class WindowsOfStore:
         """
         store, begin_ms = self.store, self.begin(index)
         targets = _NO_TARGETS if store.num_targets is None else store.num_targets
-        times = store.events[TIMESTAMP_MS]
+        times = store.columns[TIMESTAMP_MS]
         window = min(begin_ms, _INT64_MAX), min(begin_ms + self.length_ms, _INT64_MAX)
         rows, ends, num_targets = _cut_window(store.begins, store.ends, targets, times, window, max_targets)
         order = np.argsort(times[ends - num_targets], kind="stable")
@@ -217,7 +217,7 @@ class Requests:
         _check_found(rows, users, times, path)
         for store in stores:
             own = (rows >= first) & (rows < first + len(store))
-            event_times, requests = store.events[TIMESTAMP_MS], (rows[own] - first, times[own], history_ends[own])
+            event_times, requests = store.columns[TIMESTAMP_MS], (rows[own] - first, times[own], history_ends[own])
             slices, events = _cut_requests(store.offsets, event_times, requests, day_ms, max_num_candidates)
             _check_found(events, users[own], times[own], path)
             sliced.append(store.sliced(Slices(*slices), (slices[2] - events).astype(np.int32)))
@@ -235,8 +235,8 @@ class RequestOrder(RowOrder):
         for store, of_store in zip(stores, samples, strict=True):
             assert store.num_targets is not None  # because it is sliced
             rows = of_store.rows(np.arange(len(of_store)))
-            times = store.events[TIMESTAMP_MS][store.ends[rows] - store.num_targets[rows]]
-            parts.append((first + rows, store.rows[USER_ID][store.rows_of(rows)], times))
+            times = store.columns[TIMESTAMP_MS][store.ends[rows] - store.num_targets[rows]]
+            parts.append((first + rows, store.columns[USER_ID][store.rows_of(rows)], times))
             first += len(store)
         sample_ids, users, times = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         self._rows = sample_ids[np.lexsort((users, times))]
@@ -263,7 +263,7 @@ def _whole_rows(stores: Sequence[SequenceStore], users: Ints, dataset: Path | st
 
     Splits have different users, or the later one's rows also have the events of the same user's earlier rows.
     """
-    ids = np.concatenate([store.rows[USER_ID] for store in stores])
+    ids = np.concatenate([store.columns[USER_ID] for store in stores])
     lengths = np.concatenate([store.lengths for store in stores])
     targets = [store.lengths + 1 if store.num_targets is None else store.num_targets for store in stores]
     splits = np.repeat(np.arange(len(stores)), [len(store) for store in stores])

@@ -25,7 +25,7 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     MANIFEST_NAME,
     NUM_TARGETS,
-    TIMESTAMP_MS,
+    TARGETS,
     Manifest,
     latest_version,
     parse_manifest,
@@ -64,14 +64,6 @@ class ColumnMap(Protocol):
         """Return everything that the result depends on, as JSON values, equal for equal maps."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MultiValued:
-    """The layout of a contextual feature with any number of values per row."""
-
-    offsets: NDArray[np.int64]  # [rows + 1]: row r has the values offsets[r]..offsets[r+1]-1
-    max_length: int | None = None  # limit to the values of a row, if it is known
-
-
 class Slices(NamedTuple):
     """Parts of rows, such as histories as they were at a time: int64 [n] each."""
 
@@ -95,12 +87,13 @@ class SequenceStore:
     split: str
     offsets: NDArray[np.int64]
     """[rows + 1]: where each row's events begin."""
-    events: Mapping[str, NDArray[Any]]
-    """Per list column: [interactions]."""
-    rows: Mapping[str, NDArray[Any]]
-    """`user_id` and each contextual feature: [rows], or all values of a multi-valued feature, row after row."""
-    multi_valued: Mapping[str, MultiValued] = field(default_factory=dict)
-    """The contextual features with any number of values per row."""
+    columns: Mapping[str, NDArray[Any]]
+    """The values of each column: [interactions] of events, [rows] of `user_id` and contextual features, and those of
+    all rows of a feature with any number of values per row."""
+    list_offsets: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Per such feature, [rows + 1]: where each row's values begin."""
+    list_limits: Mapping[str, int] = field(default_factory=dict)
+    """The most values of a row, per such feature of which it is known."""
     num_targets: NDArray[np.int32] | None = None
     """[rows or slices]: number of last events that are prediction targets; None if the split has no such column."""
     slices: Slices | None = None
@@ -108,17 +101,18 @@ class SequenceStore:
     folder: Path | None = None
     """Of the dataset; None if the arrays exist only in memory."""
     column_maps: Mapping[str, ColumnMap] = field(default_factory=dict)
-    """The remapped columns of `events` and `rows`; see `remapped`."""
-    columns: Mapping[str, str] | None = None
-    """Of a folder that was opened with them; see `open_store`."""
+    """The remapped columns; see `remapped`."""
+    names: Mapping[str, str] | None = None
+    """The `columns` that a folder was opened with; see `open_store`."""
     source: Path | Remote | None = None
     """Where the Parquet files of the dataset are, if not in the folder; None after unpickling."""
 
     def __repr__(self) -> str:
         context = f"; context: {', '.join(self.manifest.contextual)}" if self.manifest.contextual else ""
+        events = ", ".join(column.name for column in self.manifest.columns if column.kind == "event")
         return (
             f"SequenceStore({str(self.folder or 'in memory')!r}, split={self.split!r}, {len(self):,} rows, "
-            f"{self.offsets[-1]:,} events: {', '.join(self.events)}{context})"
+            f"{self.offsets[-1]:,} events: {events}{context})"
         )
 
     def __len__(self) -> int:
@@ -162,27 +156,22 @@ class SequenceStore:
         store = self
         if self.split != "train" and "train" in self.manifest.splits and self.folder is not None:
             store = _open(self.folder, "train", None, self.source)
-        return np.bincount(store.events[ITEM_ID], minlength=self.manifest.vocabulary_sizes[ITEM_ID])
+        return np.bincount(store.columns[ITEM_ID], minlength=self.manifest.vocabulary_sizes[ITEM_ID])
 
     def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
-        """Return this store with other values in some columns of `events` and `rows`, cached next to the dataset's.
+        """Return this store with other values in some columns, cached next to the dataset's.
 
         Raises:
             ConfigError: there is no such column, it is remapped already, or has values that cannot be mapped.
             DataError: the cache cannot be written.
         """
-        columns = {name: self._remapped(name, column_map) for name, column_map in column_maps.items()}
-        return replace(
-            self,
-            events={name: columns.get(name, values) for name, values in self.events.items()},
-            rows={name: columns.get(name, values) for name, values in self.rows.items()},
-            column_maps={**self.column_maps, **column_maps},
-        )
+        remapped = {name: self._remapped(name, column_map) for name, column_map in column_maps.items()}
+        maps = {**self.column_maps, **column_maps}
+        return replace(self, columns={**self.columns, **remapped}, column_maps=maps)
 
     def _remapped(self, name: str, column_map: ColumnMap) -> NDArray[np.int64]:
-        columns = {**self.rows, **self.events}
-        if name not in columns:
-            raise ConfigError(f"the dataset has no column {name!r} to map; known: {', '.join(columns)}")
+        if name not in self.columns:
+            raise ConfigError(f"the dataset has no column {name!r} to map; known: {', '.join(self.columns)}")
         if name in self.column_maps:
             raise ConfigError(f"the column {name!r} is mapped already; map it once")
         size = self.manifest.vocabulary_sizes.get(name, 0)
@@ -191,7 +180,7 @@ class SequenceStore:
                 f"{name} is up to {size - 1:,} in the dataset, too large for a table of num_embeddings="
                 f"{column_map.num_embeddings}; pass manifest.vocabulary_sizes[{name!r}] or more"
             )
-        values = columns[name]
+        values = self.columns[name]
         if column_map.is_identity:
             return values.astype(np.int64, copy=False)
         if self.folder is None:
@@ -212,24 +201,8 @@ class SequenceStore:
             fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
             return partial(SequenceStore, **fields), ()
         is_sorted = bool(self.manifest.options.get("sort_by_time"))
-        opened = self.folder, self.split, self.manifest.content_hash, self.column_maps, self.columns, is_sorted
+        opened = self.folder, self.split, self.manifest.content_hash, self.column_maps, self.names, is_sorted
         return _reopen, (*opened, None if self.slices is None else (self.slices, self.num_targets))
-
-
-def store_of(
-    manifest: Manifest, split: str, values: Mapping[str, NDArray[Any]], offsets: Mapping[str, NDArray[np.int64]]
-) -> SequenceStore:
-    """Return a store of the values of columns, and the offsets of their lists, those of events as `timestamp_ms`."""
-    columns = manifest.columns
-    return SequenceStore(
-        manifest=manifest,
-        split=split,
-        offsets=offsets[TIMESTAMP_MS],
-        events={column.name: values[column.name] for column in columns if column.kind == "event"},
-        rows={column.name: values[column.name] for column in columns if column.kind != "event"},
-        multi_valued={name: MultiValued(offsets=of_name) for name, of_name in offsets.items() if name != TIMESTAMP_MS},
-        num_targets=values.get(NUM_TARGETS),
-    )
 
 
 def _reopen(
@@ -237,11 +210,11 @@ def _reopen(
     split: str,
     content_hash: str,
     column_maps: Mapping[str, ColumnMap],
-    columns: Mapping[str, str] | None,
+    names: Mapping[str, str] | None,
     sort_by_time: bool,
     sliced: tuple[Slices, NDArray[np.int32]] | None,
 ) -> SequenceStore:
-    store = open_store(folder, split, columns=columns, sort_by_time=sort_by_time)
+    store = open_store(folder, split, columns=names, sort_by_time=sort_by_time)
     if store.manifest.content_hash != content_hash:
         raise DataError(f"{folder} was replaced by other data after it was opened; open it again")
     store = store.remapped(column_maps)
@@ -307,34 +280,39 @@ def _open(folder: Path, split: str, reader: ListReader | None, source: Path | Re
     manifest = read_manifest(folder) if reader is None else describe_folder(folder, split, reader)
     info = manifest.split(split, folder)
     cache = unpack(folder, manifest, split, reader or read_row_group, source)
-    offsets = {TIMESTAMP_MS: _map(cache, OFFSETS, "int64", info.rows + 1)}
-    values = {}
-    for column in manifest.columns:
+    offsets = _map_offsets(cache, OFFSETS, info.rows)
+    if offsets[-1] != info.interactions:
+        raise _damaged(cache, OFFSETS)
+    columns, list_offsets = {}, {}
+    for column in (*manifest.columns, *[TARGETS] * (cache / f"{path_of(TARGETS)}.npy").exists()):
         length = info.interactions if column.kind == "event" else info.rows
         if column.kind == "list":
-            offsets[column.name] = _map(cache, f"{ROW_OFFSETS}/{column.name}", "int64", info.rows + 1)
-            length = int(offsets[column.name][-1])
-        values[column.name] = _map(cache, path_of(column), column.dtype, length)
-    if (cache / f"{NUM_TARGETS}.npy").exists():
-        values[NUM_TARGETS] = _map(cache, NUM_TARGETS, "int32", info.rows)
-    columns = None if reader is None else reader.columns
-    store = replace(store_of(manifest, split, values, offsets), folder=folder, columns=columns, source=source)
-    _check_indices(store, cache, info.interactions)
-    return store
+            list_offsets[column.name] = _map_offsets(cache, f"{ROW_OFFSETS}/{column.name}", info.rows)
+            length = int(list_offsets[column.name][-1])
+        columns[column.name] = _map(cache, path_of(column), column.dtype, length)
+    num_targets = columns.pop(NUM_TARGETS, None)
+    if num_targets is not None and ((num_targets < 0) | (num_targets > np.diff(offsets))).any():
+        raise _damaged(cache, path_of(TARGETS))
+    return SequenceStore(
+        manifest=manifest,
+        split=split,
+        offsets=offsets,
+        columns=columns,
+        list_offsets=list_offsets,
+        num_targets=num_targets,
+        folder=folder,
+        names=None if reader is None else reader.columns,
+        source=source,
+    )
 
 
-def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
-    """Check the values that compiled loops use as indices, without bounds checks: files can change on disk."""
-    num_targets = store.num_targets
-    of_values = {
-        f"{ROW_OFFSETS}/{name}": (layout.offsets, len(store.rows[name])) for name, layout in store.multi_valued.items()
-    }
-    for name, (offsets, end) in {OFFSETS: (store.offsets, num_events), **of_values}.items():
-        # Compared rather than subtracted, because differences can overflow.
-        if offsets[0] != 0 or offsets[-1] != end or (offsets[1:] < offsets[:-1]).any():
-            raise _damaged(cache, name)
-    if num_targets is not None and ((num_targets < 0) | (num_targets > store.lengths)).any():
-        raise _damaged(cache, NUM_TARGETS)
+def _map_offsets(cache: Path, name: str, num_rows: int) -> NDArray[np.int64]:
+    """Map offsets and check them: compiled loops use them as indices, without bounds checks, and files can change."""
+    offsets = _map(cache, name, "int64", num_rows + 1)
+    # Compared rather than subtracted, because differences can overflow.
+    if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
+        raise _damaged(cache, name)
+    return offsets
 
 
 def _map(cache: Path, name: str, dtype: str, length: int) -> NDArray[Any]:

@@ -42,7 +42,7 @@ from evenrank.datasets.schema import (
     latest_version,
     parse_manifest,
 )
-from evenrank.datasets.store import SequenceStore, store_of
+from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
 # Changes with every write to a file: its size and, locally, the times of its last change in nanoseconds, the second of
@@ -186,15 +186,22 @@ def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, plac
     """Return the rows of blocks as a store in memory; a DataError, about `place`, if only some have `num_targets`."""
     if len({NUM_TARGETS in block.columns for block in blocks}) > 1:
         raise DataError(f"{place}: some files have a column {NUM_TARGETS!r} and some not; write it to all or to none")
-
-    values, offsets = {}, {}
+    columns, offsets = {}, {}
     has_targets = bool(blocks) and NUM_TARGETS in blocks[0].columns
     for name, kind, dtype, *_ in (*manifest.columns, *[TARGETS] * has_targets):
-        values[name] = np.concatenate([np.empty(0, dtype), *(block.columns[name] for block in blocks)])
+        columns[name] = np.concatenate([np.empty(0, dtype), *(block.columns[name] for block in blocks)])
         if kind == "list" or name == TIMESTAMP_MS:
             counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
             offsets[name] = np.cumsum(np.concatenate(counts))
-    return store_of(manifest, split, values, offsets)
+    of_events, num_targets = offsets.pop(TIMESTAMP_MS), columns.pop(NUM_TARGETS, None)
+    return SequenceStore(
+        manifest=manifest,
+        split=split,
+        offsets=of_events,
+        columns=columns,
+        list_offsets=offsets,
+        num_targets=num_targets,
+    )
 
 
 def overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:

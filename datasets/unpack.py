@@ -167,7 +167,7 @@ _LAYOUT = "v5"  # version of the cache's contents, part of the entry's name
 
 def path_of(column: Column) -> str:
     """Return the path of the values of a column in a cache entry, without its suffix."""
-    return f"{EVENTS if column.kind == 'event' else ROWS}/{column.name}"
+    return column.name if column == TARGETS else f"{EVENTS if column.kind == 'event' else ROWS}/{column.name}"
 
 
 class RowBlock(NamedTuple):
@@ -226,7 +226,7 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
             column.append(np.zeros(1, dtype=np.int64))
         for index, (path, block) in enumerate(read_blocks(folder, manifest, split, read_group, entry)):
             if index == 0 and NUM_TARGETS in block.columns:
-                columns[NUM_TARGETS] = create(NUM_TARGETS, "int32")
+                columns[NUM_TARGETS] = create(path_of(TARGETS), TARGETS.dtype)
             if block.columns.keys() != columns.keys():
                 raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
             for name, column in offsets.items():

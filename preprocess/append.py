@@ -16,16 +16,7 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import (
-    EVENT_DTYPES,
-    REMEDY,
-    USER_ID,
-    WINDOW,
-    IdSummary,
-    Manifest,
-    read_manifest,
-    sha256_of,
-)
+from evenrank.datasets.schema import REMEDY, USER_ID, WINDOW, IdSummary, Manifest, read_manifest, sha256_of
 from evenrank.preprocess.build.splits import EVAL, TRAIN, parse_split
 from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier, read_values, versions_of, vocabulary_name
 from evenrank.preprocess.config import Filters, PreprocessConfig
@@ -94,7 +85,7 @@ class Base:
         rows = EventPart(
             name=str(self.folder),
             num_events=self.statistics.num_events,
-            read=partial(self._read, names, [*EVENT_DTYPES, *log.extra_events]),
+            read=partial(self._read, names, [column.name for column in log.events]),
             pieces=[Piece(number, number + 1) for number in range(len(names))],
         )
         return replace(log, parts=(rows, *log.parts), sources=lambda: (*logs, *log.sources()), options=options)

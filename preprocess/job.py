@@ -20,14 +20,15 @@ from evenrank.core.files import check_space
 from evenrank.datasets.event_statistics import Statistics
 from evenrank.datasets.schema import (
     ACTION,
+    EVENTS,
     ITEM_ID,
     MAX_HISTORY_LENGTH,
     REQUESTS_NAME,
     USER_ID,
+    USER_IDS,
     DataFile,
     Manifest,
     Split,
-    columns_of,
     content_hash,
     summarize_lengths,
 )
@@ -104,7 +105,7 @@ class Job:
     def dtypes(self) -> dict[str, str]:
         """Types of the columns of events, with keys in place of ids."""
         in_eval = {IN_EVAL: "int32"} if self.source.has_eval_log else {}
-        return {column.name: column.dtype for column in columns_of({}, self.source.extra_events)} | in_eval
+        return {column.name: column.dtype for column in (USER_IDS, *self.source.events)} | in_eval
 
     def engine(
         self, before: int, files: Sequence[Path], on_stage: Callable[[str], None]
@@ -205,8 +206,8 @@ class Job:
                 "statistics": asdict(statistics),
             },
             splits=splits,
-            contextual=source.context.dtypes,
-            extra_events={**source.extra_events, **rules.items.dtypes},
+            contextual={column.name: column.type for column in source.context.columns},
+            extra_events={c.name: c.type for c in rules.columns if c.kind == "event" and c not in EVENTS},
             vocabulary_sizes={
                 **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
                 ACTION: source.num_actions or largest[ACTION] + 1,
@@ -321,7 +322,7 @@ class Job:
             item_ids=ids[ITEM_ID],
             context=FeatureLookup(source.context, of="users"),
             items=items,
-            columns=columns_of(source.context.dtypes, {**source.extra_events, **items.dtypes}),
+            columns=(USER_IDS, *source.context.columns, *source.events, *items.events),
         )
 
     def _write_splits(

@@ -26,7 +26,6 @@ from evenrank.datasets.schema import (
     Column,
     DataFile,
     Schema,
-    feature_column,
     sha256_of,
 )
 from evenrank.preprocess.build.count_events import EventCounts, count_events
@@ -122,9 +121,8 @@ def write_item_features(folder: Path, source: Interactions, ids: Ids, requested:
         pq.write_table(vocabulary, folder / vocabulary_name(name), compression="zstd")
     if not source.has_item_table:
         return None
-    of_features = [feature_column(name, dtype) for name, dtype in features.dtypes.items()]
-    schema = arrow_schema([Column(ITEM_ID, "scalar", "int64"), *of_features])
-    columns = {ITEM_ID: item_ids[order], **{name: rows.get_column(name).to_arrow() for name in features.dtypes}}
+    schema = arrow_schema([Column(ITEM_ID, "scalar", "int64"), *features.columns])
+    columns = {ITEM_ID: item_ids[order], **{name: rows.get_column(name).to_arrow() for name in rows.columns}}
     pq.write_table(pa.table(columns, schema=schema), folder / ITEM_FEATURES_NAME, compression="zstd")
     return DataFile(path=ITEM_FEATURES_NAME, rows=len(rows), sha256=sha256_of(folder / ITEM_FEATURES_NAME))
 

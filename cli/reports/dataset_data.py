@@ -75,7 +75,7 @@ def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
 
 def context_values(stores: Mapping[str, SequenceStore], feature: str, *, max_values: int = 10) -> ContextValues:
     """Count the rows of all splits by the value of a contextual feature; ties are in the order of the ids."""
-    ids, counts = count_values([store.rows[feature] for store in stores.values()])
+    ids, counts = count_values([store.columns[feature] for store in stores.values()])
     order = np.argsort(-counts, kind="stable")
     labels = next((store.manifest.context_labels.get(feature, ()) for store in stores.values()), ())
     return ContextValues(

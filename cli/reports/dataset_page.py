@@ -40,7 +40,7 @@ def render_page(
     """Return the report of a dataset with these stores, of every split; `name` is that of its folder."""
     statistics = read_statistics(manifest)
     on_stage("counting items")
-    ids, counts = dataset_data.count_values([stores[split].events[ITEM_ID] for split in stores if split == _TRAIN])
+    ids, counts = dataset_data.count_values([stores[split].columns[ITEM_ID] for split in stores if split == _TRAIN])
     routing = dataset_data.routing_loads(
         ids,
         counts,

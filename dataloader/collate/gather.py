@@ -118,8 +118,6 @@ class KeyValues(NamedTuple):
     """Most elements of any sample, also of other batches and ranks; None: not known."""
     tokens: ItemTokens | None = None
     """Replaces each element, an item, by its tokens."""
-    is_of_user: bool = False
-    """Whether it is a column of users rather than events."""
     is_repeated: bool = False
     """Whether a sample's values are all the element at its begin."""
     array: NDArray[Any] | None = None
@@ -127,7 +125,7 @@ class KeyValues(NamedTuple):
 
     def elements(self, store: SequenceStore) -> NDArray[Any]:
         """Return the column."""
-        return self.array if self.array is not None else (store.rows if self.is_of_user else store.events)[self.column]
+        return store.columns[self.column] if self.array is None else self.array
 
     @property
     def lengths(self) -> Ints:
@@ -145,14 +143,12 @@ def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> Ke
     begins, sizes = np.empty((2, num_samples), dtype=np.int64)
     for store, indices, sample_indices in groups:
         rows = store.rows_of(indices)
-        if name in store.multi_valued:
-            offsets = store.multi_valued[name].offsets
-            begins[sample_indices], sizes[sample_indices] = offsets[rows], offsets[rows + 1] - offsets[rows]
-        else:
+        if (offsets := store.list_offsets.get(name)) is None:
             begins[sample_indices], sizes[sample_indices] = rows, 1
-    multi_valued = groups[0].store.multi_valued
-    max_size = multi_valued[name].max_length if name in multi_valued else 1
-    return KeyValues(name, begins, sizes, max_size, is_of_user=True)
+        else:
+            begins[sample_indices], sizes[sample_indices] = offsets[rows], offsets[rows + 1] - offsets[rows]
+    store = groups[0].store
+    return KeyValues(name, begins, sizes, store.list_limits.get(name) if name in store.list_offsets else 1)
 
 
 def find_known(groups: Sequence[StoreRows], values: KeyValues, *, has_places: bool) -> KeyValues:
@@ -164,25 +160,18 @@ def find_known(groups: Sequence[StoreRows], values: KeyValues, *, has_places: bo
     return KeyValues("", begins, counts, values.max_size, array=places)
 
 
-class Gathered(NamedTuple):
-    """The values of some keys in G batches, one after the other; views of them; the longest row of each key: [G, K]."""
-
-    values: NDArray[Any]
-    tensors: list[KeyedJaggedTensor]
-    max_lengths: Ints
-
-
 def gather(
     groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_size: int, num_batches: int, dtype: str
-) -> Gathered:
+) -> tuple[NDArray[Any], list[KeyedJaggedTensor], Ints]:
     """Copy the samples' values into one array, batch after batch and key after key; rows after the last are padding.
+
+    Return the array, views of it as G batches, and the longest row of each of K keys: [G, K].
 
     batch_size = 2, lengths {"sex": [1 1 1], "item_id": [2 0 3]}, two batches, the second with one padding row:
 
         values    s0 s1 | i0 i0 | s2 | i2 i2 i2
                   batch 0       | batch 1
     """
-    names = list(keys)
     lengths = np.stack([pad_rows(values.lengths, batch_size, num_batches) for values in keys.values()], axis=1)
     out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
     num_values = lengths.sum(axis=2)
@@ -198,14 +187,8 @@ def gather(
             elif not _copy_tokens(*places, *values.tokens, out):
                 raise IndexError("a row has an item without a code; it is not a sample")
     parts = torch.from_numpy(out).split(num_values.sum(axis=1).tolist())
-    return Gathered(
-        values=out,
-        tensors=[
-            keyed_jagged_tensor(names, *of_batch)
-            for of_batch in zip(parts, torch.from_numpy(lengths), num_values.tolist(), strict=True)
-        ],
-        max_lengths=lengths.max(axis=2, initial=0),
-    )
+    of_batches = zip(parts, torch.from_numpy(lengths), num_values.tolist(), strict=True)
+    return out, [keyed_jagged_tensor(list(keys), *of_batch) for of_batch in of_batches], lengths.max(axis=2, initial=0)
 
 
 def pad_rows(column: Ints, batch_size: int, num_batches: int, *, fill: int = 0) -> Ints:

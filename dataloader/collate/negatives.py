@@ -138,7 +138,7 @@ class NegativeSampler:
             words = (key._replace(epoch=0) if self.settings.fixed else key).words()
             for store, of_store, samples in groups:
                 of_store = store.rows_of(of_store)
-                places = (store.events[ITEM_ID], samples, begins, ends, starts, store.offsets, of_store)
+                places = (store.columns[ITEM_ID], samples, begins, ends, starts, store.offsets, of_store)
                 shares = (width, self.settings.num_hard, self.settings.exclude_own)
                 _draw(*places, words, *shares, self.tables, items, negative, positive)
         drawn = KeyValues(ITEM_ID, rows, widths, width, array=items)

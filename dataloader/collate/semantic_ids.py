@@ -202,7 +202,7 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
 
     def _rows_without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
         first_shown = np.maximum(store.begins, store.ends - 1 - self.max_history_length)
-        items = store.events[ITEM_ID]
+        items = store.columns[ITEM_ID]
         without_code = [np.empty(0, dtype=np.int64)]
         for first in range(0, len(items), _EVENTS_PER_CHUNK):
             without_code.append(first + np.flatnonzero(~self.table.has_code(items[first : first + _EVENTS_PER_CHUNK])))

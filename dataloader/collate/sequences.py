@@ -85,9 +85,9 @@ class Collate(ABC, Generic[Batch]):
         values: dict[str, NDArray[Any]] = {}
         longest = []
         for field, keys in jagged.items():
-            gathered = gather(groups, keys, batch_size, num_batches, FLOAT if field in _FLOAT_FIELDS else "int64")
-            fields[field], values[field] = gathered.tensors, gathered.values
-            longest.append(gathered.max_lengths)
+            dtype = FLOAT if field in _FLOAT_FIELDS else "int64"
+            values[field], fields[field], longest_of_keys = gather(groups, keys, batch_size, num_batches, dtype)
+            longest.append(longest_of_keys)
         self._finish(values)
         if (predicted := jagged.get("known") or jagged.get("labels") or jagged.get("targets")) is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
@@ -130,7 +130,7 @@ class Collate(ABC, Generic[Batch]):
             return {}
         times = np.empty_like(spans.begins)
         for store, _, samples in groups:
-            times[samples] = store.events[TIMESTAMP_MS][spans.history_ends[samples]]
+            times[samples] = store.columns[TIMESTAMP_MS][spans.history_ends[samples]]
         return {"request_ts_ms": times}
 
     def _shared(self) -> dict[str, Any]:
@@ -180,9 +180,10 @@ class SequenceCollate(Collate[SequenceBatch]):
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
         Collate.check(self, store)
-        events = [name for name in store.events if name != ITEM_ID]
-        integers = [name for name in events if store.events[name].dtype.kind == "i"]
-        floats = [name for name, dtype in store.manifest.contextual.items() if dtype == FLOAT]
+        columns = store.manifest.columns
+        events = {name: dtype for name, kind, dtype, *_ in columns if kind == "event" and name != ITEM_ID}
+        integers = [name for name, dtype in events.items() if dtype != FLOAT]
+        floats = [name for name, kind, dtype, *_ in columns if kind != "event" and dtype == FLOAT]
         _check_known("extra events", self.extra_events, [name for name in events if name != ACTION])
         _check_known("integer events for label", [self.label] if self.label else (), integers)
         _check_known("events for target", [self.target] if self.target else (), events)
@@ -225,9 +226,9 @@ class SequenceCollate(Collate[SequenceBatch]):
             fields["targets"] = {TARGET: values._replace(column=self.target)}
         if self.weight:
             values = values._replace(column=self.weight)
-            if self.weight in groups[0].store.rows:
+            if self.weight in groups[0].store.manifest.contextual:
                 rows = find_context(groups, self.weight, len(begins)).begins
-                values = values._replace(begins=rows, is_of_user=True, is_repeated=True)
+                values = values._replace(begins=rows, is_repeated=True)
             fields["weights"] = {WEIGHT: values}
         if self.target and groups[0].store.manifest.extra_events.get(self.target) == FLOAT_OR_MISSING:
             fields["known"] = {KNOWN: find_known(groups, fields["targets"][TARGET], has_places=key is not None)}
@@ -262,7 +263,7 @@ def _check_known(kind: str, names: Collection[str], known: Collection[str]) -> N
 
 def check_user_ids(store: SequenceStore) -> None:
     """Raise a DataError if a user id is negative, and so no row of an embedding table; datasets may have such ids."""
-    user_ids = store.rows[USER_ID]
+    user_ids = store.columns[USER_ID]
     if len(user_ids) and (least := int(user_ids.min())) < 0:
         raise DataError(
             f"user_id=True makes user ids a feature, but {store.folder or 'the dataset'} has user {least}; number its "

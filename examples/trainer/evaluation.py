@@ -59,7 +59,7 @@ class ActionEvaluation(Evaluation):
         self.auc.reset()
         self.metrics.reset()
         (store,) = self.loader.stores
-        of_samples = torch.from_numpy(store.rows[USER_ID][store.rows_of(np.arange(len(store)))])
+        of_samples = torch.from_numpy(store.columns[USER_ID][store.rows_of(np.arange(len(store)))])
         of_samples = of_samples.to(next(self.model.parameters()).device)
         for step in run_pipeline(self.pipeline, self._steps()):
             _, logits = step.output

@@ -89,9 +89,9 @@ def _place(
 
 
 # Of the C library.
-_open = ExternalFunction("open", types.int32(types.intp, types.int32))
-_pread = ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
-_close = ExternalFunction("close", types.int32(types.int32))
+_open: Any = ExternalFunction("open", types.int32(types.intp, types.int32))
+_pread: Any = ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
+_close: Any = ExternalFunction("close", types.int32(types.int32))
 
 
 @compiled

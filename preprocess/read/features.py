@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import FLOAT, ITEM_ID, MULTI_VALUED, USER_ID, IdKind, IdSummary, SourceFile
+from evenrank.datasets.schema import EVENTS, FLOAT, ITEM_ID, USER_ID, Column, IdKind, IdSummary, Schema, SourceFile
 from evenrank.preprocess.log_config import TabularConfig, TimestampUnit
 from evenrank.preprocess.read.keys import KeyTable, keys_of
 from evenrank.preprocess.read.table import EventPart
@@ -31,7 +31,6 @@ from evenrank.preprocess.read.values import (
     with_ids,
 )
 
-_DTYPES: Mapping[Any, str] = {pl.Int64(): "int64", pl.List(pl.Int64()): MULTI_VALUED, pl.Float32(): FLOAT}
 _ROW = "evenrank row"
 _OPTIONS = {USER_ID: ("--user-column", "--context-columns"), ITEM_ID: ("--item-column", "--item-columns")}
 
@@ -45,9 +44,12 @@ class Features:
     values: Mapping[str, pl.Series]  # per feature of ids: those of the ids 1, 2, ...
 
     @property
-    def dtypes(self) -> dict[str, str]:
-        """Type of each feature, as in the manifest."""
-        return {name: _DTYPES[dtype] for name, dtype in self.rows.schema.items()}
+    def columns(self) -> Schema:
+        """The columns of a dataset that they become."""
+        return tuple(
+            Column(name, "list" if dtype == pl.List else "scalar", FLOAT if dtype == pl.Float32 else "int64")
+            for name, dtype in self.rows.schema.items()
+        )
 
 
 NO_FEATURES = Features(keys=np.empty(0, dtype=np.int64), rows=pl.DataFrame(), values={})
@@ -155,7 +157,7 @@ class FeatureLookup:
         missing = [pl.Series(name, [[] if t == pl.List else 0], dtype=t) for name, t in features.rows.schema.items()]
         self._rows = features.rows.vstack(pl.DataFrame(missing))  # the last row, -1, is of any other key
         self._of, self._unknown = of, np.empty(0, dtype=np.int64)
-        self.dtypes = features.dtypes
+        self.events = tuple(column._replace(kind="event") for column in features.columns)  # that those of items become
         self.requested = np.zeros(len(features.keys), dtype=bool)  # which keys were looked up: [n]
 
     def lookup(self, keys: NDArray[np.int64]) -> tuple[pl.DataFrame, Seen]:
@@ -193,7 +195,7 @@ class Interactions:
     has_item_table: bool = False  # whether features of items are a table, not columns of events
     num_actions: int | None  # None if the largest action is only known once all events are read
     time_unit: TimestampUnit = "ms"  # of the raw times; with `row`, those of events are undefined
-    extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or float32
+    events: Schema = EVENTS  # columns of events, without sizes of vocabularies
     has_eval_log: bool = False  # whether events have a further column, IN_EVAL
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
     id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})

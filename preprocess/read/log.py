@@ -9,7 +9,7 @@ from typing import NamedTuple
 import polars as pl
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind
+from evenrank.datasets.schema import ACTION, EVENTS, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, event_column
 from evenrank.preprocess.log_config import KEEP, TabularConfig, parse_action_map, parse_column
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
@@ -95,7 +95,7 @@ def read_tabular(
         has_item_table=config.item_features is not None and config.item_features_as == "table",
         num_actions=_num_actions(config),
         time_unit=config.timestamp_unit,
-        extra_events={column.name: column.dtype for column in config.extra_columns},
+        events=(*EVENTS, *(event_column(column.name, column.dtype) for column in config.extra_columns)),
         options={
             **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()},
             "events": [path.name for path in config.events],

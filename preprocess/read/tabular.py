@@ -219,8 +219,8 @@ def _parse_json(block: Block, numbers: Types, *, names: Sequence[str]) -> pl.Dat
     """Read one object per line, as text. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
     rows = None
     # Polars reads half a surrogate pair as NUL.
-    if not block.has(b"\0") and not _SURROGATE.search(text := block.data.tobytes()):
-        rows = _read_objects(text, block.num_lines, names)
+    if not block.has(b"\0") and not _SURROGATE.search(data := block.data.tobytes()):
+        rows = _read_objects(data, block.num_lines, names)
     if rows is None or rows.select(pl.any_horizontal(pl.col(names).str.contains("[0-9]{16}").any())).item():
         lines = block.lines()
         if len(odd := lines.str.contains(_MAYBE_ODD).arg_true()) or rows is None:

@@ -142,7 +142,7 @@ def read_blocks(path: Path, piece: Piece = WHOLE, *, has_header: bool) -> Iterat
             size = block_bytes if piece.end is None else min(block_bytes, max(0, piece.end - file.tell()))
             # Filled and searched without the GIL, for which all threads would wait.
             buffer = np.empty(size + _LINE_BYTES, dtype=np.uint8)
-            num_bytes = file.readinto(memoryview(buffer)[:size])
+            num_bytes = file.readinto(buffer[:size].data)
             if num_bytes and buffer[num_bytes - 1] != _NEWLINE:
                 tail = file.readline(_MAX_LINE_BYTES)
                 before = buffer[:num_bytes]

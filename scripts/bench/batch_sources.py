@@ -112,9 +112,9 @@ class Users(Dataset[Mapping[str, NDArray[np.integer]]]):
 
     def __getitem__(self, row: int) -> Mapping[str, NDArray[np.integer]]:
         events = slice(self._store.offsets[row], self._store.offsets[row + 1])
-        action = self._store.events["action"][events]
-        of_user = {name: self._store.rows[name][row : row + 1] for name in ("user_id", "user_age")}
-        return {**of_user, "item_id": self._store.events["item_id"][events], "action": action, "label": action}
+        action = self._store.columns["action"][events]
+        of_user = {name: self._store.columns[name][row : row + 1] for name in ("user_id", "user_age")}
+        return {**of_user, "item_id": self._store.columns["item_id"][events], "action": action, "label": action}
 
 
 def stateful_loader(rank: Rank) -> StatefulDataLoader[Any]:

@@ -93,7 +93,7 @@ class MappedUsers(Dataset[Sample]):
     def __getitem__(self, row: int) -> Sample:
         end = int(self.store.offsets[row + 1])
         begin = max(int(self.store.offsets[row]), end - NUM_CANDIDATES - MAX_HISTORY_LENGTH)
-        return self.store.events["item_id"][begin:end], self.store.events["action"][begin:end]
+        return self.store.columns["item_id"][begin:end], self.store.columns["action"][begin:end]
 
 
 class JsonUsers(Dataset[Sample]):
@@ -104,7 +104,9 @@ class JsonUsers(Dataset[Sample]):
         offsets = store.offsets[: num_users + 1].tolist()
         self.frame = pd.DataFrame(
             {
-                name: [json.dumps(store.events[name][begin:end].tolist()) for begin, end in itertools.pairwise(offsets)]
+                name: [
+                    json.dumps(store.columns[name][begin:end].tolist()) for begin, end in itertools.pairwise(offsets)
+                ]
                 for name in ("item_id", "action")
             }
         )
@@ -145,8 +147,8 @@ def gather(store: SequenceStore) -> int:
         begins = np.maximum(store.offsets[ids], ends - NUM_CANDIDATES - MAX_HISTORY_LENGTH)
         lengths = ends - begins
         indices = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        store.events["item_id"].take(indices)
-        store.events["action"].take(indices)
+        store.columns["item_id"].take(indices)
+        store.columns["action"].take(indices)
     return len(store)
 
 

@@ -67,8 +67,8 @@ def make_store(num_rows: int, distribution: Distribution = LENGTHS) -> SequenceS
     store = draw_samples(RandomData(), np.random.default_rng(0), 1, min_length=1, split="train")
     lengths = distribution.sample(np.random.default_rng(0), num_rows)
     offsets: Ints = np.concatenate([[0], np.cumsum(lengths)])
-    events = {name: np.broadcast_to(values[:1], offsets[-1:]) for name, values in store.events.items()}
-    return replace(store, offsets=offsets, events=events, rows={"user_id": np.arange(num_rows)})
+    columns = {name: np.broadcast_to(values[:1], offsets[-1:]) for name, values in store.columns.items()}
+    return replace(store, offsets=offsets, columns={**columns, "user_id": np.arange(num_rows)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

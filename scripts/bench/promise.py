@@ -86,8 +86,8 @@ def train(rank: int, job: Job, path: Path, store: str, *, is_balanced: bool, sec
     lengths, measured = np.load(path), list[StepMetrics]()
     data = draw_samples(RandomData(), np.random.default_rng(0), len(lengths), min_length=1, split="train")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    events = {name: np.zeros(offsets[-1], dtype=values.dtype) for name, values in data.events.items()}
-    data = replace(data, offsets=offsets, events=events)
+    columns = {name: np.zeros(offsets[-1], dtype=values.dtype) for name, values in data.columns.items()}
+    data = replace(data, offsets=offsets, columns={**columns, "user_id": data.columns["user_id"]})
     timer = StepTimer(measured.append, every=20)
     balance = job.balance() if is_balanced else BalanceConfig(cost=job.cost, strategy="none")
     config = LoaderConfig(batch_size=BATCH_SIZE, max_history_length=MAX_LENGTH, num_workers=1)

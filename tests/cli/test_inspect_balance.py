@@ -40,6 +40,8 @@ class _FaultyBalancer(Balancer[Any]):
                 return dataclasses.replace(batch, sample_ids=ids)
             case "altered":
                 batch.features.values()[-1] += 1
+            case "altered floats":
+                batch.float_features.values()[-1] += 1
             case "without labels":
                 return dataclasses.replace(batch, labels=None)
         return batch
@@ -60,9 +62,9 @@ def test_an_epoch_without_faults_passes(ranks: RankPool, small_dataset: Path) ->
     assert ranks.run(3, _walk, small_dataset, "", False) == num_samples
 
 
-@pytest.mark.parametrize("fault", ["lost", "twice", "altered", "without labels"])
-def test_a_fault_is_noticed_on_every_rank(ranks: RankPool, small_dataset: Path, fault: str) -> None:
-    failures = ranks.try_run(3, _walk, small_dataset, fault)
+@pytest.mark.parametrize("fault", ["lost", "twice", "altered", "altered floats", "without labels"])
+def test_a_fault_is_noticed_on_every_rank(ranks: RankPool, rich_dataset: Path, fault: str) -> None:
+    failures = ranks.try_run(3, _walk, rich_dataset, fault)
     assert [failure.message for failure in failures] == [
         "samples differ from the dataset after balancing; steps of each rank: [[], [2], []]"
     ] * 3

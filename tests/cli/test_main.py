@@ -82,7 +82,7 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
     # The same three events are in each of the four logs.
     assert (row["item_id"], row["length"]) == ([22] * 4, 4)
     assert (row["play_time_ms"], row["duration_ms"]) == ([7] * 4, [1000] * 4)
-    assert open_store(dataset).events["play_time_ms"].tolist() == [7] * 12
+    assert open_store(dataset).columns["play_time_ms"].tolist() == [7] * 12
 
 
 @pytest.mark.parametrize(
@@ -302,13 +302,13 @@ def test_options_complete_the_file_of_a_custom_log_and_do_not_repeat_it(tmp_path
     run = evenrank(*command, *options, "--item-column", "item_id", "--allow-empty")
     assert run.returncode == 0, run.stderr
     store = open_store(tmp_path / "out")
-    assert store.events["action"].tolist() == [2, 3]
-    assert store.events["timestamp_ms"].tolist() == [1420070400, 1420070401]
+    assert store.columns["action"].tolist() == [2, 3]
+    assert store.columns["timestamp_ms"].tolist() == [1420070400, 1420070401]
     with config.open("a") as file:
         file.write('item_column = "item_id"\ntimestamp_unit = "s"\n')
     run = evenrank(*command, *options, "--allow-empty")  # the command line wins over the file
     assert run.returncode == 0, run.stderr
-    assert open_store(tmp_path / "out").events["timestamp_ms"].tolist() == [1420070400, 1420070401]
+    assert open_store(tmp_path / "out").columns["timestamp_ms"].tolist() == [1420070400, 1420070401]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

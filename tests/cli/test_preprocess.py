@@ -319,7 +319,7 @@ def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Pat
     config.write_text(LOG)
     run = evenrank("preprocess", "--config", config)
     assert run.returncode == 0, run.stderr
-    assert open_store(tmp_path / "out").events["timestamp_ms"].tolist() == [1420070400000, 1420070401000]
+    assert open_store(tmp_path / "out").columns["timestamp_ms"].tolist() == [1420070400000, 1420070401000]
     (tmp_path / "later.csv").write_text("uid,item_id,time\n1,11,1420070500\n")
     run = evenrank("preprocess", "--config", config, "--events", tmp_path / "later.csv", "--append")
     assert run.returncode == 0, run.stderr

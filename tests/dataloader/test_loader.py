@@ -49,8 +49,8 @@ def test_batches_contain_the_events_of_their_users(small_dataset: Path, tmp_path
                 span = slice(store.offsets[sample], store.offsets[sample + 1])
                 num_candidates = fewest or min(2, int(store.lengths[sample]))
                 assert batch.num_candidates[row] == num_candidates
-                assert items[row] == store.events["item_id"][span][-10 - num_candidates :].tolist()
-                assert labels[row] == store.events["action"][span].tolist()[store.lengths[sample] - num_candidates :]
+                assert items[row] == store.columns["item_id"][span][-10 - num_candidates :].tolist()
+                assert labels[row] == store.columns["action"][span].tolist()[store.lengths[sample] - num_candidates :]
                 seen.append(sample)
         assert sorted(seen) == np.flatnonzero(store.lengths >= fewest).tolist()
         assert loader.num_dropped == np.count_nonzero(store.lengths < fewest)
@@ -125,9 +125,9 @@ def test_a_mixture_numbers_the_rows_of_its_datasets_consecutively(small_dataset:
         assert max(users) < store.manifest.vocabulary_sizes["user_id"]
         for row, sample in enumerate(ids_of(batch)):
             span = slice(store.offsets[sample % len(store)], store.offsets[sample % len(store) + 1])
-            assert items[row] == store.events["item_id"][span][-9:].tolist()
-            assert segments[row] == store.rows["segment"][sample % len(store)]
-            assert users[row] == store.rows["user_id"][sample % len(store)]
+            assert items[row] == store.columns["item_id"][span][-9:].tolist()
+            assert segments[row] == store.columns["segment"][sample % len(store)]
+            assert users[row] == store.columns["user_id"][sample % len(store)]
         seen += ids_of(batch)
     assert (len(seen), sum(sample < len(store) for sample in seen)) == (200, 50)
 

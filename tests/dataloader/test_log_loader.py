@@ -294,10 +294,10 @@ class _Faulty(FolderLog):
         ("read", lambda store: table_of(range(3)), "returned a Table; return a SequenceStore"),
         (
             "read",
-            lambda store: replace(store, events={**store.events, "item_id": store.events["item_id"] / 1}),
+            lambda store: replace(store, columns={**store.columns, "item_id": store.columns["item_id"] / 1}),
             "returned item_id as float64, before as int64; return the same",
         ),
-        ("read", lambda store: replace(store, rows={}), "returned user_id as None, before as int64"),
+        ("read", lambda store: replace(store, columns={}), "returned user_id as None, before as int64"),
         (
             "end",
             lambda end: None,

@@ -77,7 +77,7 @@ def _open_store(rank: int, world_size: int, s3: S3, home: Path) -> tuple[list[in
         patch.setenv("HOME", str(home))
         store = open_store(s3.url("store"))
     loader = build_loader(store, CONFIG, rank=rank, world_size=world_size)
-    return [sample for batch in loader for sample in ids_of(batch)], store.events["item_id"].tolist()
+    return [sample for batch in loader for sample in ids_of(batch)], store.columns["item_id"].tolist()
 
 
 def test_hosts_that_open_a_store_fetch_each_file_once(data: Path, s3: S3, ranks: RankPool, tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
         items = rows_of(batch.features, "item_id")
         for row, sample in enumerate(ids_of(batch)):
             span = slice(store.offsets[sample], store.offsets[sample + 1])
-            assert items[row] == store.events["item_id"][span][-12:].tolist()
+            assert items[row] == store.columns["item_id"][span][-12:].tolist()
             for name in ("user_id", "segment"):
-                assert batch.features[name].values()[row] == store.rows[name][sample]
+                assert batch.features[name].values()[row] == store.columns[name][sample]
         assert (batch.step, batch.position, batch.batch_size) == (step, step + 1, 8)
         seen += batch.num_real
     assert seen == (store.lengths >= 2).sum()

@@ -90,7 +90,7 @@ def test_each_event_is_a_candidate_once_on_any_number_of_ranks(small_dataset: Pa
             ):
                 seen += list(zip(items, times, strict=True))[len(items) - count :]
     assert sorted(seen) == sorted(
-        zip(*(store.events[name].tolist() for name in ("item_id", "timestamp_ms")), strict=True)
+        zip(*(store.columns[name].tolist() for name in ("item_id", "timestamp_ms")), strict=True)
     )
     assert [list(loader) for loader in loaders] == [[]] * world_size  # after the last window
 
@@ -198,12 +198,12 @@ def test_windows_without_events_are_skipped_and_the_stores_have_the_samples(smal
     assert late.num_samples == 0
     late.skip_empty()
     store = open_store(small_dataset)
-    first = store.events["timestamp_ms"].min()
+    first = store.columns["timestamp_ms"].min()
     assert late.epoch == first // 3_600_000
     (samples,) = late.stores
     (batch, *_) = late
     ids = batch.sample_ids[: batch.num_real].numpy()
-    assert samples.events["timestamp_ms"][samples.ends[ids] - 1].min() >= first
+    assert samples.columns["timestamp_ms"][samples.ends[ids] - 1].min() >= first
     assert samples.num_targets is not None
     assert batch.num_candidates[: batch.num_real].tolist() == samples.num_targets[ids].tolist()
     late.begin_at(late.num_windows - 1)
@@ -224,7 +224,7 @@ def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset
     store = open_store(small_dataset)
     expected = 0
     for row in range(len(store)):
-        items = store.events["item_id"][store.offsets[row] : store.offsets[row + 1]]
+        items = store.columns["item_id"][store.offsets[row] : store.offsets[row + 1]]
         for event in range(len(items)):
             expected += bool(codes.has_code(items[max(0, event - 3) : event + 1]).all())
     assert sum(batch.num_real for _ in range(loader.num_windows) for batch in loader) == expected
@@ -239,7 +239,7 @@ def test_a_pickled_loader_goes_on_with_its_window(small_dataset: Path) -> None:
 
 def test_negatives_are_none_of_the_users_items_and_the_same_on_any_number_of_ranks(small_dataset: Path) -> None:
     store = open_store(small_dataset)
-    rows = {user: row for row, user in enumerate(store.rows["user_id"].tolist())}
+    rows = {user: row for row, user in enumerate(store.columns["user_id"].tolist())}
 
     def drawn(world_size: int) -> dict[int, list[int]]:
         negatives: dict[int, list[int]] = {}
@@ -251,7 +251,7 @@ def test_negatives_are_none_of_the_users_items_and_the_same_on_any_number_of_ran
                 of_rows = rows_of(batch.negatives, "item_id")[: batch.num_real]
                 for sample, user, items in zip(ids_of(batch), users, of_rows, strict=True):
                     span = slice(store.offsets[rows[user]], store.offsets[rows[user] + 1])
-                    assert not {*items} & {*store.events["item_id"][span].tolist()}
+                    assert not {*items} & {*store.columns["item_id"][span].tolist()}
                     negatives[sample] = items
         return negatives
 

@@ -23,7 +23,7 @@ from tests.s3_server import S3
 
 
 def _users(log: LogSource, first: int, end: int) -> list[int]:
-    users: list[int] = log.read(first, end).rows["user_id"].tolist()
+    users: list[int] = log.read(first, end).columns["user_id"].tolist()
     return users
 
 
@@ -31,7 +31,7 @@ def test_a_log_has_the_records_of_its_files_in_the_order_of_names(tmp_path: Path
     log = FolderLog(tmp_path, MANIFEST)
     assert isinstance(log, LogSource)
     assert log.end() == (0, False)
-    assert list(log.read(0, 0).events) == ["item_id", "action", "timestamp_ms", "dwell"]
+    assert list(log.read(0, 0).columns)[-4:] == ["item_id", "action", "timestamp_ms", "dwell"]
     add_file(tmp_path, "day=1/10-05.parquet", range(7, 20))
     add_file(tmp_path, "day=1/10-00.parquet", range(7))
     add_file(tmp_path, "day=2/00-00.parquet", [])
@@ -44,12 +44,12 @@ def test_a_log_has_the_records_of_its_files_in_the_order_of_names(tmp_path: Path
     store = log.read(5, 22)
     for row, record in enumerate(range(5, 22)):
         events = slice(store.offsets[row], store.offsets[row + 1])
-        assert store.events["item_id"][events].tolist() == items_of(record)
-        assert set(store.events["dwell"][events]) == {record}
-        assert set(store.events["action"][events]) == {record % 3}
-    assert store.rows["share"].tolist() == [record / 2 for record in range(5, 22)]
-    assert store.rows["segment"].dtype == np.int64
-    assert not store.events["timestamp_ms"].any()  # the files have none
+        assert store.columns["item_id"][events].tolist() == items_of(record)
+        assert set(store.columns["dwell"][events]) == {record}
+        assert set(store.columns["action"][events]) == {record % 3}
+    assert store.columns["share"].tolist() == [record / 2 for record in range(5, 22)]
+    assert store.columns["segment"].dtype == np.int64
+    assert not store.columns["timestamp_ms"].any()  # the files have none
 
 
 def test_files_that_are_being_written_wait_and_so_do_those_after_them(
@@ -326,7 +326,7 @@ def test_values_that_may_be_missing_are_null_or_nan() -> None:
     sizes = {"item_id": 9}
     table = pa.table({"item_id": [[1, 2, 3]], "price": [[0.5, None, math.nan]]})
     stored = rows_of_table(table, describe_log(sizes, extra_events={"price": "float32?"}), "here")
-    np.testing.assert_array_equal(stored.events["price"], np.array([0.5, math.nan, math.nan], np.float32))
+    np.testing.assert_array_equal(stored.columns["price"], np.array([0.5, math.nan, math.nan], np.float32))
     with pytest.raises(DataError, match=r"here: column 'price' \(price\) has nan, not finite"):
         rows_of_table(table, describe_log(sizes, extra_events={"price": "float32"}), "here")
     table = table.set_column(1, "price", [[[0.5, math.inf, math.nan]]])

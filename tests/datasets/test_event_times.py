@@ -60,7 +60,7 @@ def test_rows_are_read_if_their_times_ascend_and_else_the_first_that_does_not_is
     folder = tmp_path_factory.mktemp("rows")
     faulty = [row for row, of_row in enumerate(times) if of_row != sorted(of_row)]
     if not faulty:
-        assert DOORS[door](_table(times), folder).events["timestamp_ms"].tolist() == [*chain.from_iterable(times)]
+        assert DOORS[door](_table(times), folder).columns["timestamp_ms"].tolist() == [*chain.from_iterable(times)]
     else:
         with pytest.raises(DataError, match=rf", row {faulty[0]}: 'timestamp_ms' goes back from \d+ to \d+; sort"):
             DOORS[door](_table(times), folder)
@@ -69,7 +69,7 @@ def test_rows_are_read_if_their_times_ascend_and_else_the_first_that_does_not_is
         ends = np.cumsum([0, *map(len, times)]).tolist()
         numbered = [*enumerate(chain.from_iterable(times))]
         rows = [sorted(numbered[begin:end], key=lambda event: event[1]) for begin, end in pairwise(ends)]
-        events = zip(store.events["item_id"].tolist(), store.events["timestamp_ms"].tolist(), strict=True)
+        events = zip(store.columns["item_id"].tolist(), store.columns["timestamp_ms"].tolist(), strict=True)
         assert list(events) == [*chain.from_iterable(rows)]
         assert store.offsets.tolist() == ends
 
@@ -91,14 +91,14 @@ def test_integers_in_another_unit_are_refused_and_timestamps_in_any_are_read(
         DOORS[door](_table([[], [5], times]), tmp_path)
     if unit != "mixed":
         stored = DOORS[door](_table([[], [], times], pa.timestamp(unit)), tmp_path)
-        assert stored.events["timestamp_ms"].tolist() == days
+        assert stored.columns["timestamp_ms"].tolist() == days
 
 
 def test_times_that_are_not_of_1970_in_seconds_are_milliseconds(tmp_path: Path) -> None:
     hours = [hour * DAY_MS // 24 for hour in range(50)]  # counted from 0, by programs that know no dates
-    assert _read_log(_table([hours]), tmp_path).events["timestamp_ms"].tolist() == hours
+    assert _read_log(_table([hours]), tmp_path).columns["timestamp_ms"].tolist() == hours
     early = [400 * DAY_MS // 10, 40 * DAY_MS]  # 1970, and said to be
-    assert _read_log(_table([early], pa.timestamp("ms")), tmp_path).events["timestamp_ms"].tolist() == early
+    assert _read_log(_table([early], pa.timestamp("ms")), tmp_path).columns["timestamp_ms"].tolist() == early
     for time in (-(2**62), 253_402_300_800_000):
         with pytest.raises(DataError, match="store milliseconds since 1970"):
             _read_log(_table([[time]], pa.timestamp("ms")), tmp_path)
@@ -112,7 +112,7 @@ def test_a_followed_dataset_may_begin_in_1970(small_dataset: Path) -> None:
         rows_of_table(table, manifest, "here")
     statistics: dict[str, Any] = manifest.options["statistics"] | {"first_ms": 0}  # as of --timestamp-unit row
     manifest = replace(manifest, options={**manifest.options, "statistics": statistics})
-    assert rows_of_table(table, manifest, "here").events["timestamp_ms"].tolist() == [*chain.from_iterable(times)]
+    assert rows_of_table(table, manifest, "here").columns["timestamp_ms"].tolist() == [*chain.from_iterable(times)]
 
 
 def test_a_dataset_whose_files_were_changed_is_refused_when_it_is_unpacked_and_streamed(
@@ -137,7 +137,7 @@ def test_windows_of_times_that_were_sorted_are_those_of_sorted_files(tmp_path: P
     store = open_store(tmp_path, columns=COLUMNS, sort_by_time=True)
     windows = TimeWindows(every="1d").of(store)
     cut = [windows.cut(index, 1) for index in range(windows.count)]
-    assert [store.events["item_id"][of_day.ends - 1].tolist() for of_day in cut] == [[0], [2], [1], [3]]
+    assert [store.columns["item_id"][of_day.ends - 1].tolist() for of_day in cut] == [[0], [2], [1], [3]]
     assert [of_day.begins.tolist() for of_day in cut] == [[0]] * 4
 
 
@@ -147,7 +147,7 @@ def test_sorted_rows_are_other_data_and_stay_sorted_in_other_processes(tmp_path:
     assert as_is.manifest.content_hash != by_time.manifest.content_hash
     _write(_table([[2, 1], [3, 4]]), tmp_path)
     store = pickle.loads(pickle.dumps(open_store(folder, columns=COLUMNS, sort_by_time=True)))
-    assert store.events["item_id"].tolist() == [1, 0, 2, 3]
-    assert store.rows["user_id"].tolist() == [0, 1]
+    assert store.columns["item_id"].tolist() == [1, 0, 2, 3]
+    assert store.columns["user_id"].tolist() == [0, 1]
     with pytest.raises(ConfigError, match="sort_by_time needs a column of timestamp_ms, they have item_id"):
         open_store(folder, columns={"item_id": "item_id"}, sort_by_time=True)

@@ -54,8 +54,9 @@ def folder(tmp_path: Path) -> Path:
 def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(folder: Path) -> None:
     store = open_store(folder, columns=COLUMNS)
     assert store.lengths.tolist() == [3, 0, 1]
-    assert {name: values.tolist() for name, values in store.rows.items()} == {"user_id": [7, -5, 9], "age": [30, 0, 41]}
-    assert {name: (str(values.dtype), values.tolist()) for name, values in store.events.items()} == {
+    assert {name: (str(values.dtype), values.tolist()) for name, values in store.columns.items()} == {
+        "user_id": ("int64", [7, -5, 9]),
+        "age": ("int64", [30, 0, 41]),
         "item_id": ("int64", [3, 1, 4, 5]),
         "action": ("int32", [1, 2, 3, 0]),
         "timestamp_ms": ("int64", [10, 20, 30, 5]),
@@ -63,7 +64,7 @@ def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(folder: Path)
     }
     assert store.manifest.vocabulary_sizes == {"user_id": 10, "item_id": 6, "action": 4, "age": 42}
     assert store.manifest.splits["train"].lengths["max"] == 3
-    assert isinstance(store.events["item_id"].base, np.memmap)
+    assert isinstance(store.columns["item_id"].base, np.memmap)
     assert repr(store) == (
         f"SequenceStore('{folder}', split='train', 3 rows, 4 events: item_id, action, timestamp_ms, shop; context: age)"
     )
@@ -71,8 +72,8 @@ def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(folder: Path)
 
 def test_only_items_are_needed_and_rows_are_numbered(folder: Path) -> None:
     store = open_store(folder, "all", columns={"item_id": "movies"})
-    assert store.rows["user_id"].tolist() == [0, 1, 2]
-    assert store.events["action"].tolist() == store.events["timestamp_ms"].tolist() == [0] * 4
+    assert store.columns["user_id"].tolist() == [0, 1, 2]
+    assert store.columns["action"].tolist() == store.columns["timestamp_ms"].tolist() == [0] * 4
     assert repr(store) == f"SequenceStore('{folder}', split='all', 3 rows, 4 events: item_id, action, timestamp_ms)"
 
 
@@ -80,7 +81,7 @@ def test_timestamps_of_arrow_become_milliseconds(tmp_path: Path) -> None:
     times = pa.array([[datetime.datetime(1970, 1, 2)], None], pa.list_(pa.timestamp("us")))
     pq.write_table(pa.table({"i": pa.array([[1], None], pa.list_(pa.int32())), "t": times}), tmp_path / "a.parquet")
     store = open_store(tmp_path, columns={"item_id": "i", "timestamp_ms": "t"})
-    assert store.events["timestamp_ms"].tolist() == [86_400_000]
+    assert store.columns["timestamp_ms"].tolist() == [86_400_000]
     assert store.lengths.tolist() == [1, 0]  # a null list is an empty one
 
 
@@ -90,8 +91,8 @@ def test_lists_of_a_fixed_size_are_lists(tmp_path: Path) -> None:
     pq.write_table(pa.table({"i": items, "s": seconds}), tmp_path / "a.parquet")
     store = open_store(tmp_path, columns={"item_id": "i", "seconds": "s"})
     assert store.lengths.tolist() == [2, 0, 2]
-    assert store.events["item_id"].tolist() == [1, 2, 3, 4]
-    assert store.events["seconds"].tolist() == [0.5, 0, 1, 2]  # a missing number is 0
+    assert store.columns["item_id"].tolist() == [1, 2, 3, 4]
+    assert store.columns["seconds"].tolist() == [0.5, 0, 1, 2]  # a missing number is 0
 
 
 @given(
@@ -107,9 +108,9 @@ def test_rows_are_those_of_the_files_in_order(
         lists = pa.array(rows[first : first + rows_per_file], pa.list_(pa.int64()))
         pq.write_table(pa.table({"i": lists}), folder / f"{number:03}.parquet", row_group_size=rows_per_group)
     store = open_store(folder, columns={"item_id": "i"})
-    items, offsets = store.events["item_id"], store.offsets
+    items, offsets = store.columns["item_id"], store.offsets
     assert [items[a:b].tolist() for a, b in pairwise(offsets)] == rows
-    assert store.rows["user_id"].tolist() == list(range(len(rows)))
+    assert store.columns["user_id"].tolist() == list(range(len(rows)))
 
 
 def test_the_hash_is_of_the_files_and_the_columns(folder: Path) -> None:
@@ -120,7 +121,7 @@ def test_the_hash_is_of_the_files_and_the_columns(folder: Path) -> None:
     entries = set((folder / ".cache").iterdir())
     _write(folder / "date=2/a.parquet", [ROWS[2] | {"stars": [3]}])
     changed = open_store(folder, columns=COLUMNS)
-    assert changed.events["action"].tolist() == [1, 2, 3, 3]
+    assert changed.columns["action"].tolist() == [1, 2, 3, 3]
     assert changed.manifest.content_hash not in hashes
     assert set((folder / ".cache").iterdir()) > entries
     moved = folder.rename(folder.parent / "moved")
@@ -129,7 +130,7 @@ def test_the_hash_is_of_the_files_and_the_columns(folder: Path) -> None:
 
 def _sum(data: bytes, results: "multiprocessing.Queue[tuple[int, int]]") -> None:
     store = pickle.loads(data)
-    results.put((int(store.events["item_id"].sum()), os.stat(store.events["item_id"].base.filename).st_ino))
+    results.put((int(store.columns["item_id"].sum()), os.stat(store.columns["item_id"].base.filename).st_ino))
 
 
 def test_other_processes_map_the_same_file(folder: Path) -> None:
@@ -138,7 +139,7 @@ def test_other_processes_map_the_same_file(folder: Path) -> None:
     results: multiprocessing.Queue[tuple[int, int]] = context.Queue()
     process = context.Process(target=_sum, args=(pickle.dumps(store), results))
     process.start()
-    inode = os.stat(store.events["item_id"].base.filename).st_ino  # type: ignore[union-attr]
+    inode = os.stat(store.columns["item_id"].base.filename).st_ino  # type: ignore[union-attr]
     assert results.get(timeout=240) == (13, inode)
     process.join()
 
@@ -206,7 +207,7 @@ def test_floats_that_would_be_rounded_or_are_not_finite_are_refused(tmp_path: Pa
                 open_store(tmp_path, columns=columns)
         else:
             assert (
-                open_store(tmp_path, columns=columns).events["watched"].tolist()
+                open_store(tmp_path, columns=columns).columns["watched"].tolist()
                 == np.array(values, np.float32).tolist()
             )
 

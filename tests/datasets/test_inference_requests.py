@@ -32,7 +32,7 @@ def _items(data: Path | str, max_num_candidates: int = 2) -> dict[str, list[tupl
     for store in Requests().of(data, max_num_candidates):
         assert store.num_targets is not None
         events = store.ends - store.num_targets
-        items = [store.events["item_id"][part].tolist() for part in map(slice, store.begins, store.ends)]
+        items = [store.columns["item_id"][part].tolist() for part in map(slice, store.begins, store.ends)]
         found[store.split] = [(row[:n], row[n:]) for row, n in zip(items, events - store.begins, strict=True)]
     return found
 

@@ -54,9 +54,9 @@ def test_both_layouts_are_read_like_the_local_folder(
         read = open_stream(url, split).read(0, len(expected))
         for found in (store, read):
             assert found.offsets.tolist() == expected.offsets.tolist()
-            for name, values in {**expected.events, **expected.rows}.items():
-                assert np.array_equal({**found.events, **found.rows}[name], values)
-    assert pickle.loads(pickle.dumps(store)).rows["user_id"].tolist() == store.rows["user_id"].tolist()
+            for name, values in expected.columns.items():
+                assert np.array_equal(found.columns[name], values)
+    assert pickle.loads(pickle.dumps(store)).columns["user_id"].tolist() == store.columns["user_id"].tolist()
     assert store.folder is not None
     assert store.folder.parent == tmp_path / "home" / ".cache" / "evenrank"
     assert SECRET not in f"{store} {Histogram.read(url)}"
@@ -72,7 +72,7 @@ def test_file_urls_are_folders(dataset: Path) -> None:
 def test_items_are_counted_in_train_also_of_another_split_at_a_url(dataset: Path, s3: S3) -> None:
     _upload(s3, dataset, "counts")
     counts = open_store(s3.url("counts"), "eval").item_counts()
-    expected = np.bincount(open_store(dataset).events["item_id"], minlength=len(counts))
+    expected = np.bincount(open_store(dataset).columns["item_id"], minlength=len(counts))
     assert counts.tolist() == expected.tolist()
 
 
@@ -93,7 +93,7 @@ def test_a_process_that_is_killed_while_it_fetches_blocks_no_other(dataset: Path
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert list((tmp_path / "home").rglob("*.partial"))
     store = open_store(s3.url("killed"))
-    assert store.events["item_id"].tolist() == open_store(dataset).events["item_id"].tolist()
+    assert store.columns["item_id"].tolist() == open_store(dataset).columns["item_id"].tolist()
     assert not list((tmp_path / "home").rglob("*.partial"))
 
 
@@ -102,14 +102,14 @@ def test_a_damaged_copy_is_fetched_again(dataset: Path, s3: S3, damage: str) -> 
     version = _upload(s3, dataset, damage)
     url = s3.url(damage)
     store = open_store(url)
-    expected = store.events["item_id"].tolist()
+    expected = store.columns["item_id"].tolist()
     assert store.folder is not None
     (column,) = store.folder.glob(".cache/*/events/item_id.npy")
     if damage == "truncated":
         column.write_bytes(column.read_bytes()[:-8])
     else:
         column.unlink()
-    assert open_store(url).events["item_id"].tolist() == expected
+    assert open_store(url).columns["item_id"].tolist() == expected
     assert s3.num_reads(f"{version}/train/part-00000.parquet") == 2
 
 
@@ -142,4 +142,4 @@ def test_a_dataset_that_replaces_another_is_found_and_the_store_keeps_its_own(
     _upload(s3, copy_dataset(rich_dataset, tmp_path / "rich"), "replaced")
     assert open_store(s3.url("replaced")).manifest == read_manifest(rich_dataset)
     assert before.manifest == read_manifest(dataset)
-    assert before.events["item_id"].tolist() == open_store(dataset).events["item_id"].tolist()
+    assert before.columns["item_id"].tolist() == open_store(dataset).columns["item_id"].tolist()

@@ -24,15 +24,15 @@ def test_rows_equal_those_of_the_parquet_files(small_dataset: Path) -> None:
     store = open_store(small_dataset, "train")
     table = pq.read_table(small_dataset / "train")
     assert len(store) == table.num_rows
-    assert store.rows["user_id"].tolist() == table["user_id"].to_pylist()
-    assert store.rows["segment"].tolist() == table["segment"].to_pylist()
+    assert store.columns["user_id"].tolist() == table["user_id"].to_pylist()
+    assert store.columns["segment"].tolist() == table["segment"].to_pylist()
     assert store.lengths.tolist() == table["length"].to_pylist()
     for name in ("item_id", "action", "timestamp_ms"):
-        rows = [store.events[name][a:b].tolist() for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
+        rows = [store.columns[name][a:b].tolist() for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
         assert rows == table[name].to_pylist()
-        assert isinstance(store.events[name].base, np.memmap)
-        assert not store.events[name].flags.writeable
-    assert store.events["action"].dtype == np.int32
+        assert isinstance(store.columns[name].base, np.memmap)
+        assert not store.columns[name].flags.writeable
+    assert store.columns["action"].dtype == np.int32
 
 
 def test_columns_of_every_kind_equal_those_of_the_parquet_files_also_read_as_a_stream(
@@ -40,24 +40,24 @@ def test_columns_of_every_kind_equal_those_of_the_parquet_files_also_read_as_a_s
 ) -> None:
     store = open_store(rich_dataset)
     table = pq.read_table(rich_dataset / "train")
-    assert store.rows["share"].dtype == store.events["price"].dtype == np.float32
-    assert store.events["dwell"].dtype == np.int32
+    assert store.columns["share"].dtype == store.columns["price"].dtype == np.float32
+    assert store.columns["dwell"].dtype == np.int32
     in_parts = write_in_parts(rich_dataset, tmp_path / "parts")  # row groups of 10
     for read, first, end in ((store, 0, len(table)), (open_stream(in_parts, "train").read(7, 93), 7, 93)):
         rows = table.slice(first, end - first)
-        assert {name: read.rows[name].tolist() for name in ("segment", "share")} == {
+        assert {name: read.columns[name].tolist() for name in ("segment", "share")} == {
             name: rows[name].to_pylist() for name in ("segment", "share")
         }
         for name, offsets, values in (
-            ("tags", read.multi_valued["tags"].offsets, read.rows["tags"]),
-            *((name, read.offsets, read.events[name]) for name in ("price", "dwell")),
+            ("tags", read.list_offsets["tags"], read.columns["tags"]),
+            *((name, read.offsets, read.columns[name]) for name in ("price", "dwell")),
         ):
             assert [values[a:b].tolist() for a, b in itertools.pairwise(offsets)] == rows[name].to_pylist()
-    assert [open_stream(in_parts, "train").read(3, 3).rows[name].dtype for name in ("tags", "share")] == ["i8", "f4"]
+    assert [open_stream(in_parts, "train").read(3, 3).columns[name].dtype for name in ("tags", "share")] == ["i8", "f4"]
     copy = pickle.loads(pickle.dumps(store))
-    assert copy.multi_valued["tags"].offsets.tolist() == store.multi_valued["tags"].offsets.tolist()
+    assert copy.list_offsets["tags"].tolist() == store.list_offsets["tags"].tolist()
     remapped = store.remapped({"tags": _Reversed()})
-    assert remapped.rows["tags"].tolist() == (599 - store.rows["tags"]).tolist()
+    assert remapped.columns["tags"].tolist() == (599 - store.columns["tags"]).tolist()
 
 
 @pytest.mark.parametrize("values", [{0: 1}, {5: 1 << 40}, {-1: 1 << 40}, {-1: -1}, {4: 9, 5: 2}])
@@ -77,7 +77,7 @@ def test_offsets_of_a_feature_out_of_range_are_refused(
 def _open_and_sum(path: Path, results: "multiprocessing.Queue[tuple[int, ...]]") -> None:
     store = open_store(path)
     remapped = store.remapped({"item_id": _Reversed()})
-    results.put(tuple(int(each.events["item_id"].sum()) for each in (store, remapped)))
+    results.put(tuple(int(each.columns["item_id"].sum()) for each in (store, remapped)))
 
 
 def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path, dataset: Path) -> None:
@@ -89,7 +89,7 @@ def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path
     sums = {results.get(timeout=240) for _ in processes}
     for process in processes:
         process.join()
-    items = open_store(small_dataset).events["item_id"]
+    items = open_store(small_dataset).columns["item_id"]
     assert sums == {(int(items.sum()), int((599 - items).sum()))}
     built = sorted(path.name for path in (dataset / ".cache").iterdir() if path.is_dir())
     assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v5", *_entries(dataset)])
@@ -137,10 +137,10 @@ def test_features_can_have_the_names_of_the_caches_own_files_and_splits_no_rows(
     store = open_store(tmp_path / "data")
     table = pq.read_table(tmp_path / "data" / "train")
     for name in names:
-        assert store.rows[name].tolist() == table[name].to_pylist()
+        assert store.columns[name].tolist() == table[name].to_pylist()
     assert len(store) == 30
     empty = open_store(tmp_path / "data", "eval")
-    assert len(empty) == len(empty.events["item_id"]) == 0
+    assert len(empty) == len(empty.columns["item_id"]) == 0
 
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
@@ -177,11 +177,11 @@ def _entries(dataset: Path) -> list[str]:
 def test_the_named_columns_are_replaced_and_no_others(small_dataset: Path) -> None:
     store = open_store(small_dataset)
     remapped = store.remapped({"item_id": _Reversed(), "segment": _Reversed(9)})
-    assert remapped.events["item_id"].tolist() == [599 - item for item in store.events["item_id"].tolist()]
-    assert remapped.rows["segment"].tolist() == [8 - segment for segment in store.rows["segment"].tolist()]
+    assert remapped.columns["item_id"].tolist() == [599 - item for item in store.columns["item_id"].tolist()]
+    assert remapped.columns["segment"].tolist() == [8 - segment for segment in store.columns["segment"].tolist()]
     for name in ("action", "timestamp_ms"):
-        assert remapped.events[name] is store.events[name]
-    assert remapped.rows["user_id"] is store.rows["user_id"]
+        assert remapped.columns[name] is store.columns[name]
+    assert remapped.columns["user_id"] is store.columns["user_id"]
     assert remapped.offsets is store.offsets
     assert len(store.column_maps) == 0
 
@@ -190,15 +190,15 @@ def test_a_column_is_mapped_once_and_shared_as_a_file(dataset: Path) -> None:
     store = open_store(dataset)
     fails = DataError("mapped again")
     unchanged = store.remapped({"item_id": _Reversed(is_identity=True, error=fails)})
-    assert unchanged.events["item_id"] is store.events["item_id"]
+    assert unchanged.columns["item_id"] is store.columns["item_id"]
     with pytest.raises(DataError, match=r"^mapped again$"):
         store.remapped({"item_id": _Reversed(error=fails)})
     assert _entries(dataset) == []  # neither for what changes nothing nor for what fails half-way
     first = store.remapped({"item_id": _Reversed()})
     again = open_store(dataset).remapped({"item_id": _Reversed(error=fails)})
-    assert again.events["item_id"].tolist() == first.events["item_id"].tolist()
-    assert isinstance(again.events["item_id"].base, np.memmap)
-    assert not again.events["item_id"].flags.writeable
+    assert again.columns["item_id"].tolist() == first.columns["item_id"].tolist()
+    assert isinstance(again.columns["item_id"].base, np.memmap)
+    assert not again.columns["item_id"].flags.writeable
     (entry,) = _entries(dataset)
     path = dataset / ".cache" / entry / "values.npy"
     path.write_bytes(path.read_bytes()[:-8])
@@ -209,12 +209,12 @@ def test_a_column_is_mapped_once_and_shared_as_a_file(dataset: Path) -> None:
 def test_other_maps_columns_and_splits_have_files_of_their_own(dataset: Path) -> None:
     store = open_store(dataset)
     for size in (600, 601, 602):
-        items = store.remapped({"item_id": _Reversed(size)}).events["item_id"]
-        assert items.tolist() == (size - 1 - store.events["item_id"]).tolist()
+        items = store.remapped({"item_id": _Reversed(size)}).columns["item_id"]
+        assert items.tolist() == (size - 1 - store.columns["item_id"]).tolist()
     store.remapped({"segment": _Reversed()})
     eval_store = open_store(dataset, "eval")
-    remapped = eval_store.remapped({"item_id": _Reversed()}).events["item_id"]
-    assert remapped.tolist() == (599 - eval_store.events["item_id"]).tolist()
+    remapped = eval_store.remapped({"item_id": _Reversed()}).columns["item_id"]
+    assert remapped.tolist() == (599 - eval_store.columns["item_id"]).tolist()
     assert len(_entries(dataset)) == 5
 
 
@@ -223,13 +223,13 @@ def test_a_pickled_store_maps_the_same_files_with_the_remapped_columns(small_dat
     assert len(pickle.dumps(plain)) < 1000
     store = plain.remapped({"item_id": _Reversed()}).remapped({"segment": _Reversed()})
     copied = pickle.loads(pickle.dumps(store))
-    assert copied.rows["segment"].tolist() == store.rows["segment"].tolist()
+    assert copied.columns["segment"].tolist() == store.columns["segment"].tolist()
     for name in ("item_id", "action"):
-        assert copied.events[name].tolist() == store.events[name].tolist()
-        assert copied.events[name].base.filename == store.events[name].base.filename  # type: ignore[union-attr]
+        assert copied.columns[name].tolist() == store.columns[name].tolist()
+        assert copied.columns[name].base.filename == store.columns[name].base.filename  # type: ignore[union-attr]
     in_memory = replace(plain, folder=None).remapped({"item_id": _Reversed()})
-    assert not isinstance(in_memory.events["item_id"].base, np.memmap)
-    assert pickle.loads(pickle.dumps(in_memory)).events["item_id"].tolist() == store.events["item_id"].tolist()
+    assert not isinstance(in_memory.columns["item_id"].base, np.memmap)
+    assert pickle.loads(pickle.dumps(in_memory)).columns["item_id"].tolist() == store.columns["item_id"].tolist()
 
 
 def test_columns_that_cannot_be_mapped_are_refused(small_dataset: Path) -> None:

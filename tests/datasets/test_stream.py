@@ -28,10 +28,10 @@ def test_any_range_of_rows_equals_that_of_the_store(parts: Path, first: int, end
     assert len(read) == end - first
     assert read.offsets.tolist() == (store.offsets[first : end + 1] - store.offsets[first]).tolist()
     for name in ("user_id", "segment"):
-        assert read.rows[name].tolist() == store.rows[name][first:end].tolist()
+        assert read.columns[name].tolist() == store.columns[name][first:end].tolist()
     for name in ("item_id", "action", "timestamp_ms"):
-        assert read.events[name].tolist() == store.events[name][store.offsets[first] : store.offsets[end]].tolist()
-        assert read.events[name].dtype == store.events[name].dtype
+        assert read.columns[name].tolist() == store.columns[name][store.offsets[first] : store.offsets[end]].tolist()
+        assert read.columns[name].dtype == store.columns[name].dtype
 
 
 def test_shards_cover_all_rows_for_any_number_of_shards() -> None:
@@ -122,7 +122,7 @@ def test_files_that_are_written_again_with_the_same_contents_are_read_on(
     shutil.copytree(data, tmp_path / "again")
     data.rename(tmp_path / "old")
     (tmp_path / "again").rename(data)
-    assert source.read(0, source.num_rows).rows["user_id"].tolist() == expected.rows["user_id"].tolist()
+    assert source.read(0, source.num_rows).columns["user_id"].tolist() == expected.columns["user_id"].tolist()
     monkeypatch.setattr("evenrank.datasets.stream.has_sha256", None)  # each new file is verified once
     source.read(0, source.num_rows)
 

@@ -17,13 +17,12 @@ from tests.dataloader.collate.stores import STORE
 
 def _store(times_of_rows: list[list[int]], num_targets: list[int] | None = None) -> SequenceStore:
     times = np.array([time for times in times_of_rows for time in times], dtype=np.int64)
-    events = {name: np.arange(len(times)) for name in STORE.events} | {"timestamp_ms": times}
+    columns = {"user_id": np.arange(len(times_of_rows)), "timestamp_ms": times}
     return SequenceStore(
         manifest=STORE.manifest,
         split="train",
         offsets=np.cumsum([0, *map(len, times_of_rows)]),
-        events=events,
-        rows={"user_id": np.arange(len(times_of_rows))},
+        columns=columns | {name: np.arange(len(times)) for name in ("item_id", "action")},
         num_targets=None if num_targets is None else np.array(num_targets, dtype=np.int32),
     )
 
@@ -51,7 +50,7 @@ def test_each_event_is_a_target_once_in_its_window_after_all_before_it(
         for row, begin, end, count in zip(*cut.slices, cut.num_targets, strict=True):
             assert 1 <= count <= max_targets
             assert begin == store.offsets[row]
-            times = store.events["timestamp_ms"][end - count : end].tolist()
+            times = store.columns["timestamp_ms"][end - count : end].tolist()
             assert all(start + index * DAY_MS <= time < start + (index + 1) * DAY_MS for time in times)
             seen += range(end - count, end)
             firsts.append(times[0])

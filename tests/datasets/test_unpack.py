@@ -181,7 +181,7 @@ def test_a_value_that_may_be_missing_is_nan(
             open_store(dataset)
     else:
         store = open_store(dataset)
-        assert np.flatnonzero(np.isnan(store.events["price"])).tolist() == [store.offsets[first]]
+        assert np.flatnonzero(np.isnan(store.columns["price"])).tolist() == [store.offsets[first]]
 
 
 @pytest.mark.parametrize(

@@ -62,20 +62,20 @@ def test_records_of_a_topic_come_in_turns_of_its_partitions(servers: str) -> Non
     log = KafkaLog(servers, "turns", MANIFEST)
     assert isinstance(log, LogSource)
     assert log.end() == (0, False)
-    assert log.read(0, 0).rows["share"].dtype == "float32"
+    assert log.read(0, 0).columns["share"].dtype == "float32"
     _produce(servers, "turns", range(8))
     _produce(servers, "turns", range(9, 10))  # record 8 is not there yet
     _await_records(log, 8)
     store = log.read(2, 8)
-    assert store.rows["user_id"].tolist() == [2, 3, 4, 5, 6, 7]
-    assert store.events["item_id"].tolist() == [item for record in range(2, 8) for item in items_of(record)]
+    assert store.columns["user_id"].tolist() == [2, 3, 4, 5, 6, 7]
+    assert store.columns["item_id"].tolist() == [item for record in range(2, 8) for item in items_of(record)]
     _produce(servers, "turns", range(8, 9))
     _await_records(log, 10)
     for position in range(10):
         resumed = KafkaLog(servers, "turns", MANIFEST)
         resumed.resume(position, log.mark(position))
         _await_records(resumed, 10)
-        assert resumed.read(position, 10).rows["user_id"].tolist() == [*range(position, 10)]
+        assert resumed.read(position, 10).columns["user_id"].tolist() == [*range(position, 10)]
     with pytest.raises(StateError, match="is of other in 3 partitions, this log is turns in 4 partitions"):
         log.resume(0, "other in 3 partitions")
     small = KafkaLog(servers, "turns", describe_log({**SIZES, "item_id": 9}))

@@ -184,10 +184,10 @@ def drawn_samples(world_size: int, batch_size: int, num_batches: int, seed: int)
             assert RANDOM.num_real is not None
             num_real = int(np.clip(RANDOM.num_real.sample(rng, 1)[0], 0, batch_size))
             store = draw_samples(RANDOM, rng, num_real, min_length=1, split="train")
-            rows = Rows({}, store.events, store.offsets.tolist())
-            starts = store.multi_valued["tags"].offsets
+            rows = Rows({}, dict(store.columns), store.offsets.tolist())
+            starts = store.list_offsets["tags"]
             for row, values in rows.whole(1).items():
-                tags = store.rows["tags"][starts[row] : starts[row + 1]].astype(np.int64).tobytes()
+                tags = store.columns["tags"][starts[row] : starts[row + 1]].astype(np.int64).tobytes()
                 samples[(step * world_size + rank) * batch_size + row] = {**values, "features.tags": tags}
     return samples
 

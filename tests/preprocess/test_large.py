@@ -29,9 +29,12 @@ def test_a_user_can_have_more_events_than_a_bucket(tmp_path: Path) -> None:
     )
     preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=log, split="none", ids="keep"))
     store = open_store(tmp_path / "out")
-    assert dict(zip(store.rows["user_id"].tolist(), store.lengths.tolist(), strict=True)) == {1: 9_990_000, 7: 10_000}
-    place = store.rows["user_id"].tolist().index(1)
-    events = store.events["item_id"][store.offsets[place] : store.offsets[place + 1]]
+    assert dict(zip(store.columns["user_id"].tolist(), store.lengths.tolist(), strict=True)) == {
+        1: 9_990_000,
+        7: 10_000,
+    }
+    place = store.columns["user_id"].tolist().index(1)
+    events = store.columns["item_id"][store.offsets[place] : store.offsets[place + 1]]
     assert np.array_equal(events, items[users == 1][::-1])
 
 

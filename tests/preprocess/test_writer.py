@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.datasets.schema import LENGTH, Column, columns_of
+from evenrank.datasets.schema import EVENTS, LENGTH, USER_IDS, Column
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.read.features import FeatureLookup, read_features
@@ -54,8 +54,13 @@ def test_features_and_events_of_every_kind_are_written(
         context=folder / "users.parquet",
         context_columns=("tags:list", "share:float", "sex"),
     )
-    context = FeatureLookup(read_features(config, "user_id", "int64"), of="users")
-    assert context.dtypes == {"tags": "list<int64>", "share": "float32", "sex": "int64"}
+    features_of_users = read_features(config, "user_id", "int64")
+    context = FeatureLookup(features_of_users, of="users")
+    assert {column.name: column.type for column in features_of_users.columns} == {
+        "tags": "list<int64>",
+        "share": "float32",
+        "sex": "int64",
+    }
 
     num_events = [len(prices) for *_, prices in users]
     events: dict[str, NDArray[Any]] = {
@@ -66,7 +71,8 @@ def test_features_and_events_of_every_kind_are_written(
         "price": np.concatenate([np.array(prices, dtype=np.float32) for *_, prices in users]),
     }
     sequences, _ = build_sequences(events, lambda keys: keys)
-    schema = arrow_schema([*columns_of(context.dtypes, {"price": "float32"}), Column(LENGTH, "scalar", "int32")])
+    price = Column("price", "event", "float32")
+    schema = arrow_schema([USER_IDS, *features_of_users.columns, *EVENTS, price, Column(LENGTH, "scalar", "int32")])
     for number, rows in enumerate(np.array_split(np.arange(len(sequences)), parts)):
         part = sequences.take(rows)
         features, seen = context.lookup(part.user_ids)

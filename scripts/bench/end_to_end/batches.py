@@ -96,8 +96,7 @@ class Source:
         return dataclasses.replace(
             first,
             offsets=np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))]),
-            events={name: np.concatenate([part.events[name] for part in parts]) for name in first.events},
-            rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+            columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
         )
 
     def once(self) -> RandomBatches[SequenceBatch]:

@@ -71,13 +71,14 @@ MANIFEST = Manifest(
 
 
 def _store(lengths: list[int], items: list[int], days: Sequence[float], countries: list[int]) -> SequenceStore:
-    events: dict[str, Any] = {
+    columns: dict[str, Any] = {
+        "user_id": np.arange(len(lengths)),
+        "country": np.array(countries, dtype=np.int64),
         "item_id": np.array(items, dtype=np.int64),
         "action": np.zeros(len(items), dtype=np.int32),
         "timestamp_ms": (np.array(days, dtype=np.float64) * DAY_MS).astype(np.int64),
     }
-    rows = {"user_id": np.arange(len(lengths)), "country": np.array(countries, dtype=np.int64)}
-    return SequenceStore(manifest=MANIFEST, split="any", offsets=np.cumsum([0, *lengths]), events=events, rows=rows)
+    return SequenceStore(manifest=MANIFEST, split="any", offsets=np.cumsum([0, *lengths]), columns=columns)
 
 
 # Items: 30 five times, 7 twice, 9 once. Days 100 to 150; country 1 twice, 2 once, missing once.

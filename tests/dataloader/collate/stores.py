@@ -23,6 +23,12 @@ STORE = SequenceStore(
     ),
     split="train",
     offsets=np.array([0, 3, 3, 9]),
-    events={"item_id": ITEMS, "action": (ITEMS % 10).astype(np.int32), "timestamp_ms": ITEMS * 0},
-    rows={"user_id": np.array([1, 2, 3]), "sex": np.array([1, 0, 2]), "age": np.array([7, 8, 9])},
+    columns={
+        "user_id": np.array([1, 2, 3]),
+        "sex": np.array([1, 0, 2]),
+        "age": np.array([7, 8, 9]),
+        "item_id": ITEMS,
+        "action": (ITEMS % 10).astype(np.int32),
+        "timestamp_ms": ITEMS * 0,
+    },
 )

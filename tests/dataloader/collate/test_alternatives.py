@@ -116,7 +116,7 @@ def test_an_event_gets_one_of_its_items_codes_in_its_features_and_labels(small_d
     options = {"history_labels": True, "candidate_feature": True, "label_offsets": True}
     drawn: Counter[tuple[int, int]] = Counter()
     for sample, (history, candidate, labels) in _epoch(small_dataset, table, **options).items():
-        items = store.events["item_id"][store.offsets[sample] : store.offsets[sample + 1]][-7:]
+        items = store.columns["item_id"][store.offsets[sample] : store.offsets[sample + 1]][-7:]
         assert labels == [*history, *candidate][LEVELS if history else 0 :]
         tokens = np.array([*history, *candidate]).reshape(-1, LEVELS) - [0, 300]
         for item, code in zip(items.tolist(), tokens.tolist(), strict=True):

@@ -12,7 +12,6 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, LossKey, SequenceBatch
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.datasets import SequenceStore
-from evenrank.datasets.store import MultiValued
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import STORE
 
@@ -41,24 +40,27 @@ def _store(users: list[tuple[int, int]], first: int = 0) -> SequenceStore:
     dtypes = ("int64", "int32", "int64", "int32", "float32")
     return replace(
         STORE,
-        manifest=replace(STORE.manifest, contextual=context),
+        manifest=replace(STORE.manifest, contextual=context, extra_events={"dwell": "int32", "price": "float32"}),
         offsets=offsets,
-        events={name: (events * (i + 2) + i / 4).astype(dtypes[i]) for i, name in enumerate(EVENTS)},
-        rows={"user_id": rows, "age": rows + 7, "share": rows / np.float32(8), "tags": np.arange(tag_offsets[-1])},
-        multi_valued={"tags": MultiValued(offsets=tag_offsets)},
+        columns={
+            **{name: (events * (i + 2) + i / 4).astype(dtypes[i]) for i, name in enumerate(EVENTS)},
+            "user_id": rows,
+            "age": rows + 7,
+            "share": rows / np.float32(8),
+            "tags": np.arange(tag_offsets[-1]),
+        },
+        list_offsets={"tags": tag_offsets},
     )
 
 
 def _expected(config: LoaderConfig, store: SequenceStore, row: int) -> dict[str, dict[str, list[float]]]:
     """Return the values of a row of a store by field and key."""
-    events = {
-        name: values[store.offsets[row] : store.offsets[row + 1]].tolist() for name, values in store.events.items()
-    }
+    events = {name: store.columns[name][store.offsets[row] : store.offsets[row + 1]].tolist() for name in EVENTS}
     split = len(events["item_id"]) - config.max_num_candidates
     begin = max(split - config.max_history_length, 0)
-    tags = store.multi_valued["tags"].offsets
-    context = {name: store.rows[name][row : row + 1].tolist() for name in ("age", "share")}
-    context["tags"] = store.rows["tags"][tags[row] : tags[row + 1]].tolist()
+    tags = store.list_offsets["tags"]
+    context = {name: store.columns[name][row : row + 1].tolist() for name in ("age", "share")}
+    context["tags"] = store.columns["tags"][tags[row] : tags[row + 1]].tolist()
     values = {name: context[name] for name in (store.manifest.contextual if config.context is None else config.context)}
     for name in ("item_id", "action", *config.extra_events):
         is_known = name in ("item_id", "timestamp_ms") or config.candidate_actions

@@ -26,7 +26,6 @@ from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.store import MultiValued
 from tests.dataloader.collate.stores import STORE
 from tests.ranks import RankPool
 
@@ -60,15 +59,28 @@ def _store(num_events: Sequence[int], num_tags: Sequence[int], num_targets: Sequ
     """Return a store with a contextual feature of one value, and one of up to 5 values."""
     offsets, tag_offsets = (np.concatenate([[0], np.cumsum(counts)]) for counts in (num_events, num_tags))
     events = np.arange(offsets[-1])
-    columns = {"item_id": events % 50, "action": (events % 4).astype(np.int32)}
+    of_items = {"item_id": events % 50, "action": (events % 4).astype(np.int32)}
     rows = np.arange(len(num_events))
     return replace(
         STORE,
-        manifest=replace(STORE.manifest, contextual={"age": "int64", "tags": "list<int64>", "share": "float32"}),
+        manifest=replace(
+            STORE.manifest,
+            contextual={"age": "int64", "tags": "list<int64>", "share": "float32"},
+            extra_events={"play_time_ms": "int64", "price": "float32"},
+        ),
         offsets=offsets,
-        events={**columns, "timestamp_ms": events, "play_time_ms": events, "price": events / np.float32(2)},
-        rows={"user_id": rows, "age": rows, "tags": np.arange(tag_offsets[-1]), "share": rows / np.float32(4)},
-        multi_valued={"tags": MultiValued(offsets=tag_offsets, max_length=5)},
+        columns={
+            "user_id": rows,
+            "age": rows,
+            "tags": np.arange(tag_offsets[-1]),
+            "share": rows / np.float32(4),
+            **of_items,
+            "timestamp_ms": events,
+            "play_time_ms": events,
+            "price": events / np.float32(2),
+        },
+        list_offsets={"tags": tag_offsets},
+        list_limits={"tags": 5},
         num_targets=None if num_targets is None else np.array(num_targets, dtype=np.int32),
     )
 

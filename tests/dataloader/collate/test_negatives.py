@@ -52,8 +52,12 @@ def _store(rows: list[list[int]], *, size: int, rule: str = "dense") -> Sequence
         STORE,
         manifest=dataclasses.replace(STORE.manifest, vocabulary_sizes={"item_id": size}, ids=ids),
         offsets=np.cumsum([0, *map(len, rows)]),
-        events={"item_id": items, "action": (items * 0).astype(np.int32), "timestamp_ms": items * 0},
-        rows={name: np.zeros(len(rows), dtype=np.int64) for name in ("user_id", "sex", "age")},
+        columns={
+            **{name: np.zeros(len(rows), dtype=np.int64) for name in ("user_id", "sex", "age")},
+            "item_id": items,
+            "action": (items * 0).astype(np.int32),
+            "timestamp_ms": items * 0,
+        },
     )
 
 
@@ -318,12 +322,12 @@ def test_samples_of_a_mixture_have_negatives_that_are_not_their_own(small_datase
     other = make_small_dataset(tmp_path / "other", seed=8)
     stores = [open_store(path) for path in (small_dataset, other)]
     mixed = _all(Mixture(weights={small_dataset: 2.0, other: 1.0}), 2)
-    drawable = {item for store in stores for item in store.events["item_id"].tolist()}
+    drawable = {item for store in stores for item in store.columns["item_id"].tolist()}
     num_rows = [0, 0]
     for key, (items, *_) in mixed.items():
         index = int(key >= len(stores[0]))
         store, row = stores[index], key - index * len(stores[0])
-        own = store.events["item_id"][store.offsets[row] : store.offsets[row + 1]].tolist()
+        own = store.columns["item_id"][store.offsets[row] : store.offsets[row + 1]].tolist()
         assert {*items} <= drawable - {*own}
         num_rows[index] += 1
     assert min(num_rows) > 50

@@ -60,7 +60,8 @@ def test_labels_follow_from_the_sample(
 ) -> None:
     offsets = np.concatenate([[0], np.cumsum(num_events)]).astype(np.int64)
     items = np.random.default_rng(len(num_events)).integers(0, 40, offsets[-1])
-    store = replace(STORE, offsets=offsets, events={"item_id": items}, rows=dict.fromkeys(STORE.rows, offsets[:-1]))
+    columns = {**dict.fromkeys(STORE.columns, offsets[:-1]), "item_id": items}
+    store = replace(STORE, offsets=offsets, columns=columns)
     codes = np.random.default_rng(1).integers(0, 9, (40, 2), dtype=np.int32)
     table = CodeTable(codes=codes, codebook_sizes=(9, 9))
     collate = SemanticIdCollate(table=table, max_history_length=max_history_length, **options)
@@ -96,7 +97,7 @@ def test_users_without_codes_are_left_out(
     config = SemanticIdConfig(batch_size=16, codes=tmp_path / "codes.npy", max_history_length=4)
     with caplog.at_level(logging.WARNING, logger="evenrank"):
         loader = build_loader(small_dataset, config, rank=0, world_size=1)
-    shown = [store.events["item_id"][a:b][-5:] for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
+    shown = [store.columns["item_id"][a:b][-5:] for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
     uncoded = [row for row, items in enumerate(shown) if ((items == 3) | (items >= 400)).any()]
     empty = [row for row, items in enumerate(shown) if not len(items)]
     assert {reason: rows.tolist() for reason, rows in loader.left_out.items()} == {

@@ -73,8 +73,9 @@ def test_labels_are_those_of_the_candidates_or_of_the_history_and_keep_the_low_b
 
 
 def test_extra_events_become_features() -> None:
-    events = {**STORE.events, "timestamp_ms": ITEMS * 100, "play_time_ms": ITEMS * 1000}
-    store = replace(STORE, events=events)
+    columns = {**STORE.columns, "timestamp_ms": ITEMS * 100, "play_time_ms": ITEMS * 1000}
+    manifest = replace(STORE.manifest, extra_events={"play_time_ms": "int64"})
+    store = replace(STORE, columns=columns, manifest=manifest)
     config = LoaderConfig(
         batch_size=1, max_history_length=2, max_num_candidates=1, extra_events=("timestamp_ms", "play_time_ms")
     )

@@ -158,7 +158,7 @@ def test_eval_steps_bound_each_evaluation_and_change_nothing_else(
     bounded, bounded_evaluations, lines = job("bounded", eval_steps=2)
     assert bounded == trained
     store = open_store(small_dataset, "eval")
-    labels = np.repeat(store.rows["user_id"][: 2 * 2 * 8], store.lengths[: 2 * 2 * 8].clip(max=40))
+    labels = np.repeat(store.columns["user_id"][: 2 * 2 * 8], store.lengths[: 2 * 2 * 8].clip(max=40))
     assert [len(of_rank) for of_rank in bounded_evaluations] == [3, 3]  # after steps 3, 6 and 7
     for index, line in enumerate(lines):
         of_ranks = [of_rank[index] for of_rank in bounded_evaluations]

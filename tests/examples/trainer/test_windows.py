@@ -78,7 +78,7 @@ class _Targets:
 
     def in_windows(self, first: int, last: int) -> list[int]:
         begin, end = (self.windows.times(index)[0] for index in (first, last + 1))
-        times = self.store.events["timestamp_ms"]
+        times = self.store.columns["timestamp_ms"]
         is_in = (times >= begin.timestamp() * 1000) & (times < end.timestamp() * 1000)
         return [int(event) for event in np.flatnonzero(is_in)]
 
@@ -96,7 +96,7 @@ def test_each_window_is_evaluated_once_before_it_is_trained(
     options = settings(tmp_path, small_dataset, batch_size=16, balance=balance, **WINDOWS)
     parts = ranks.run(2, _run_watched, options)
     targets = _Targets(small_dataset)
-    times, last = targets.store.events["timestamp_ms"], targets.windows.count - 1
+    times, last = targets.store.columns["timestamp_ms"], targets.windows.count - 1
     trained: list[int] = []
     evaluated: list[int] = []
     for kind, samples in _merged(parts):
@@ -110,7 +110,7 @@ def test_each_window_is_evaluated_once_before_it_is_trained(
     assert sorted(evaluated) == targets.in_windows(1, last)
     rows = np.searchsorted(targets.store.offsets, evaluated, side="right") - 1
     assert Counter(user for _, users in parts for user in users) == Counter(
-        targets.store.rows["user_id"][rows].tolist()
+        targets.store.columns["user_id"][rows].tolist()
     )
 
     lines = log_lines(tmp_path, "eval")

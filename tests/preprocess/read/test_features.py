@@ -535,7 +535,7 @@ def test_keys_without_features_are_counted_once_and_get_zeros() -> None:
     rows = pl.DataFrame({"sex": [2, 1, 2], "tags": [[1], [], [2, 1]]})
     features = Features(keys=np.array([4, 2, 9]), rows=rows, values={})
     lookup = FeatureLookup(features, of="users")
-    assert lookup.dtypes == {"sex": "int64", "tags": "list<int64>"}
+    assert {column.name: column.type for column in features.columns} == {"sex": "int64", "tags": "list<int64>"}
     found, seen = lookup.lookup(np.array([9, 3, 10, 0, 2]))
     assert found.rows() == [(2, [2, 1]), (0, []), (0, []), (0, []), (1, [])]
     again, seen_again = lookup.lookup(np.array([3, 2, 2]))

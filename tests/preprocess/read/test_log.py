@@ -17,6 +17,7 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets import schema
 from evenrank.preprocess.log_config import TabularConfig
 from evenrank.preprocess.read.features import NO_FEATURES, Interactions
 from evenrank.preprocess.read.log import read_tabular
@@ -63,6 +64,10 @@ def _read(
 ) -> Interactions:
     name = name or ("log.parquet" if isinstance(content, pl.DataFrame) else "log.csv")
     return read_tabular(_config(_write(folder / name, content), **options), rules, known)
+
+
+def _further_events(interactions: Interactions) -> dict[str, str]:
+    return {column.name: column.dtype for column in interactions.events if column not in schema.EVENTS}
 
 
 def _read_parts(interactions: Interactions) -> list[Read]:
@@ -568,7 +573,7 @@ def test_further_columns_are_numbers_with_a_declared_fill(tmp_path: Path, suffix
     write_table(path, frame)
     options: dict[str, Any] = {"event_columns": ("price=-1", "dwell:int=0"), "weight": "w:float"}
     interactions = read_tabular(_config(path, **options), AUTO, {})
-    assert interactions.extra_events == {"price": "float32", "dwell": "int64", "w": "float32"}
+    assert _further_events(interactions) == {"price": "float32", "dwell": "int64", "w": "float32"}
     (part,) = interactions.parts
     good = read_part(part).good.select("price", "dwell", "w")
     assert good.dtypes == [pl.Float32, pl.Int64, pl.Float32]
@@ -621,7 +626,7 @@ def test_missing_numbers_may_stay_missing(tmp_path: Path, suffix: str, column: d
     write_table(path, pl.DataFrame({"user": 1, "item": 2, "time": 3, "x": values}))
     options: dict[str, Any] = column or {"action_columns": ("x:float?",), "action_map": "float"}
     interactions = read_tabular(_config(path, **options), AUTO, {})
-    assert interactions.extra_events == {"x": "float32?"}
+    assert interactions.events[-1].type == "float32?"
     (part,) = interactions.parts
     good = read_part(part).good.get_column("x")
     assert good.dtype == pl.Float32
@@ -689,7 +694,7 @@ def test_a_column_with_a_fill_that_json_lines_never_have_is_an_error(tmp_path: P
 def test_an_action_can_be_a_float_of_the_event(tmp_path: Path) -> None:
     text = "user,item,time,rating\n1,2,3,4.7\n1,2,3,\n"
     interactions = _read(tmp_path, text, action_columns=("rating",), action_map="float")
-    assert (interactions.num_actions, interactions.extra_events) == (1, {"rating": "float32"})
+    assert (interactions.num_actions, _further_events(interactions)) == (1, {"rating": "float32"})
     events = read_part(interactions.parts[0])
     assert events.good.select("action", "rating").rows() == [(0, pytest.approx(4.7))]
     assert len(events.bad) == 1

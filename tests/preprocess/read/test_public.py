@@ -16,6 +16,7 @@ import pytest
 import requests
 
 from evenrank.core.errors import DataError
+from evenrank.datasets.schema import EVENTS
 from evenrank.preprocess.read.features import NO_FEATURES, Interactions
 from evenrank.preprocess.read.log import read_tabular
 from evenrank.preprocess.read.public import CATALOG, PublicArchive, ensure_raw_files
@@ -121,7 +122,8 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
         assert len(events.bad) == 0
 
     assert interactions.num_actions == 256
-    assert interactions.extra_events == {"play_time_ms": "int64", "duration_ms": "int64"}
+    further = {column.name: column.dtype for column in interactions.events if column not in EVENTS}
+    assert further == {"play_time_ms": "int64", "duration_ms": "int64"}
     assert [source.path for source in interactions.sources()] == [*logs, users]
 
 
@@ -135,7 +137,7 @@ def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> 
         "register_days_range": ["181-365", "61-90"],
     }
     assert context.keys.tolist() == [1, 2, 3]
-    assert context.dtypes == dict.fromkeys(context.values, "int64")
+    assert {column.name: column.type for column in context.columns} == dict.fromkeys(context.values, "int64")
     assert context.rows.rows() == [(2, 1, 1, 1, 2), (1, 2, 2, 2, 1), (0, 3, 0, 0, 1)]
 
 

@@ -29,10 +29,10 @@ def test_every_feature_follows_its_distribution(tmp_path: Path) -> None:
     manifest = preprocess(PreprocessConfig(dataset="synthetic", out=out, split="none", synthetic=synthetic))
     store = open_store(out)
     assert set(store.lengths.tolist()) == {3, 8}
-    assert set(store.events["item_id"].tolist()) == set(range(31))
-    assert set(store.events["action"].tolist()) == {2, 3}
-    assert set(store.rows["country"].tolist()) == {0, 1, 2, 3}
-    assert set(store.rows["device"].tolist()) == {1, 2, 3, 4, 5}
+    assert set(store.columns["item_id"].tolist()) == set(range(31))
+    assert set(store.columns["action"].tolist()) == {2, 3}
+    assert set(store.columns["country"].tolist()) == {0, 1, 2, 3}
+    assert set(store.columns["device"].tolist()) == {1, 2, 3, 4, 5}
     assert list(manifest.contextual.items()) == [("country", "int64"), ("device", "int64")]
     assert manifest.vocabulary_sizes == {"user_id": 401, "item_id": 31, "action": 4, "country": 4, "device": 6}
     assert manifest.context_labels["country"] == (None, "country 1", "country 2", "country 3")
@@ -60,7 +60,7 @@ def _written(out: Path, *, seed: int = 0, **options: Any) -> SequenceStore:
 
 def _days(store: SequenceStore) -> NDArray[np.int64]:
     """Return the day of each event, from 0; all histories start before day 30."""
-    return (store.events["timestamp_ms"] - 1_600_000_000_000) // 86_400_000
+    return (store.columns["timestamp_ms"] - 1_600_000_000_000) // 86_400_000
 
 
 def test_without_drift_the_draws_are_those_of_one_generator_per_block_in_this_order(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_without_drift_the_draws_are_those_of_one_generator_per_block_in_this_or
         rng.integers(0, 4, lengths.sum(), endpoint=True),
     )
     ends = np.cumsum(lengths)
-    for row, user in enumerate(store.rows["user_id"].tolist()):
+    for row, user in enumerate(store.columns["user_id"].tolist()):
         drawn = slice(ends[user - 1] - lengths[user - 1], ends[user - 1])
         of_row = slice(store.offsets[row], store.offsets[row + 1])
-        assert store.events["item_id"][of_row].tolist() == items[drawn].tolist()
-        assert store.events["action"][of_row].tolist() == actions[drawn].tolist()
+        assert store.columns["item_id"][of_row].tolist() == items[drawn].tolist()
+        assert store.columns["action"][of_row].tolist() == actions[drawn].tolist()
     assert len(store) == np.count_nonzero(lengths)
-    assert "category" not in store.events
+    assert "category" not in store.columns
     assert "drift" not in store.manifest.options
 
 
@@ -88,10 +88,10 @@ def test_drift_changes_the_items_of_events_and_nothing_else(tmp_path: Path) -> N
     plain, drifting = _written(tmp_path / "plain"), _written(tmp_path / "drift", drift=Drift())
     assert (plain.offsets == drifting.offsets).all()
     for column in ("timestamp_ms", "action"):
-        assert (plain.events[column] == drifting.events[column]).all()
-    items, moved = plain.events["item_id"] - 1, drifting.events["item_id"] - 1
+        assert (plain.columns[column] == drifting.columns[column]).all()
+    items, moved = plain.columns["item_id"] - 1, drifting.columns["item_id"] - 1
     assert 0 <= moved.min() <= moved.max() < 50_000
-    assert drifting.events["category"].tolist() == (moved % 20 + 1).tolist()
+    assert drifting.columns["category"].tolist() == (moved % 20 + 1).tolist()
     assert drifting.manifest.vocabulary_sizes["category"] == 21
     assert drifting.manifest.options["drift"] == "Drift(categories=20, days=7.0, share=0.8, new_items=0.3)"
     # 30 % of the items are missing at the start, and a user's events have other items of the same group, or, where that
@@ -107,9 +107,9 @@ def test_most_events_of_a_user_are_of_one_category_until_it_changes(tmp_path: Pa
         store = _written(
             tmp_path / name, drift=Drift(categories=50, new_items=0, **drift), items=Zipf(exponent=0, high=5000)
         )
-        is_later = np.ones(len(store.events["item_id"]), dtype=bool)
+        is_later = np.ones(len(store.columns["item_id"]), dtype=bool)
         is_later[store.offsets[:-1]] = False
-        return float((np.diff(store.events["category"], prepend=0) == 0)[is_later].mean())
+        return float((np.diff(store.columns["category"], prepend=0) == 0)[is_later].mean())
 
     for share in (0.0, 0.6, 1.0):
         # Both events are of the interest, or one of two others is the same by chance.
@@ -121,7 +121,7 @@ def test_most_events_of_a_user_are_of_one_category_until_it_changes(tmp_path: Pa
 
 def test_the_next_day_is_like_the_last_one_and_less_like_older_ones(tmp_path: Path) -> None:
     store = _written(tmp_path / "out", drift=Drift(days=5))
-    days, categories = _days(store), store.events["category"]
+    days, categories = _days(store), store.columns["category"]
     shares = np.stack([np.bincount(categories[days == day], minlength=21) / (days == day).sum() for day in range(35)])
 
     def distance(days_apart: int) -> float:
@@ -130,7 +130,7 @@ def test_the_next_day_is_like_the_last_one_and_less_like_older_ones(tmp_path: Pa
 
     assert distance(1) < 0.08 < 0.15 < distance(15)
     # An item model that counts yesterday's events predicts today's better than one that counts those of two weeks ago.
-    counts = np.stack([np.bincount(store.events["item_id"][days == day], minlength=50_001) + 0.1 for day in range(35)])
+    counts = np.stack([np.bincount(store.columns["item_id"][days == day], minlength=50_001) + 0.1 for day in range(35)])
     loss = {
         ago: np.mean(
             [
@@ -146,7 +146,7 @@ def test_the_next_day_is_like_the_last_one_and_less_like_older_ones(tmp_path: Pa
 def test_items_appear_during_the_first_30_days_and_have_no_event_before(tmp_path: Path) -> None:
     drift = Drift(new_items=0.5, share=0)
     store = _written(tmp_path / "out", drift=drift, items=Zipf(exponent=0, high=1000))
-    items, times = store.events["item_id"], store.events["timestamp_ms"] - 1_600_000_000_000
+    items, times = store.columns["item_id"], store.columns["timestamp_ms"] - 1_600_000_000_000
     firsts = np.full(1001, 2**62)
     np.minimum.at(firsts, items, times)
     born = 30 * 86_400_000 * (1 - user_hash(np.arange(1000), salt=2) * 2.0**-64 / 0.5)  # with seed 0
@@ -163,7 +163,7 @@ def test_items_appear_during_the_first_30_days_and_have_no_event_before(tmp_path
 def test_groups_of_items_are_as_popular_as_without_drift(tmp_path: Path, exponent: float) -> None:
     drift = Drift(categories=4, new_items=0)
     store = _written(tmp_path / "out", drift=drift, items=Zipf(exponent=exponent, high=4000))
-    groups = np.bincount((store.events["item_id"] - 1) // 4, minlength=1000)
+    groups = np.bincount((store.columns["item_id"] - 1) // 4, minlength=1000)
     masses = (np.arange(1, 4001.0) ** -exponent).reshape(1000, 4).sum(axis=1)
     expected = masses / masses.sum() * groups.sum()
     assert np.abs(groups - expected)[:50].max() < 5 * np.sqrt(expected[:50]).max()
@@ -227,7 +227,7 @@ def _expand(raw: Path, out: Path, expand: str, **options: Any) -> tuple[Events, 
     manifest = preprocess(config)
     store = open_store(out)
     names = ("item_id", "action", "timestamp_ms")
-    columns = [np.repeat(store.rows["user_id"], store.lengths), *(store.events[name] for name in names)]
+    columns = [np.repeat(store.columns["user_id"], store.lengths), *(store.columns[name] for name in names)]
     return np.stack(columns, axis=1) // [1, 1, 1, 1000], manifest
 
 
@@ -344,7 +344,7 @@ def test_copies_of_users_have_their_features(tmp_path: Path) -> None:
     store = open_store(tmp_path / "out")
     labels = manifest.context_labels["zip_code"]
     zip_codes = {
-        int(user): labels[code] for user, code in zip(store.rows["user_id"], store.rows["zip_code"], strict=True)
+        int(user): labels[code] for user, code in zip(store.columns["user_id"], store.columns["zip_code"], strict=True)
     }
     known = {copy: line[-5:] for user, line in enumerate(users, 1) for copy in (2 * user, 2 * user + 1)}
     assert len(zip_codes) >= 3
