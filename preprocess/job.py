@@ -33,18 +33,9 @@ from evenrank.datasets.schema import (
     summarize_lengths,
 )
 from evenrank.preprocess.append import Base, label_ids
+from evenrank.preprocess.build.buckets import EVENTS_PER_BUCKET, Buckets, bytes_on_disk, num_range_bits
 from evenrank.preprocess.build.count_events import EventCounter
-from evenrank.preprocess.build.events import (
-    EVENTS_PER_BUCKET,
-    Buckets,
-    Log,
-    ReadPiece,
-    ReadRules,
-    bytes_on_disk,
-    join_pieces,
-    num_range_bits,
-    read_piece,
-)
+from evenrank.preprocess.build.events import Log, ReadPiece, ReadRules, join_pieces, read_piece
 from evenrank.preprocess.build.sequences import REQUEST_SCHEMA
 from evenrank.preprocess.build.splits import (
     IN_EVAL,

@@ -20,7 +20,7 @@ from evenrank.core.files import write_text
 from evenrank.core.storage import Remote, is_url, locate
 from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, USER_ID, IdKind, Manifest
 from evenrank.preprocess.append import continue_features, read_base
-from evenrank.preprocess.build.events import Columns
+from evenrank.preprocess.build.buckets import Columns
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
 from evenrank.preprocess.config import PreprocessConfig, parse_ids, parse_unknown

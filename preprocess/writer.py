@@ -28,8 +28,8 @@ from evenrank.datasets.schema import (
     Schema,
     sha256_of,
 )
+from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.count_events import EventCounts, count_events
-from evenrank.preprocess.build.events import Buckets
 from evenrank.preprocess.build.sequences import Sequences, build_sequences, request_table
 from evenrank.preprocess.build.splits import EVAL, SplitFacts, SplitRule, cut_windows
 from evenrank.preprocess.build.vocabulary import Ids, vocabulary_name, vocabulary_rows

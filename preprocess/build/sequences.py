@@ -16,7 +16,7 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import ACTION, ITEM_ID, REQUEST_COLUMNS, TIMESTAMP_MS, USER_ID, user_hash
-from evenrank.preprocess.build.events import Columns
+from evenrank.preprocess.build.buckets import Columns
 from evenrank.preprocess.config import RequestRule
 from evenrank.preprocess.read.keys import encode_keys, random_seed
 

@@ -27,7 +27,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.value_counts import ValueCounts, count_values
 from evenrank.datasets.event_statistics import DURATIONS_MS
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, user_hash
-from evenrank.preprocess.build.events import Buckets
+from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.config import Filters
 from evenrank.preprocess.engine import Engine

@@ -31,7 +31,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import replacing
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
-from evenrank.preprocess.build.events import Buckets, Run, write_run
+from evenrank.preprocess.build.buckets import Buckets, Run, write_run
 from evenrank.preprocess.engine import BYTES_PER_ID, Engine
 from evenrank.preprocess.log_config import AUTO, DENSE, HASH, KEEP
 from evenrank.preprocess.read.keys import KeyTable, TextValues, encode_keys, keys_of, random_seed

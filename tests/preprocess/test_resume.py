@@ -66,7 +66,7 @@ def _called_at_each_step(call: Callable[[], None]) -> Iterator[None]:
         call()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("build.events", "build.vocabulary", "engine", "writer"):
+        for module in ("build.buckets", "build.events", "build.vocabulary", "engine", "writer"):
             patch.setattr(f"evenrank.preprocess.{module}.replacing", with_calls)
         patch.setattr(replace, "_put_in_place", put_with_calls)
         yield

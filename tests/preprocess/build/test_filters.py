@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
-from evenrank.preprocess.build.events import Buckets, Columns, num_range_bits, write_run
+from evenrank.preprocess.build.buckets import Buckets, Columns, num_range_bits, write_run
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import cut_windows, k_core, keep_lengths
 from evenrank.preprocess.config import Filters

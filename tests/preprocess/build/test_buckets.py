@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.datasets.schema import user_hash
-from evenrank.preprocess.build.events import Buckets, bytes_on_disk, num_range_bits, write_run
+from evenrank.preprocess.build.buckets import Buckets, bytes_on_disk, num_range_bits, write_run
 
 DTYPES = {"user_id": "int64", "timestamp_ms": "int64", "price": "float32"}
 USERS = st.lists(st.lists(st.sampled_from([0, 1, -7, 2**40, -(2**63)]), max_size=9), max_size=4)
