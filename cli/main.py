@@ -138,6 +138,7 @@ def _run(app: typer.Typer, arguments: list[str]) -> None:
     finally:
         if message:
             console.print_error(message)
-        gc.freeze()  # else Python takes 0.4 s to look for garbage among all that was imported before it exits
+        if "torch" not in sys.modules:  # whose Triton would report leaks
+            gc.freeze()  # else Python takes 0.4 s to look for garbage among all that was imported before it exits
         _handle_signals(signal.SIG_DFL)  # all is done; an exception in the exit of the interpreter would be a traceback
     sys.exit(status)
