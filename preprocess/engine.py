@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 _MODULES, _IN_USE = 170_000_000, 280_000_000  # of the libraries: once they are imported; once they are used, besides
 _RAY = 400_000_000  # processes of a cluster of this machine
 _TASK, _COPIES, _ROW = 50_000_000, 3, 100  # of a task: itself; copies of its events; rows of one event each
-_EVENTS_PER_TASK = 1 << 21
+_EVENTS_PER_TASK = 1 << 20
 BYTES_PER_ID = 50  # in hash tables and statistics
 
 

@@ -18,7 +18,7 @@ from evenrank.preprocess.config import OnError
 from evenrank.preprocess.read.keys import TextValues, keys_of
 from evenrank.preprocess.read.table import OPEN_QUOTE, BadRows, EventPart, Piece
 
-EVENTS_PER_RUN = 1 << 21
+EVENTS_PER_RUN = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
