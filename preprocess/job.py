@@ -325,7 +325,7 @@ class Job:
         """
         config, num_ranges = self.config, 1 << rules.num_bits
         num_items = None if rules.item_ids.table is None else rules.item_ids.size  # few of all hashes occur, perhaps
-        statistics, num_duplicates = EventCounter(num_items), 0
+        statistics, kept = EventCounter(num_items), Counter[str]()
         files: dict[str, list[DataFile]] = defaultdict(list)
         lengths: dict[str, list[NDArray[np.int64]]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
@@ -341,9 +341,9 @@ class Job:
                 for name, of_rows in part.lengths.items():
                     lengths[name].append(of_rows)
                     files[name] += [part.files[name]] if name in part.files else []
-                num_duplicates += part.num_duplicates
+                kept.update(part.kept)
         splits = {name: self._split(name, rules, files[name], np.concatenate(lengths[name])) for name in lengths}
-        self.counts["duplicate events (kept)"] = num_duplicates
+        self.counts |= kept
         if not any(split.rows for split in splits.values()):
             raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
         self.counts |= rules.context.audit() | rules.items.audit()

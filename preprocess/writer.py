@@ -155,7 +155,7 @@ class WrittenRange(NamedTuple):
 
     files: Mapping[str, DataFile]  # by split; one without rows has none
     lengths: Mapping[str, NDArray[np.int64]]  # by split, the number of events of each row
-    num_duplicates: int  # events
+    kept: Mapping[str, int]  # numbers of events by description, for the audit
     events: EventCounts
     requests: pa.Table | None
     users: Seen
@@ -179,6 +179,8 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
     events = {**sequences.events, ITEM_ID: rules.item_ids.encode(columns[ITEM_ID]), **events}
     sequences = replace(sequences, events=events)
     del columns  # the keys of users and items
+    may_be_missing = [column.name for column in rules.columns if column.may_be_missing]
+    missing = {f"events without {name} (kept)": int(np.isnan(events[name]).sum()) for name in may_be_missing}
     divided = rules.split.divide(sequences, rules.facts)
     files, lengths, seen = {}, {}, []
     for split, rows in divided.items():
@@ -194,7 +196,7 @@ def write_range(rules: RangeRules, index: int) -> WrittenRange:
     return WrittenRange(
         files=files,
         lengths=lengths,
-        num_duplicates=num_duplicates,
+        kept={"duplicate events (kept)": num_duplicates, **missing},
         events=count_events(sequences, divided),
         requests=None if rules.requests is None else request_table(sequences, rules.requests),
         users=Seen(known, unknown),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.datasets import read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.training import LossAverage, RegressionMetrics, accumulate, scale_loss
 from tests.dataloader.balance.costs import COST
@@ -56,6 +57,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     preprocess(config)
     return folder / "out"
+
+
+def test_events_without_a_label_are_counted(dataset: Path) -> None:
+    ratings = [rating for events in _users() for _, rating, _ in events]
+    assert read_manifest(dataset).options["audit"]["events without rating (kept)"] == ratings.count(None) > 0
 
 
 class _Model(torch.nn.Module):
