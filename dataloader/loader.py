@@ -27,7 +27,7 @@ from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import LoaderConfig, ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
 from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
-from evenrank.dataloader.sampling.epoch_positions import LAST_MS, EpochPositions, EpochSamples
+from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import (
     Mixture,
     StepSamples,
@@ -41,7 +41,7 @@ from evenrank.dataloader.state.resume_point import Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import SampleOrder, Samples
 from evenrank.datasets.schema import IdSummary, Manifest
-from evenrank.datasets.slices import Requests, TimeWindows
+from evenrank.datasets.slices import Requests, TimeWindows, times_of_place
 from evenrank.datasets.store import SequenceStore, open_store
 
 _log = logging.getLogger("evenrank")
@@ -159,7 +159,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
         self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
         self._compare_plans(balance, members, rank)
 
-    def _open(self, stores: Sequence[SequenceStore], window: tuple[int, int] | None = None) -> OpenedSamples[Batch]:
+    def _open(self, stores: Sequence[SequenceStore]) -> OpenedSamples[Batch]:
         config = self._config
         samples, left_out = find_samples(stores, self._collate)
         if self._rank == 0:
@@ -177,7 +177,6 @@ class Loader(EpochPositions, RankLoader[Batch]):
             order=order,
             sampler=make_step_sampler(stored, shape, self._balance),
             fingerprint=_fingerprint(stores, samples, self._collate, order),
-            window=window,
             left_out=left_out,
             stored=stored,
         )
@@ -276,8 +275,11 @@ class TimeWindowLoader(Loader[Batch]):
 
     def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
         windows, max_targets = self._windows, self._collate.max_num_candidates
-        times = min(windows.begin(epoch), LAST_MS), min(windows.begin(epoch + 1), LAST_MS)
-        return self._opened_windows.get(epoch, lambda: self._open([windows.cut(epoch, max_targets)], times))
+        return self._opened_windows.get(epoch, lambda: self._open([windows.cut(epoch, max_targets)]))
+
+    def _place(self, position: Position) -> str:
+        """Return the begin and the end of the window."""
+        return self._windows.place(position.epoch)
 
     @property
     def num_windows(self) -> int:
@@ -301,8 +303,9 @@ class TimeWindowLoader(Loader[Batch]):
             StateError: the state is damaged, of no windows, of a dataset whose vocabulary this one does not extend, or
                 of `key_maps` that give keys other rows; or no window of this loader begins then.
         """
-        _, time_ms = self._next_epoch(state)
-        self._current.start_epoch(self._windows.index_of(time_ms))
+        left = self._left(state)
+        times_ms = (left["begin_ms"], left["end_ms"]) if "begin_ms" in left else times_of_place(left.get("place", ""))
+        self._current.start_epoch(self._windows.index_of(times_ms[left["position"] > 0]))
 
     def skip_empty(self) -> None:
         """Make the next iteration that of the first window with samples from the next one on, if there is one."""
