@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from evenrank.core.errors import StateError
@@ -88,6 +89,12 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     _begun: dict[int, ResumePoint]  # by epoch, where its latest iteration began within it
     _plan_check: PlanCheck | None  # None: not balanced
     _observe: Callable[[StepMetrics], None] | None
+    _left_out: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Per reason, how many rows are known not to be samples: of streams and logs, of those that this rank read."""
+        return self._left_out
 
     def _compare_plans(self, balance: BalanceConfig | None, members: Members | None, rank: int) -> None:
         """Compare plans with the other ranks, and observe steps: the last part of creating it, if it balances."""
@@ -112,11 +119,15 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
-        return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
+        return self._num_steps(ResumePoint(epoch=self.epoch))
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._begin(self._current.next).schedule.num_steps
+        return self._num_steps(self._current.next)
+
+    def _num_steps(self, point: ResumePoint) -> int:
+        """Return the number of batches of an iteration from a point on; a TypeError if it is not known."""
+        return self._begin(point).schedule.num_steps
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
