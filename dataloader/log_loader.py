@@ -99,7 +99,7 @@ class LogLoader(RankLoader[Batch]):
                     first, end = (position + num_records * rank // ranks for rank in (self._rank, self._rank + 1))
                     store, position = self._read(first, end), position + num_records
                     # Each rank numbers the records alone, and all should have the same mark.
-                    plan_hash = int(checksum(self._source.mark(position)), 16) >> 1
+                    plan_hash = int(checksum(self._place(Position(point.epoch, position))), 16) >> 1
                     of_step = {"epoch": point.epoch, "step": step, "position": position, "plan_hash": plan_hash}
                     ahead.append(submit(partial(self._make, store, first, seed, of_step)))
                     step += 1
@@ -158,7 +158,11 @@ class LogLoader(RankLoader[Batch]):
         return store
 
     def _place(self, position: Position) -> str:
-        return self._source.mark(position.position)
+        mark: object = self._source.mark(position.position)
+        if not (isinstance(mark, str) and mark.isprintable()):
+            fault = f"{type(self._source).__name__}.mark({position.position}) returned {mark!r}"
+            raise ConfigError(f"{fault}; return text of one line, or a state that has it could not be loaded")
+        return mark
 
     def _go_to(self, position: Position, place: str) -> None:
         self._source.resume(position.position, place)

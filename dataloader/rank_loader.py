@@ -61,9 +61,7 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         self._world_size = world_size
         self._transform = transform
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
-        self._current, self._begun = CurrentPosition(config.seed), {}
-        self._ids, self._key_maps = ids or {}, config.key_maps
-        self._plan_check = self._observe = None
+        self._set_up(CurrentPosition(config.seed), ids or {}, config.key_maps)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._hand_out(self._make_steps())

@@ -21,6 +21,7 @@ from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
+    CurrentPosition,
     HasEpoch,
     Position,
     ResumePoint,
@@ -84,12 +85,22 @@ class EpochSamples:
 class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     """Mixin of what hands out the steps of an order, one epoch per iteration."""
 
-    _ids: Mapping[str, IdSummary]
-    _key_maps: Mapping[str, KeyMap]
     _begun: dict[int, ResumePoint]  # by epoch, where its latest iteration began within it
     _plan_check: PlanCheck | None  # None: not balanced
     _observe: Callable[[StepMetrics], None] | None
     _left_out: Mapping[str, int] = MappingProxyType({})
+
+    def _set_up(
+        self,
+        current: CurrentPosition,
+        ids: Mapping[str, IdSummary] = MappingProxyType({}),
+        key_maps: Mapping[str, KeyMap] = MappingProxyType({}),
+    ) -> None:
+        """Take a position, and what a state says of the meaning of ids and keys: the first part of creating it."""
+        self._current, self._begun = current, {}
+        self._ids, self._key_maps = ids, key_maps
+        self._meaning = {checks.VOCABULARY: checks.vocabulary_entry(ids), DIST_TYPE: dist_type(key_maps)}
+        self._plan_check = self._observe = None
 
     @property
     def left_out(self) -> Mapping[str, int]:
@@ -195,10 +206,11 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
 
     def _check_meaning(self, entries: Mapping[str, Any], *, may_grow: bool = False) -> None:
         """Raise a StateError unless ids and keys mean the same here as in a state, if it has any."""
-        if checks.VOCABULARY in entries:
-            checks.check_vocabulary(entries[checks.VOCABULARY], self._ids, source="the loader's state")
-        if DIST_TYPE in entries:
-            check_dist_type(entries[DIST_TYPE], self._key_maps, source="the loader's state", may_grow=may_grow)
+        source, own = "the loader's state", self._meaning
+        if (vocabulary := entries.get(checks.VOCABULARY, own[checks.VOCABULARY])) != own[checks.VOCABULARY]:
+            checks.check_vocabulary(vocabulary, self._ids, source=source)
+        if (saved := entries.get(DIST_TYPE, own[DIST_TYPE])) != own[DIST_TYPE]:
+            check_dist_type(saved, self._key_maps, source=source, may_grow=may_grow)
 
     def _begin_epoch(self) -> Iteration:
         """Return the next iteration, after which the next epoch follows."""
@@ -262,10 +274,9 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
             seed=seed,
             num_samples=samples.order.num_samples,
             fingerprint=samples.fingerprint,
-            vocabulary=checks.vocabulary_entry(self._ids),
             pending=samples.sampler.skipped(samples.order, point, position, seed=seed).to_text(),
-            dist_type=dist_type(self._key_maps),
             place=self._place(Position(epoch, position)),
+            **self._meaning,
         )
 
 

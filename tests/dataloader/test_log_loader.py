@@ -309,6 +309,7 @@ class _Faulty(FolderLog):
             lambda end: end._replace(position=-1),
             r"returned LogEnd\(position=-1, is_final=True\) after position 0",
         ),
+        ("mark", lambda mark: "two\nlines", r"mark\(3\) returned 'two\\nlines'; return text of one line, or a state"),
     ],
 )
 def test_a_source_that_breaks_its_contract_is_named_with_what_it_returned(
@@ -317,18 +318,6 @@ def test_a_source_that_breaks_its_contract_is_named_with_what_it_returned(
     (loader,) = _loaders(_Faulty(_write(tmp_path, [20]), method, change), 1)
     with pytest.raises(ConfigError, match=rf"^_Faulty\..*{fault}"):
         next(iter(loader))
-
-
-class _TwoLines(FolderLog):
-    def mark(self, position: int) -> str:
-        return "two\nlines"
-
-
-def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    (loader,) = _loaders(_TwoLines(_write(tmp_path, [7]), MANIFEST), 1)
-    message = r"^the state of the loader: place must be text of one line, got 'two\\nlines'; it could not be loaded$"
-    with pytest.raises(StateError, match=message):
-        loader.state_dict()
 
 
 def test_loaders_of_logs_are_refused_with_the_reason(tmp_path: Path) -> None:

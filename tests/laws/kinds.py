@@ -109,7 +109,6 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("rows", "other epochs"): "samples come in the order of rows",
     ("requests", "other epochs"): "requests come in the order of time",
     ("log", "full steps"): "records that are no samples are padding of their step",
-    ("random", "read"): "nothing is read",
     ("stream", "equal steps"): "ranks read their own shards, of which some have more samples",
     ("stream", "length"): "which rows are samples is known once they are read",
     ("log", "length"): "the log grows",
