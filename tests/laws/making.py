@@ -164,7 +164,7 @@ def elastic(_: Path, job: Job, balance: Any) -> Any:
     own: Any = of_data.OWN
     if (transform := job.transform) is not None:
         collate = _Transformed(transform)
-    workers = {"num_workers": job.workers, "persistent_workers": job.keeps_workers}
+    workers: dict[str, Any] = {"num_workers": job.workers, "persistent_workers": job.keeps_workers}
     loader = DataLoader(own, batch_sampler=sampler, collate_fn=collate, **workers)
     return loader if job.way == "Balancer" else ElasticLoader(loader)
 
