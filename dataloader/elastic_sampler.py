@@ -108,9 +108,8 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             order = (ShuffledOrder if shuffle else RowOrder)(samples=samples)
             fingerprint = hashlib.sha256(repr(order.fingerprint()).encode()).hexdigest()
             self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
-            self._current, self._begun = CurrentPosition(seed), {}
+            self._set_up(CurrentPosition(seed))
             self._loss_key = loss_key
-            self._ids, self._key_maps = {}, {}
             self._balance = balance
             # DataLoaders ask for indices on the training thread.
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
@@ -211,6 +210,7 @@ class _Step(NamedTuple):
 class ElasticLoader(EpochPositions, Generic[Batch]):
     """The batches of a DataLoader over an ElasticSampler, with the position after each.
 
+    The Dataset and the collate function make what is trained, so there is no `transform`, and nothing is left out.
     JaggedBatches get the fields that a Loader's have: epoch, step and position and, where they are balanced,
     `world_loss_tokens`, `dp_size` and `plan_hash`. The end of a balanced epoch waits for all ranks, up to
     `BalanceConfig.timeout`.
@@ -238,8 +238,8 @@ class ElasticLoader(EpochPositions, Generic[Batch]):
         self._loader = loader
         self._sampler = sampler
         # The positions of the sampler, and none of its own.
-        self._current, self._begun = sampler._current, sampler._begun
-        self._ids, self._key_maps = sampler._ids, sampler._key_maps
+        self._set_up(sampler._current)
+        self._begun = sampler._begun
         self._plan_check, self._observe = sampler._plan_check, sampler._observe
 
     def __iter__(self) -> Iterator[Batch]:
@@ -272,6 +272,10 @@ class ElasticLoader(EpochPositions, Generic[Batch]):
         if (given := self._sampler._given) is not None:
             given.check(batch, sample_ids)
         return batch.replace(**step.position._asdict(), step=step.step, **fields)
+
+    def close(self) -> None:
+        """Stop the processes that `persistent_workers` keeps; another iteration starts new ones."""
+        self._loader._iterator = None
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""

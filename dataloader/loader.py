@@ -5,10 +5,9 @@ The epochs of a `Loader` have the same samples, those of a `TimeWindowLoader` ot
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any, Generic
 
@@ -21,13 +20,12 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch
-from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import LoaderConfig, ReadConfig
-from evenrank.dataloader.rank_loader import RankLoader, Transform
+from evenrank.dataloader.rank_loader import StepLoader, Transform
 from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
-from evenrank.dataloader.sampling.epoch_positions import LAST_MS, EpochPositions, EpochSamples
+from evenrank.dataloader.sampling.epoch_positions import EpochSamples
 from evenrank.dataloader.sampling.steps import (
     Mixture,
     StepSamples,
@@ -38,10 +36,9 @@ from evenrank.dataloader.sampling.steps import (
     remapped_stores,
 )
 from evenrank.dataloader.state.resume_point import Position
-from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import SampleOrder, Samples
 from evenrank.datasets.schema import IdSummary, Manifest
-from evenrank.datasets.slices import Requests, TimeWindows
+from evenrank.datasets.slices import Requests, TimeWindows, times_of_place
 from evenrank.datasets.store import SequenceStore, open_store
 
 _log = logging.getLogger("evenrank")
@@ -118,7 +115,7 @@ class OpenedSamples(EpochSamples, Generic[Batch]):
     stored: StoredSamples[Batch]
 
 
-class Loader(EpochPositions, RankLoader[Batch]):
+class Loader(StepLoader[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Every rank yields the same number of batches; with `balance`, the end of an epoch waits for all ranks, up to
@@ -139,7 +136,8 @@ class Loader(EpochPositions, RankLoader[Batch]):
         balance: BalanceConfig | None = None,
         members: Members | None = None,
     ) -> None:
-        RankLoader.__init__(self, config, rank=rank, world_size=world_size, transform=transform, sources=stores)
+        ids = _shared_ids({str(store.folder): store.manifest for store in stores})
+        super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=stores, ids=ids)
         if balance is not None and transform is not None:
             raise ConfigError(
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "
@@ -147,11 +145,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
             )
         self._mixture = mixture
         self._balance = None if balance is None else replace(balance, on_step=None)  # which cannot be pickled
-        self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
         self._stores = stores
-        self._ids = _shared_ids({str(store.folder): store.manifest for store in stores})
-        self._key_maps = config.key_maps
-        self._begun = {}
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
             {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
@@ -159,7 +153,7 @@ class Loader(EpochPositions, RankLoader[Batch]):
         self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
         self._compare_plans(balance, members, rank)
 
-    def _open(self, stores: Sequence[SequenceStore], window: tuple[int, int] | None = None) -> OpenedSamples[Batch]:
+    def _open(self, stores: Sequence[SequenceStore]) -> OpenedSamples[Batch]:
         config = self._config
         samples, left_out = find_samples(stores, self._collate)
         if self._rank == 0:
@@ -177,7 +171,6 @@ class Loader(EpochPositions, RankLoader[Batch]):
             order=order,
             sampler=make_step_sampler(stored, shape, self._balance),
             fingerprint=_fingerprint(stores, samples, self._collate, order),
-            window=window,
             left_out=left_out,
             stored=stored,
         )
@@ -192,14 +185,19 @@ class Loader(EpochPositions, RankLoader[Batch]):
         return self._samples_of(self.epoch).stored.stores
 
     @property
-    def left_out(self) -> dict[str, NDArray[np.int64]]:
+    def left_out(self) -> dict[str, int]:
+        """Per reason, how many rows are not samples."""
+        return {reason: len(rows) for reason, rows in self.left_out_rows.items()}
+
+    @property
+    def left_out_rows(self) -> dict[str, NDArray[np.int64]]:
         """Per reason, the rows that are not samples: int64, ascending."""
         return self._samples_of(self.epoch).left_out
 
     @property
     def num_dropped(self) -> int:
         """Number of rows that are not samples."""
-        return len(np.unique(np.hstack([[], *self.left_out.values()])))
+        return len(np.unique(np.hstack([[], *self.left_out_rows.values()])))
 
     def skip_empty(self) -> None:
         """Make the next iteration that of an epoch with samples; all epochs have the same, except for windows."""
@@ -210,39 +208,8 @@ class Loader(EpochPositions, RankLoader[Batch]):
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._current.seed, epoch=epoch)
         return batch
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self._hand_out(self._make_steps())
-
-    def _make_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
-        seed, iteration, is_measured = self._current.seed, self._begin_epoch(), self._observe is not None
-        epoch, schedule = iteration.point.epoch, iteration.schedule
-        opened = self._samples_of(epoch)
-
-        @outside_inference_mode()
-        def make_batches(steps: range) -> list[tuple[Batch, StepSamples]]:
-            sampled = opened.sampler.sample(iteration, steps, is_measured=is_measured)
-            made = []
-            batches = opened.stored.batches(sampled, seed=seed, epoch=epoch)
-            for step, samples, batch in zip(steps, sampled, batches, strict=True):
-                batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
-                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples))
-            return made
-
-        num_steps, prefetch = schedule.num_steps, self._config.prefetch
-        step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
-        for batch, samples in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
-            yield batch, Position(batch.epoch, batch.position), samples
-
-    def close(self) -> None:
-        """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
-        self._workers.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_observe": None, "_plan_check": None}  # often an open file; a connection
-
-    def get_state(self) -> dict[str, Any]:
-        """Return `state_dict()` without comparing plans: some nodes of torchdata ask for it after every batch."""
-        return self._state(None)
+    def _batches(self, steps: Sequence[StepSamples], *, seed: int, epoch: int) -> list[Batch]:
+        return self._samples_of(epoch).stored.batches(steps, seed=seed, epoch=epoch)
 
     def _own_invariants(self) -> dict[str, Any]:
         samples = self._samples_of(0)
@@ -276,8 +243,11 @@ class TimeWindowLoader(Loader[Batch]):
 
     def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
         windows, max_targets = self._windows, self._collate.max_num_candidates
-        times = min(windows.begin(epoch), LAST_MS), min(windows.begin(epoch + 1), LAST_MS)
-        return self._opened_windows.get(epoch, lambda: self._open([windows.cut(epoch, max_targets)], times))
+        return self._opened_windows.get(epoch, lambda: self._open([windows.cut(epoch, max_targets)]))
+
+    def _place(self, position: Position) -> str:
+        """Return the begin and the end of the window."""
+        return self._windows.place(position.epoch)
 
     @property
     def num_windows(self) -> int:
@@ -301,8 +271,9 @@ class TimeWindowLoader(Loader[Batch]):
             StateError: the state is damaged, of no windows, of a dataset whose vocabulary this one does not extend, or
                 of `key_maps` that give keys other rows; or no window of this loader begins then.
         """
-        _, time_ms = self._next_epoch(state)
-        self._current.start_epoch(self._windows.index_of(time_ms))
+        left = self._left(state)
+        times_ms = (left["begin_ms"], left["end_ms"]) if "begin_ms" in left else times_of_place(left.get("place", ""))
+        self._current.start_epoch(self._windows.index_of(times_ms[left["position"] > 0]))
 
     def skip_empty(self) -> None:
         """Make the next iteration that of the first window with samples from the next one on, if there is one."""

@@ -2,25 +2,26 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import StateError
+from evenrank.core.errors import ConfigError
 from evenrank.core.rules import Count, NonNegative
 from evenrank.core.settings import Settings, check_types
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch
+from evenrank.dataloader.batches.batch import Batch
+from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.rank_loader import RankLoader, make_rng
-from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
-from evenrank.dataloader.state.resume_point import Position, ResumePoint
+from evenrank.dataloader.rank_loader import StepLoader, Transform, make_rng
+from evenrank.dataloader.sampling.epoch_positions import EpochSamples
+from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
+from evenrank.datasets.order import RowOrder, Samples
 from evenrank.datasets.schema import (
     ACTION,
     ITEM_ID,
@@ -96,19 +97,16 @@ def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-_FIELDS = {"epoch": Epoch, "position": Natural, "fingerprint": Text}
-_FORMAT = StateFormat(owner="random batches", version=3, fields=_FIELDS)
-
-
-class RandomBatches(RankLoader[Batch]):
+class RandomBatches(StepLoader[Batch]):
     """Random batches of one rank; each iteration is one epoch, and all epochs have the same batches.
 
-    Rank r's batch of step s depends only on seed, r and s. Lengths are raised to the number of candidates, or to 1 for
-    semantic ids, because shorter histories are not samples.
+    Rank r's batch of step s depends only on the seed and on s * world_size + r, so a state can be loaded with another
+    world size where that has as many samples, with another `num_batches`. Lengths are raised to the number of
+    candidates, or to 1 for semantic ids, because shorter histories are not samples.
 
     Args:
         config: LoaderConfig, or SemanticIdConfig with codes for all items that `data` may draw (see `random_codes`).
-            Order, workers and split are ignored.
+            Samples have no order and no split: `shuffle` and `rows` are the same.
         data: None: the defaults of RandomData.
         num_batches: batches of an epoch.
         num_distinct: make this many batches now and cycle through them, so that a timed loop never waits for batches:
@@ -116,6 +114,7 @@ class RandomBatches(RankLoader[Batch]):
             own, drawn when they are needed.
         rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
+        transform: as in `build_loader`.
 
     Raises:
         ConfigError: an argument is out of range, or the settings need a column that random batches lack.
@@ -130,88 +129,71 @@ class RandomBatches(RankLoader[Batch]):
         num_distinct: Count | None = None,
         rank: int = 0,
         world_size: int = 1,
+        transform: Transform[Batch] | None = None,
     ) -> None:
         check_types(RandomBatches, locals())
-        super().__init__(config, rank=rank, world_size=world_size)
+        if not isinstance(config.order, str):
+            raise ConfigError(f"random batches have no times or requests; leave out order={config.order!r}")
+        if transform is not None and num_distinct is not None:
+            raise ConfigError(
+                "transform is called in each step, and the batches of num_distinct are made before; leave out one"
+            )
+        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
         self._data = RandomData() if data is None else data
         self._num_batches = num_batches
         self._num_distinct = num_distinct
         self._check_columns(self._draw(np.random.default_rng(0), 0))
-        self._cycle = [self._make(step) for step in range(min(num_distinct or 0, num_batches))]
+        num_samples, cycle = num_batches * world_size * config.batch_size, (num_distinct, world_size, config.seed)
+        # Besides the distributions, in which ranks may differ.
+        decisive = (
+            cycle if num_distinct else None,
+            config.batch_size,
+            sorted(config.key_maps.items()),
+            self._collate.filters(),
+        )
+        self._samples = EpochSamples(
+            order=RowOrder(samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))),
+            sampler=StepSampler(StepShape(rank, world_size, config.batch_size, drop_last=config.drop_last)),
+            fingerprint=hashlib.sha256(repr(("random", *decisive)).encode()).hexdigest(),
+        )
+        self._cycle = [
+            self._make(self._ids_of(step), config.seed) for step in range(min(num_distinct or 0, num_batches))
+        ]
 
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch, whatever state was loaded."""
-        return self._num_batches
-
-    def remaining_batches(self) -> int:
-        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._num_batches - self._current.next.position // self._samples_per_step
-
-    def __iter__(self) -> Iterator[Batch]:
-        point = self._current.begin()
-        first = point.position // self._samples_per_step
-        for step in range(first, self._num_batches):
-            batch = self.batch(step)
-            batch.epoch, batch.step = point.epoch, step - first
-            self._current.after_last = Position(batch.epoch, batch.position)
-            yield batch
+    def _samples_of(self, epoch: int) -> EpochSamples:
+        return self._samples
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step of the first epoch."""
-        made = self._cycle[step % len(self._cycle)] if self._cycle else self._make(step)
-        return dataclasses.replace(made, step=step, position=(step + 1) * self._samples_per_step)
+        (batch,) = self._batches([StepSamples(self._ids_of(step), {})], seed=self._config.seed, epoch=0)
+        batch.step, batch.position = step, (step + 1) * self._world_size * self._config.batch_size
+        return batch
+
+    def _batches(self, steps: Sequence[StepSamples], *, seed: int, epoch: int) -> list[Batch]:
+        if not self._cycle:
+            return [self._make(sample_ids, seed) for sample_ids, _, _ in steps]
+        per_step = self._world_size * self._config.batch_size
+        cycled = (self._cycle[int(sample_ids[0]) // per_step % len(self._cycle)] for sample_ids, _, _ in steps)
+        return [dataclasses.replace(batch) for batch in cycled]
 
     def _own_invariants(self) -> dict[str, Any]:
         # Without the distributions: ranks may draw from different ones.
         return {"num_batches": self._num_batches, "num_distinct": self._num_distinct}
 
-    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after the batch yielded last, or after another one; the same on all ranks."""
-        return _FORMAT.make(**self._current.after(after)._asdict(), fingerprint=self._fingerprint)
+    def _ids_of(self, step: int) -> NDArray[np.int64]:
+        batch_size = self._config.batch_size
+        return (step * self._world_size + self._rank) * batch_size + np.arange(batch_size)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, from the next iteration on, at the position that `state_dict` returned.
-
-        Raises:
-            StateError: the state is of another version or of other settings, including world size and batch size.
-        """
-        state = _FORMAT.check(state)
-        if state["fingerprint"] != self._fingerprint:
-            raise StateError(
-                f"the state of random batches has fingerprint {state['fingerprint'][:12]}, these batches "
-                f"{self._fingerprint[:12]}; load it with the seed, num_batches, num_distinct, batch_size, world_size, "
-                "codes and key_maps that it was saved with"
-            )
-        epoch, position = state["epoch"], state["position"]
-        num_samples = self._num_batches * self._samples_per_step
-        if position % self._samples_per_step or position > num_samples:
-            raise StateError(
-                f"the state of random batches has position {position}, which is not after a step of "
-                f"{self._samples_per_step} samples; load a state that state_dict returned"
-            )
-        self._current.move_to(ResumePoint(epoch=epoch, position=position), is_over=position == num_samples)
-
-    @property
-    def _samples_per_step(self) -> int:
-        return self._world_size * self._config.batch_size
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        """A hash of everything that batches depend on, besides the rank and the distributions."""
-        names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size", "key_maps")
-        settings = {name: self._invariants[name] for name in names}
-        decisive = {"rank": None, **settings, "filters": self._collate.filters()}
-        return hashlib.sha256(repr(decisive).encode()).hexdigest()
-
-    def _make(self, step: int) -> Batch:
-        batch_size = num_samples = self._config.batch_size
-        rng = make_rng(self._config.seed, self._rank, step)
+    @outside_inference_mode()
+    def _make(self, sample_ids: NDArray[np.int64], seed: int) -> Batch:
+        batch_size, num_samples = self._config.batch_size, len(sample_ids)
+        rng = make_rng(seed, 0, int(sample_ids[0]) // batch_size if num_samples else 0)
         if self._data.num_real is not None:
-            num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, batch_size))
+            num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, num_samples))
         rows = np.arange(num_samples)
-        sample_ids = (step * self._world_size + self._rank) * batch_size + rows
-        store = self._draw(rng, num_samples).remapped(self._config.key_maps)
-        return self._make_batch([StoreRows(store, rows, rows)], sample_ids, self._config.seed, epoch=0)
+        groups = [StoreRows(self._draw(rng, num_samples).remapped(self._config.key_maps), rows, rows)]
+        (batch,) = self._collate(groups, sample_ids[:num_samples], batch_size=batch_size, seed=seed, epoch=0)
+        return batch
 
     def _draw(self, rng: np.random.Generator, num_samples: int) -> SequenceStore:
         min_length = getattr(self._config, "max_num_candidates", 1)

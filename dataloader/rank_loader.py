@@ -1,9 +1,13 @@
-"""`RankLoader`: base of the loaders of one rank, and the settings that must be the same on all ranks."""
+"""`RankLoader`: base of the loaders of one rank, and the settings that must be the same on all ranks.
+
+`StepLoader`: base of those whose samples can be read in any order.
+"""
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Generic
 
 import numpy as np
@@ -18,9 +22,12 @@ from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.negatives import NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.sampling.steps import remapped_stores
-from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
-from evenrank.dataloader.state.resume_point import CurrentPosition, HasEpoch
+from evenrank.dataloader.sampling.epoch_positions import EpochPositions
+from evenrank.dataloader.sampling.steps import StepSamples, remapped_stores
+from evenrank.dataloader.state.node import EpochNode
+from evenrank.dataloader.state.resume_point import CurrentPosition, Position
+from evenrank.dataloader.workers import Workers
+from evenrank.datasets.schema import IdSummary
 from evenrank.datasets.store import SequenceStore
 
 # Compared by their contents: the file may be at another path on another host.
@@ -30,8 +37,11 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 """Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
 
 
-class RankLoader(HasEpoch, EpochNode[Batch], HasRankInvariants, Generic[Batch]):
-    """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`."""
+class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
+    """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`.
+
+    `ids` are those whose meaning a state has.
+    """
 
     def __init__(
         self,
@@ -41,15 +51,35 @@ class RankLoader(HasEpoch, EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         world_size: int,
         transform: Transform[Batch] | None = None,
         sources: Sources = (),
+        ids: Mapping[str, IdSummary] | None = None,
     ) -> None:
         check_rank(rank, world_size)
-        super().__init__()
+        EpochNode.__init__(self)  # which protocols before it do not call
         self._config = config
         self._collate = config.make_collate(sources)
         self._rank = rank
         self._world_size = world_size
         self._transform = transform
-        self._current = CurrentPosition(config.seed)
+        self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
+        self._set_up(CurrentPosition(config.seed), ids or {}, config.key_maps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._hand_out(self._make_steps())
+
+    @abstractmethod
+    def _make_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
+        """Begin the next iteration, and yield the batch of each step, with the position after it."""
+
+    def close(self) -> None:
+        """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
+        self._workers.close()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return `state_dict()` without comparing plans: some nodes of torchdata ask for it after every batch."""
+        return self._state(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_observe": None, "_plan_check": None}  # often an open file; a connection
 
     @abstractmethod
     def _own_invariants(self) -> dict[str, Any]:
@@ -108,6 +138,35 @@ class RankLoader(HasEpoch, EpochNode[Batch], HasRankInvariants, Generic[Batch]):
                 raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
             batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
         return batch.pin_memory() if self._config.pin_memory else batch
+
+
+class StepLoader(RankLoader[Batch]):
+    """A loader whose samples can be read in any order, so that threads make groups of `prefetch` batches."""
+
+    @abstractmethod
+    def _batches(self, steps: Sequence[StepSamples], *, seed: int, epoch: int) -> list[Batch]:
+        """Return the batch of each step; any thread may call it."""
+
+    def _make_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
+        seed, iteration, is_measured = self._current.seed, self._begin_epoch(), self._observe is not None
+        epoch, schedule = iteration.point.epoch, iteration.schedule
+        sampler = self._samples_of(epoch).sampler
+
+        @outside_inference_mode()
+        def make_batches(steps: range) -> list[tuple[Batch, StepSamples]]:
+            sampled = sampler.sample(iteration, steps, is_measured=is_measured)
+            made = []
+            for step, samples, batch in zip(
+                steps, sampled, self._batches(sampled, seed=seed, epoch=epoch), strict=True
+            ):
+                batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
+                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples))
+            return made
+
+        num_steps, prefetch = schedule.num_steps, self._config.prefetch
+        step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
+        for batch, samples in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
+            yield batch, Position(batch.epoch, batch.position), samples
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -129,8 +129,6 @@ class StreamLoader(RankLoader[Batch]):
 
     Ranks may yield different numbers of batches; a Balancer handles that.
 
-    Attributes:
-        left_out: per reason, how many of the rows that this rank has read are not samples.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class StreamLoader(RankLoader[Batch]):
         self._stream = stream
         self._check_columns(source.read(0, 0))
         self._shards = cut_shards(source.num_rows, stream)
-        self.left_out: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
         self._snapshots: Snapshots[ShardPositions] = Snapshots(_KEPT_STEPS)  # by position in steps
 
     def __iter__(self) -> Iterator[Batch]:
@@ -177,6 +175,17 @@ class StreamLoader(RankLoader[Batch]):
                 self._current.after_last = after
                 yield batch
 
+    def _make_steps(self) -> Any: ...
+    def _samples_of(self, epoch: int) -> Any: ...
+    def __len__(self) -> int:
+        raise TypeError("which rows are samples is known once they are read")
+
+    def remaining_batches(self) -> int:
+        return len(self)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.state_dict()
+
     def _shards_of(self, rank: int, epoch: int, seed: int) -> list[Shard]:
         """Return a rank's shards of an epoch, in the order in which it opens them."""
         order = permute(np.arange(len(self._shards)), len(self._shards), seed=seed, epoch=epoch)
@@ -192,7 +201,7 @@ class StreamLoader(RankLoader[Batch]):
         """Read a window and leave out the rows that are not samples."""
         first, order = shard.window(window_position, seed=seed, epoch=epoch)
         store = self._source.read(first, first + len(order)).remapped(self._config.key_maps)
-        return Window(store, first, order[self._find_samples(store, self.left_out)[order]])
+        return Window(store, first, order[self._find_samples(store, self._left_out)[order]])
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the positions in this rank's shards after the batch yielded last, or after another one.

@@ -45,6 +45,7 @@ Ints = NDArray[np.int64]
 
 _log = logging.getLogger("evenrank")
 _EVERY = re.compile(r"([1-9][0-9]{0,5})([hdw])")
+_LAST_MS = 253_402_300_799_999  # the last millisecond that is a datetime
 _INT64_MAX = np.iinfo(np.int64).max
 _NO_TARGETS = np.empty(0, dtype=np.int32)
 _AGAIN = "preprocess the dataset again, with `evenrank preprocess --requests SECONDS`"
@@ -101,6 +102,18 @@ def moment(time_ms: int) -> datetime:
     return datetime.fromtimestamp(time_ms / 1000, UTC)
 
 
+def times_of_place(place: str) -> tuple[int, int]:
+    """Return the times in milliseconds since 1970 of a `place` of windows; a StateError if it is of anything else."""
+    try:
+        begin, end = (_start_ms(time) for time in place.split("/"))
+    except ValueError:
+        raise StateError(
+            "the loader's state has no window of time: it is of another order, or of an earlier version of "
+            "evenrank; call begin_at with the index of the first window that is not trained"
+        ) from None
+    return begin, end
+
+
 @dataclass(frozen=True, slots=True)
 class WindowsOfStore:
     """The windows of a split, from the one with index 0 on."""
@@ -118,13 +131,12 @@ class WindowsOfStore:
         """Return the begin of a window, and its end, which is the next one's begin."""
         return moment(self.begin(index)), moment(self.begin(index + 1))
 
-    def index_of(self, begin_ms: int | None) -> int:
-        """Return the window that begins where a state ends (None: of no windows), or the first one if all are later."""
-        if begin_ms is None:
-            raise StateError(
-                "the loader's state has no window of time: it is of another order, or of an earlier version of "
-                "evenrank; call begin_at with the index of the first window that is not trained"
-            )
+    def place(self, index: int) -> str:
+        """Return the begin of a window and its end as text, which tells it in other datasets, with other windows."""
+        return "/".join(moment(min(self.begin(each), _LAST_MS)).isoformat() for each in (index, index + 1))
+
+    def index_of(self, begin_ms: int) -> int:
+        """Return the window that begins where a state ends, or the first one if all are later."""
         index, rest_ms = divmod(begin_ms - self.start_ms, self.length_ms)
         begin, end = moment(self.begin(index)).isoformat(), moment(begin_ms).isoformat()
         if rest_ms:

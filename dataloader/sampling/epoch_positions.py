@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from evenrank.core.errors import StateError
@@ -20,6 +21,7 @@ from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
+    CurrentPosition,
     HasEpoch,
     Position,
     ResumePoint,
@@ -32,7 +34,7 @@ from evenrank.datasets.schema import IdSummary
 _log = logging.getLogger("evenrank")
 _FORMAT = StateFormat(
     owner="the loader",
-    version=4,
+    version=6,
     fields={
         "epoch": Epoch,
         "position": Natural,
@@ -42,12 +44,30 @@ _FORMAT = StateFormat(
         checks.VOCABULARY: Text,
         "pending": Text,
         DIST_TYPE: Text,
+        "place": Text,
     },
     not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
 )
-LAST_MS = 253_402_300_799_999  # the last millisecond that is a datetime
-_TIME = Annotated[int, Bounds(at_least=-62_135_596_800_000, at_most=LAST_MS)]
-_WINDOW_FORMAT = replace(_FORMAT, version=5, fields={**_FORMAT.fields, "begin_ms": _TIME, "end_ms": _TIME})
+_TIME = Annotated[int, Bounds(at_least=-62_135_596_800_000, at_most=253_402_300_799_999)]  # which `datetime` has
+_TYPES = {**_FORMAT.fields, "num_shards": Natural, "places": Mapping, "mark": Text, "begin_ms": _TIME, "end_ms": _TIME}
+# States of earlier versions, after which only another epoch can begin, most entries first.
+_EARLIER = tuple(
+    replace(
+        _FORMAT,
+        version=version,
+        fields={name: _TYPES[name] for name in names.split()},
+        not_covered=frozenset({DIST_TYPE, "places"}),
+    )
+    for version, names in (
+        (5, "epoch position seed num_samples fingerprint vocabulary pending dist_type begin_ms end_ms"),
+        (4, "epoch position seed num_samples fingerprint vocabulary pending dist_type"),
+        (3, "epoch position seed num_shards fingerprint vocabulary places dist_type"),  # of a stream
+        (3, "epoch position fingerprint"),  # of random batches
+        (1, "epoch position seed mark vocabulary dist_type"),  # of a log
+    )
+)
+ENDLESS = (1 << 63) - 1
+"""The samples of a log, whose number is never known."""
 
 Batch = TypeVar("Batch")
 
@@ -60,18 +80,32 @@ class EpochSamples:
     sampler: StepSampler
     fingerprint: str
     """A hash of everything that decides on the samples and their order."""
-    window: tuple[int, int] | None = None
-    """Of a window of time: its begin and its end in milliseconds since 1970, which tell it in other datasets."""
 
 
 class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     """Mixin of what hands out the steps of an order, one epoch per iteration."""
 
-    _ids: Mapping[str, IdSummary]
-    _key_maps: Mapping[str, KeyMap]
     _begun: dict[int, ResumePoint]  # by epoch, where its latest iteration began within it
     _plan_check: PlanCheck | None  # None: not balanced
     _observe: Callable[[StepMetrics], None] | None
+    _left_out: Mapping[str, int] = MappingProxyType({})
+
+    def _set_up(
+        self,
+        current: CurrentPosition,
+        ids: Mapping[str, IdSummary] = MappingProxyType({}),
+        key_maps: Mapping[str, KeyMap] = MappingProxyType({}),
+    ) -> None:
+        """Take a position, and what a state says of the meaning of ids and keys: the first part of creating it."""
+        self._current, self._begun = current, {}
+        self._ids, self._key_maps = ids, key_maps
+        self._meaning = {checks.VOCABULARY: checks.vocabulary_entry(ids), DIST_TYPE: dist_type(key_maps)}
+        self._plan_check = self._observe = None
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Per reason, how many rows are known not to be samples: of streams and logs, of those that this rank read."""
+        return self._left_out
 
     def _compare_plans(self, balance: BalanceConfig | None, members: Members | None, rank: int) -> None:
         """Compare plans with the other ranks, and observe steps: the last part of creating it, if it balances."""
@@ -82,6 +116,13 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     def _samples_of(self, epoch: int) -> EpochSamples:
         """Return the samples of an epoch."""
 
+    def _place(self, position: Position) -> str:
+        """Return what a state says of a position beyond its numbers, as text of one line: what tells it elsewhere."""
+        return ""
+
+    def _go_to(self, position: Position, place: str) -> None:
+        """Go to a place before the position moves there; a StateError if it is none."""
+
     @property
     def num_samples(self) -> int:
         """Samples of the next iteration's epoch, over all ranks."""
@@ -89,11 +130,15 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
-        return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
+        return self._num_steps(ResumePoint(epoch=self.epoch))
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._begin(self._current.next).schedule.num_steps
+        return self._num_steps(self._current.next)
+
+    def _num_steps(self, point: ResumePoint) -> int:
+        """Return the number of batches of an iteration from a point on; a TypeError if it is not known."""
+        return self._begin(point).schedule.num_steps
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -105,7 +150,13 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
                 to train on other data after it, call `begin_after`.
             ConfigError: the rest of the epoch cannot be packed.
         """
-        entries = self._checked(state)
+        if (earlier := _earlier(state)) is not None:
+            raise StateError(
+                f"the loader's state has version {earlier.version}, expected {_FORMAT.version}; go on after it with "
+                "begin_after, or finish its epoch with the version of evenrank that saved it"
+            )
+        entries = _FORMAT.check(state)
+        self._check_meaning(entries)
         epoch, position, seed, saved_samples = (entries[name] for name in ("epoch", "position", "seed", "num_samples"))
         samples = self._samples_of(epoch)
         order, num_samples = samples.order, samples.order.num_samples
@@ -122,10 +173,10 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
                 "returned"
             )
         skipped = SkippedSamples.from_text(entries["pending"], position=position, num_samples=num_samples)
-        check_dist_type(entries[DIST_TYPE], self._key_maps, source="the loader's state")
         after = ResumePoint(epoch=epoch, start=position, position=position, pending=skipped.pending)
         point = samples.sampler.resume(order, after, skipped, seed=seed)
         is_over = point.position > 0 and not samples.sampler.begin(order, point, seed=seed).schedule.num_steps
+        self._go_to(Position(epoch, position), entries["place"])
         self._current.seed = seed
         self._begun[point.epoch] = point
         self._current.move_to(point, is_over=is_over)
@@ -133,30 +184,33 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
 
+        The state may also be of an earlier version, or of another kind of loader.
+
         Raises:
             StateError: the state is damaged, of a dataset whose vocabulary this one does not extend, or of `key_maps`
                 that give keys other rows.
         """
-        self._current.start_epoch(self._next_epoch(state)[0])
+        self._current.start_epoch(self._left(state)["epoch"] + 1)
 
-    def _next_epoch(self, state: object) -> tuple[int, int | None]:
-        """Return the epoch after that of a state, if it is of a dataset whose ids all mean the same here.
-
-        Of windows, also the time in milliseconds since 1970 before which all events are trained, else None.
-        """
-        entries = self._checked(state)
-        check_dist_type(entries[DIST_TYPE], self._key_maps, source="the loader's state", may_grow=True)
-        epoch, left_out = entries["epoch"], entries["num_samples"] - entries["position"]
-        if entries["position"] and left_out:
-            _log.warning("epoch %d is not finished: %d samples of its dataset are never trained", epoch, left_out)
-        return int(epoch) + 1, entries.get("end_ms" if entries["position"] else "begin_ms")
-
-    def _checked(self, state: object) -> dict[str, Any]:
-        """Return a state of either version, intact, whose ids all mean the same here; else a StateError."""
-        has_window = isinstance(state, Mapping) and state.get("version") == _WINDOW_FORMAT.version
-        entries = (_WINDOW_FORMAT if has_window else _FORMAT).check(state)
-        checks.check_vocabulary(entries[checks.VOCABULARY], self._ids, source="the loader's state")
+    def _left(self, state: object) -> dict[str, Any]:
+        """Return the entries of a state of any version, intact, of a dataset whose ids all mean the same here."""
+        entries = (_earlier(state) or _FORMAT).check(state)
+        self._check_meaning(entries, may_grow=True)
+        position, num_samples = entries["position"], entries.get("num_samples", ENDLESS)
+        if position and position < num_samples < ENDLESS:
+            left_out = num_samples - position
+            _log.warning(
+                "epoch %d is not finished: %d samples of its dataset are never trained", entries["epoch"], left_out
+            )
         return entries
+
+    def _check_meaning(self, entries: Mapping[str, Any], *, may_grow: bool = False) -> None:
+        """Raise a StateError unless ids and keys mean the same here as in a state, if it has any."""
+        source, own = "the loader's state", self._meaning
+        if (vocabulary := entries.get(checks.VOCABULARY, own[checks.VOCABULARY])) != own[checks.VOCABULARY]:
+            checks.check_vocabulary(vocabulary, self._ids, source=source)
+        if (saved := entries.get(DIST_TYPE, own[DIST_TYPE])) != own[DIST_TYPE]:
+            check_dist_type(saved, self._key_maps, source=source, may_grow=may_grow)
 
     def _begin_epoch(self) -> Iteration:
         """Return the next iteration, after which the next epoch follows."""
@@ -214,16 +268,20 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)
         samples, seed = self._samples_of(epoch), self._current.seed
-        entries = {
-            "epoch": epoch,
-            "position": position,
-            "seed": seed,
-            "num_samples": samples.order.num_samples,
-            "fingerprint": samples.fingerprint,
-            checks.VOCABULARY: checks.vocabulary_entry(self._ids),
-            "pending": samples.sampler.skipped(samples.order, point, position, seed=seed).to_text(),
-            DIST_TYPE: dist_type(self._key_maps),
-        }
-        if samples.window is None:
-            return _FORMAT.make(**entries)
-        return _WINDOW_FORMAT.make(**entries, begin_ms=samples.window[0], end_ms=samples.window[1])
+        return _FORMAT.make(
+            epoch=epoch,
+            position=position,
+            seed=seed,
+            num_samples=samples.order.num_samples,
+            fingerprint=samples.fingerprint,
+            pending=samples.sampler.skipped(samples.order, point, position, seed=seed).to_text(),
+            place=self._place(Position(epoch, position)),
+            **self._meaning,
+        )
+
+
+def _earlier(state: object) -> StateFormat | None:
+    """Return the format of a state of an earlier version; None if it has none of these."""
+    if not isinstance(state, Mapping) or type(state.get("version")) is not int:
+        return None
+    return next((form for form in _EARLIER if form.version == state["version"] and {*form.fields} <= {*state}), None)

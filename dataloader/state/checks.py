@@ -54,10 +54,8 @@ class StateFormat:
     """Fields that the checksum leaves out, because they are checked on their own."""
 
     def make(self, **entries: Any) -> dict[str, Any]:
-        """Return the state with these fields; a StateError if it could not be loaded."""
+        """Return the state with these fields."""
         in_order = {name: entries[name] for name in self.fields}
-        for name, kind in self.fields.items():
-            check_saved(f"the state of {self.owner}: {name}", in_order[name], kind, "it could not be loaded")
         return {"version": self.version, **in_order, _CHECKSUM: self._checksum(entries)}
 
     def check(self, state: object) -> dict[str, Any]:
@@ -95,12 +93,12 @@ def check_intact(is_intact: bool, has: str) -> None:
         raise StateError(f"{has} is damaged: its checksum is not that of its contents; load an intact one")
 
 
-def check_saved(name: str, value: object, kind: Any, remedy: str = _REMEDY) -> None:
+def check_saved(name: str, value: object, kind: Any) -> None:
     """Raise a StateError, which begins with `name`, unless a value is of a type and keeps the rules of it."""
     try:
         check_value(name, value, kind)
     except ConfigError as error:
-        raise StateError(f"{error}; {remedy}") from None
+        raise StateError(f"{error}; {_REMEDY}") from None
 
 
 def vocabulary_entry(ids: Mapping[str, IdSummary]) -> str:

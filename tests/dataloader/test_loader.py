@@ -75,7 +75,7 @@ def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_o
     (other,) = _loaders(small_dataset, 1, max_num_candidates=3)
     with pytest.raises(StateError, match="is of other data, codes or filters"):
         other.load_state_dict(state)
-    with pytest.raises(StateError, match="version 2, expected 4; load it with the version of evenrank that saved it"):
+    with pytest.raises(StateError, match="version 2, expected 6; load it with the version of evenrank that saved it"):
         loader.load_state_dict({**state, "version": 2})
 
 

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader import LoaderConfig, LogLoader, SequenceBatch, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.log_loader import FORMAT
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import FolderLog, LogEnd, open_store
 from evenrank.datasets.continuous_log import rows_of_table
 from evenrank.training import LossAverage
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.dataloader.resuming import through_json, with_changes
+from tests.dataloader.resuming import through_json
 from tests.datasets.crafted import add_targets, change_table, copy_dataset
 from tests.datasets.logs import MANIFEST, add_file, end_log, items_of, table_of
 from tests.pages import ROOT
@@ -260,7 +259,7 @@ def test_numbers_of_targets_limit_the_candidates_of_a_followed_dataset(small_dat
     loader = build_loader(dataset, LoaderConfig(**options), rank=0, world_size=1)
     expected = [batch.num_candidates[: batch.num_real].tolist() for batch in loader]
     assert [*chain.from_iterable(counts)] == [*chain.from_iterable(expected)]
-    assert followed.left_out == {name: len(rows) for name, rows in loader.left_out.items()}
+    assert followed.left_out == loader.left_out
 
 
 class _Faulty(FolderLog):
@@ -310,6 +309,7 @@ class _Faulty(FolderLog):
             lambda end: end._replace(position=-1),
             r"returned LogEnd\(position=-1, is_final=True\) after position 0",
         ),
+        ("mark", lambda mark: "two\nlines", r"mark\(3\) returned 'two\\nlines'; return text of one line, or a state"),
     ],
 )
 def test_a_source_that_breaks_its_contract_is_named_with_what_it_returned(
@@ -318,20 +318,6 @@ def test_a_source_that_breaks_its_contract_is_named_with_what_it_returned(
     (loader,) = _loaders(_Faulty(_write(tmp_path, [20]), method, change), 1)
     with pytest.raises(ConfigError, match=rf"^_Faulty\..*{fault}"):
         next(iter(loader))
-
-
-class _TwoLines(FolderLog):
-    def mark(self, position: int) -> str:
-        return "two\nlines"
-
-
-def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    (loader,) = _loaders(_TwoLines(_write(tmp_path, [7]), MANIFEST), 1)
-    message = (
-        r"^the state of the log's loader: mark must be text of one line, got 'two\\nlines'; it could not be loaded$"
-    )
-    with pytest.raises(StateError, match=message):
-        loader.state_dict()
 
 
 def test_loaders_of_logs_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -354,13 +340,11 @@ def test_loaders_of_logs_are_refused_with_the_reason(tmp_path: Path) -> None:
     assert ids_of(next(iter(loader))) == [3, 4, 5]
     for changes, fault in (
         ({"position": 9}, "is damaged"),
-        ({"mark": "[]"}, "is damaged"),
-        ({"version": 2}, "has version 2, expected 1"),
+        ({"place": "[]"}, "is damaged"),
+        ({"version": 2}, "has version 2, expected 6"),
     ):
         with pytest.raises(StateError, match=fault):
             loader.load_state_dict({**state, **changes})
-    with pytest.raises(StateError, match=": epoch must be one of 0, got 1; it could not be loaded"):
-        loader.load_state_dict(with_changes(FORMAT, state, epoch=1))
     with pytest.raises(StateError, match="stores segment with routing"):
         _loaders(log, 1, key_maps={"segment": KeyMap(mode="roundrobin", num_embeddings=64, world_size=2)})[
             0

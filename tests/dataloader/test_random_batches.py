@@ -18,11 +18,9 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.batches.schema import check_contents, schema_of
-from evenrank.dataloader.random_batches import _FORMAT
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.dataloader.resuming import with_changes
 
 DATA = RandomData(
     lengths=Uniform(low=0, high=20),
@@ -147,21 +145,35 @@ def test_after_a_stop_at_any_step_the_same_batches_follow(num_distinct: int | No
 
 
 def test_a_state_of_other_batches_is_refused() -> None:
-    def make(batch_size: int = 4, seed: int = 0, key_maps: Any = None, **options: Any) -> RandomBatches[SequenceBatch]:
-        config = LoaderConfig(batch_size=batch_size, seed=seed, key_maps=key_maps or {})
-        return RandomBatches(config, **{"num_batches": 5, "world_size": 2, **options})
+    def make(batch_size: int = 4, key_maps: Any = None, **options: Any) -> RandomBatches[SequenceBatch]:
+        config = LoaderConfig(batch_size=batch_size, key_maps=key_maps or {})
+        return RandomBatches(config, **{"num_batches": 6, "world_size": 2, **options})
 
     state = make().state_dict()
     key_maps = {"item_id": KeyMap(num_embeddings=1 << 16, world_size=1, mode="hash_roundrobin")}
-    others = [make(batch_size=5), make(seed=1), make(num_batches=6), make(num_distinct=2), make(8, world_size=1)]
-    for other in [*others, make(key_maps=key_maps)]:
-        with pytest.raises(StateError, match=r"the state of random batches has fingerprint .* key_maps"):
+    others = [make(batch_size=6, num_batches=4), make(num_batches=7), make(num_distinct=2), make(key_maps=key_maps)]
+    for other in others:
+        with pytest.raises(StateError, match=r"the loader's state (is of other data, codes or filters|stores item_id)"):
             other.load_state_dict(state)
-    with pytest.raises(StateError, match="version 2, expected 3"):
-        make().load_state_dict({**state, "version": 2})
-    for position in (3, 48):
-        with pytest.raises(StateError, match=f"has position {position}, which is not after a step of 8 samples"):
-            make().load_state_dict(with_changes(_FORMAT, state, position=position))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_a_state_is_loaded_on_as_many_ranks_as_draw_as_many_samples(world_size: int) -> None:
+    def make(rank: int, world_size: int) -> RandomBatches[SequenceBatch]:
+        num_batches = 12 // world_size
+        return RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=num_batches, rank=rank, world_size=world_size)
+
+    def by_first_id(loaders: list[RandomBatches[SequenceBatch]]) -> dict[int, Any]:
+        found = [batch for loader in loaders for batch in loader if batch.num_real]
+        return {ids_of(batch)[0]: batch.features.values().tolist() for batch in found}
+
+    loader = make(0, 2)
+    position = next(iter(loader)).position
+    rest = {first: values for first, values in by_first_id([make(0, 2), make(1, 2)]).items() if first >= position}
+    resumed = [make(rank, world_size) for rank in range(world_size)]
+    for each in resumed:
+        each.load_state_dict(loader.state_dict())
+    assert by_first_id(resumed) == rest
 
 
 def _random(**options: Any) -> Any:

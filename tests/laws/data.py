@@ -180,7 +180,7 @@ def drawn_samples(world_size: int, batch_size: int, num_batches: int, seed: int)
     samples: Samples = {}
     for rank in range(world_size):
         for step in range(num_batches):
-            rng = make_rng(seed, rank, step)
+            rng = make_rng(seed, 0, step * world_size + rank)
             assert RANDOM.num_real is not None
             num_real = int(np.clip(RANDOM.num_real.sample(rng, 1)[0], 0, batch_size))
             store = draw_samples(RANDOM, rng, num_real, min_length=1, split="train")

@@ -1,6 +1,7 @@
 """Makes the loaders of a rank, of all kinds."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Job:
     """Of a log: how many records are added each time somebody looks; 0: it is complete."""
     fault: str | None = None
     """What goes wrong on rank 1."""
+    transform: Callable[[Any, Any], Any] | None = None
+    keeps_workers: bool = False
 
     @property
     def is_faulty(self) -> bool:
@@ -63,6 +66,7 @@ def _config(job: Job, **options: Any) -> LoaderConfig:
         drop_last=job.drop_last,
         num_workers=job.workers,
         prefetch=job.prefetch,
+        persistent_workers=job.keeps_workers,
         **options,
     )
 
@@ -74,7 +78,7 @@ def _read(is_faulty: bool, batch: Any, _: Any) -> Any:
 
 
 def _transform(job: Job) -> Any:
-    return functools.partial(_read, job.is_faulty) if job.fault == "read" else None
+    return functools.partial(_read, job.is_faulty) if job.fault == "read" else job.transform
 
 
 def built(data: Any, job: Job, balance: Any, **options: Any) -> Any:
@@ -125,13 +129,24 @@ def log(data: Path, job: Job, _: Any) -> Any:
 
 def random(_: Path, job: Job, __: Any) -> Any:
     config = _config(job, max_num_candidates=1, max_history_length=of_data.HISTORY)
-    return RandomBatches(config, of_data.RANDOM, num_batches=5, rank=job.rank, world_size=job.world_size)
+    ranks = {"rank": job.rank, "world_size": job.world_size}
+    return RandomBatches(config, of_data.RANDOM, num_batches=5, transform=_transform(job), **ranks)
 
 
 def _unreadable_collate(samples: Any) -> Any:
     if any(sample["sample_ids"] % 3 == 0 for sample in samples):
         raise DataError("a file cannot be read")
     return of_data.OWN_COLLATE(samples)
+
+
+class _Transformed:
+    """The collate function of a Dataset, which transforms."""
+
+    def __init__(self, transform: Callable[[Any, Any], Any]) -> None:
+        self._transform = transform
+
+    def __call__(self, samples: Any) -> Any:
+        return self._transform(of_data.OWN_COLLATE(samples), None)
 
 
 def elastic(_: Path, job: Job, balance: Any) -> Any:
@@ -147,7 +162,10 @@ def elastic(_: Path, job: Job, balance: Any) -> Any:
     )
     collate: Any = _unreadable_collate if job.fault == "read" and job.is_faulty else of_data.OWN_COLLATE
     own: Any = of_data.OWN
-    loader = DataLoader(own, batch_sampler=sampler, collate_fn=collate, num_workers=job.workers)
+    if (transform := job.transform) is not None:
+        collate = _Transformed(transform)
+    workers: dict[str, Any] = {"num_workers": job.workers, "persistent_workers": job.keeps_workers}
+    loader = DataLoader(own, batch_sampler=sampler, collate_fn=collate, **workers)
     return loader if job.way == "Balancer" else ElasticLoader(loader)
 
 

@@ -83,14 +83,14 @@ class Source:
 
     def _dataset(self) -> SequenceStore:
         """Return the samples of all ranks in the order of the steps, and of the ranks within a step."""
-        config, ranks = self._config, range(self._world.data_size)
+        config = self._config
         data, shortest = draw_data(self._workload, self._lengths, config.num_tasks or 1), config.max_num_candidates
         parts = [
             # As RandomBatches draws them.
             draw_samples(
-                data, make_rng(config.seed, *place), config.batch_size, min_length=shortest, split=config.split
+                data, make_rng(config.seed, 0, place), config.batch_size, min_length=shortest, split=config.split
             )
-            for place in ((rank, step) for step in range(self._workload.num_batches) for rank in ranks)
+            for place in range(self._workload.num_batches * self._world.data_size)
         ]
         first = parts[0]
         return dataclasses.replace(

@@ -100,7 +100,7 @@ def test_users_without_codes_are_left_out(
     shown = [store.columns["item_id"][a:b][-5:] for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
     uncoded = [row for row, items in enumerate(shown) if ((items == 3) | (items >= 400)).any()]
     empty = [row for row, items in enumerate(shown) if not len(items)]
-    assert {reason: rows.tolist() for reason, rows in loader.left_out.items()} == {
+    assert {reason: rows.tolist() for reason, rows in loader.left_out_rows.items()} == {
         "no event to predict": empty,
         "an item without a code": uncoded,
     }

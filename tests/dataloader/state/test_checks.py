@@ -15,16 +15,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import RankError, StateError
 from evenrank.dataloader import (
+    ElasticLoader,
+    ElasticSampler,
     LoaderConfig,
     Mixture,
     RandomBatches,
     RandomData,
     SemanticIdConfig,
     StreamConfig,
+    TimeWindows,
     build_loader,
     build_stream_loader,
     merge_stream_states,
@@ -44,7 +48,8 @@ from tests.datasets.crafted import copy_dataset
 from tests.datasets.logs import end_log
 
 CONFIG = LoaderConfig(batch_size=32)
-SAMPLES = [{"item_id": [index] * (index % 7), "sample_ids": index} for index in range(100)]
+OF_WINDOWS = LoaderConfig(batch_size=8, order=TimeWindows(every="1w"), max_num_candidates=1)
+SAMPLES: Any = [{"item_id": [index] * (index % 7), "sample_ids": index} for index in range(100)]
 
 
 def _close(*loaders: Any) -> None:
@@ -71,6 +76,10 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "loader": lambda path: build_loader(path, CONFIG, **RANK),
     "mixture": lambda path: build_loader(Mixture(weights={path: 1, str(path): 1}), CONFIG, **RANK),
     "loader with windows": lambda path: build_loader(path, CONFIG, **RANK, balance=WINDOWS),
+    "windows of time": lambda path: build_loader(path, OF_WINDOWS, **RANK),
+    "elastic": lambda path: ElasticLoader(
+        DataLoader(SAMPLES, batch_sampler=ElasticSampler(len(SAMPLES), batch_size=8, **RANK), collate_fn=COLLATE)
+    ),
     "stream": lambda path: build_stream_loader(path, CONFIG, STREAM, **RANK),
     "log": lambda path: build_stream_loader(_log(path), LoaderConfig(batch_size=8, order="rows"), **RANK, follow=True),
     "random batches": lambda path: RandomBatches(LoaderConfig(batch_size=8), num_batches=9, **RANK),
