@@ -41,7 +41,8 @@ class Scores(nn.Module):
 
     def forward(self, batch: SequenceBatch) -> Tensor:
         items = self.tables(batch.features)["item_id"].values()
-        return ((self.frozen(self.score(items)) - 1) ** 2).sum()
+        loss_sum: Tensor = ((self.frozen(self.score(items)) - 1) ** 2).sum()
+        return loss_sum
 
 
 class Job:

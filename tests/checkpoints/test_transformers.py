@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
@@ -310,7 +310,7 @@ def _begin(rank: int, world_size: int, path: Path, folder: Path, evaluated: str,
         )
         datasets: dict[str, Any] = {
             "": None,
-            "loader": DataLoader([1]),
+            "loader": DataLoader(TensorDataset(torch.zeros(1))),
             "training": loader,
             "metrics": balance(path, rank, world_size),
         }
