@@ -288,10 +288,6 @@ class TimeWindowLoader(Loader[Batch]):
         """Return the begin of a window and its end, which is the next one's begin, in UTC."""
         return self._windows.times(index)
 
-    def begin_at(self, index: int) -> None:
-        """Make the next iteration that of another window, such as the one after the window that was trained."""
-        self._current.start_epoch(index)
-
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin where the window of a state ends or, if nothing of it is trained, where it begins.
 
