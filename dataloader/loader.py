@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.rules import NonNegative
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
@@ -37,6 +38,7 @@ from evenrank.dataloader.sampling.steps import (
 )
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.datasets.order import SampleOrder, Samples
+from evenrank.datasets.rows import MAX_SHOWN, raw_rows
 from evenrank.datasets.schema import IdSummary, Manifest
 from evenrank.datasets.slices import Requests, TimeWindows, times_of_place
 from evenrank.datasets.store import SequenceStore, open_store
@@ -202,6 +204,31 @@ class Loader(StepLoader[Batch]):
     def skip_empty(self) -> None:
         """Make the next iteration that of an epoch with samples; all epochs have the same, except for windows."""
 
+    def peek(self, n: NonNegative = 3) -> list[dict[str, Any]]:
+        """Return the first n samples of this rank in the next iteration, as `SequenceStore.head` does; nothing moves.
+
+        `sample_id` is that of the batch. They are rows, or slices, before the loader cuts, filters or maps them.
+        """
+        check_types(Loader.peek, {"n": n})
+        iteration = self._begin(self._current.next)
+        opened = self._samples_of(iteration.point.epoch)
+        ids = np.empty(0, dtype=np.int64)
+        for step in range(iteration.schedule.num_steps):
+            if len(ids) >= n:
+                break
+            (samples,) = opened.sampler.sample(iteration, range(step, step + 1), is_measured=False)
+            ids = np.concatenate([ids, samples.sample_ids])
+        # Of the stores without `key_maps`, whose values are no ids of a vocabulary.
+        stores = [
+            replace(store, columns=given.columns, column_maps=given.column_maps)
+            for store, given in zip(opened.stored.stores, self._stores, strict=True)
+        ]
+        shown: dict[int, dict[str, Any]] = {}
+        for store, rows, indices in group_by_store(stores, ids[:n]):
+            of_store = raw_rows(store, rows, MAX_SHOWN)
+            shown |= {int(index): row for index, row in zip(indices, of_store, strict=True)}
+        return [{"sample_id": int(ids[index]), **shown[index]} for index in sorted(shown)]
+
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
         groups = group_by_store(self._samples_of(epoch).stored.stores, sample_ids)
@@ -257,10 +284,6 @@ class TimeWindowLoader(Loader[Batch]):
     def window(self, index: int) -> tuple[datetime, datetime]:
         """Return the begin of a window and its end, which is the next one's begin, in UTC."""
         return self._windows.times(index)
-
-    def begin_at(self, index: int) -> None:
-        """Make the next iteration that of another window, such as the one after the window that was trained."""
-        self._current.start_epoch(index)
 
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin where the window of a state ends or, if nothing of it is trained, where it begins.

@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import locked, write_text
+from evenrank.core.rules import NonNegative
+from evenrank.core.settings import check_types
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.foreign import ListReader, describe_folder
+from evenrank.datasets.rows import MAX_SHOWN, raw_rows
 from evenrank.datasets.schema import (
     ITEM_ID,
     MANIFEST_NAME,
@@ -150,6 +153,19 @@ class SequenceStore:
         if ((num_targets < 0) | (num_targets > ends - begins)).any():
             raise IndexError("slices must have at least as many events as targets")
         return replace(self, slices=slices, num_targets=num_targets)
+
+    def head(self, n: NonNegative = 5, *, max_events: NonNegative = MAX_SHOWN) -> list[dict[str, Any]]:
+        """Return the first n rows or slices to look at, as plain values by column.
+
+        Ids are those of the log, times datetimes in UTC, and values of features their labels; None is missing, or
+        unknown to the vocabulary. Ids that were hashed, and values that were `remapped`, stay numbers. `length` counts
+        all events of a row, the newest `max_events` of which are shown.
+
+        Raises:
+            DataError: the vocabulary cannot be read.
+        """
+        check_types(SequenceStore.head, {"n": n, "max_events": max_events})
+        return raw_rows(self, np.arange(min(n, len(self))), max_events)
 
     def item_counts(self) -> NDArray[np.int64]:
         """Return the events of each item in the split `train` or, if there is none, in this split: int64 [items]."""

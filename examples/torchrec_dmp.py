@@ -17,17 +17,14 @@ training.
 
 import argparse
 import gc
-import shutil
 import sys
 import warnings
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
@@ -37,14 +34,12 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
-from evenrank.training import LossAverage, scale_loss
+from evenrank.training import LossAverage, load_dmp, make_dmp_optimizer, save_dmp, scale_loss
 
 WIDTH, HEADS = 32, 2
 
@@ -107,35 +102,6 @@ def shard_by_rows(model: NextItem, device: torch.device) -> DistributedModelPara
     return DistributedModelParallel(model, device=device, plan=ShardingPlan({"embeddings": plan}), sharders=[sharder])
 
 
-class AppState:
-    """Model and optimizer as torch.distributed.checkpoint saves them: by the names of parameters, on any rank."""
-
-    def __init__(self, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what to save and, before loading, where to load it."""
-        for _, part in self.optimizer.optimizers:
-            if not part.state:  # of a new Adam, whose moments would not be loaded: only what is there already is
-                part.init_state()
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
-def save(job: dict[str, Any], folder: Path) -> None:
-    """Replace a checkpoint. What stays if the job is killed here is complete, or never loaded."""
-    partial = folder.with_suffix(".partial")
-    dcp.save(job, checkpoint_id=partial)  # type: ignore[attr-defined]
-    if dist.get_rank() == 0:  # where it returns when all ranks have written
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-
-
 def train(args: argparse.Namespace) -> None:
     """Train on this rank, from the checkpoint if there is one."""
     num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
@@ -159,10 +125,7 @@ def train(args: argparse.Namespace) -> None:
     loader = build_loader(args.data, config, rank=rank, world_size=world_size, balance=balance)
 
     model = shard_by_rows(NextItem(num_items), device)
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = CombinedOptimizer(
-        [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=3e-3))]
-    )
+    optimizer = make_dmp_optimizer(model, lambda parameters: torch.optim.Adam(parameters, lr=3e-3))
 
     def forward(batch: SequenceBatch) -> tuple[Tensor, tuple[SequenceBatch, Tensor]]:
         """Return the loss to minimize, and what `progress` returns: the batch and its sum of losses."""
@@ -171,14 +134,12 @@ def train(args: argparse.Namespace) -> None:
 
     pipeline = TrainPipelineSparseDist(model, optimizer, device, custom_model_fwd=forward)
 
-    app, first = AppState(model, optimizer), 1
-    if args.checkpoint.exists():
-        job: dict[str, Any] = {"app": app, "data": loader.state_dict(), "step": 0}
-        dcp.load(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
-        loader.load_state_dict(job["data"])
-        first = job["step"] + 1
+    first = 1
+    if (saved := load_dmp(args.checkpoint, model, optimizer)) is not None:
+        loader.load_state_dict(saved["data"])
+        first = saved["step"] + 1
         if rank == 0:
-            print(f"resumed after step {job['step']}", flush=True)
+            print(f"resumed after step {saved['step']}", flush=True)
     average = LossAverage(device=device)
     batches = map(add_negatives, chain.from_iterable(repeat(loader)))  # of one epoch after the other
     for step in range(first, args.steps + 1):
@@ -196,7 +157,8 @@ def train(args: argparse.Namespace) -> None:
                     flush=True,
                 )
         if step % args.save_every == 0:
-            save({"app": app, "data": loader.state_dict(after=batch), "step": step}, args.checkpoint)
+            values = {"data": loader.state_dict(after=batch), "step": step}
+            save_dmp(args.checkpoint, model, optimizer, values)
     (table,) = model.module.get_submodule("embeddings").parameters()
     if rank == 0:
         print(f"rank 0 has {len(table):,} of the {num_items:,} rows of the table")

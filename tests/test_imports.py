@@ -38,6 +38,13 @@ FORBIDDEN = {
 # All that may be imported of TorchRec and fbgemm-gpu, by folder.
 OF_TORCHREC = {
     "dataloader": {"torchrec.sparse.jagged_tensor.KeyedJaggedTensor", "torchrec.streamable.Pipelineable"},
+    "training": {
+        "torchrec.distributed.DistributedModelParallel",
+        "torchrec.optim.keyed.CombinedOptimizer",
+        "torchrec.optim.keyed.KeyedOptimizer",
+        "torchrec.optim.keyed.KeyedOptimizerWrapper",
+        "torchrec.optim.optimizers.in_backward_optimizer_filter",
+    },
 }
 # Only these may start collectives.
 COLLECTIVES = ("dataloader/balance/ranks/", "dataloader/balance/exchange/", "training/", "cli/")

@@ -1,3 +1,4 @@
+from .dmp import load_dmp, make_dmp_optimizer, save_dmp
 from .loss import LossAverage, accumulate, in_batch_mask, label_bits, scale_loss
 from .metrics import BinaryAUC, ClassificationMetrics, RankingMetrics, RegressionMetrics
 from .performance import (
@@ -51,7 +52,10 @@ __all__ = [
     "hstu_work",
     "in_batch_mask",
     "label_bits",
+    "load_dmp",
+    "make_dmp_optimizer",
     "mlp_flops",
     "peaks_by_name",
+    "save_dmp",
     "scale_loss",
 ]

@@ -55,7 +55,7 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
         return scaled
     if not isinstance(loss_sums, Tensor):
         raise ConfigError(f"loss_sums must be a tensor, got {type(loss_sums).__name__}; pass the sums alone")
-    SCALING.is_scaled = True
+    SCALING.scaled()
     if not (torch.compiler.is_compiling() or SCALING.is_sum) and loss_sums.requires_grad and batch.num_real > 1:
         SCALING.is_sum = True
         if _is_mean(loss_sums, batch.num_real):

@@ -139,7 +139,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         self._connection.check_open()
-        SCALING.watch()
         if self._source.is_left():
             warn_of_rest(self._current.after_last)
         source = iter(self._source)
@@ -275,6 +274,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _hand_out(self, handle: Handle, *, is_last: bool) -> Batch:
         """Return the batch of a step, after which `state_dict` returns the position after it."""
         batch, metrics = cast(Batch, handle.batch), handle.metrics
+        SCALING.watch()
         self._current.after_last = Position(batch.epoch, batch.position)
         if is_last:
             self._source.end_epoch()

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import StateError
+from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.rules import Bounds
 from evenrank.core.settings import check_value
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -107,6 +107,8 @@ class CurrentPosition:
 
     def start_epoch(self, epoch: int) -> None:
         """Make the next iteration that of an epoch; a ConfigError if no state could have it."""
+        if not self._has_epochs:
+            raise ConfigError("a log has no epochs; load_state_dict a state of its loader to go on there")
         epoch = int(epoch) if isinstance(epoch, np.integer) else epoch
         check_value("the epoch", epoch, Epoch)
         self.move_to(ResumePoint(epoch=epoch))
@@ -121,6 +123,14 @@ class HasEpoch:
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
         return self._current.next.epoch
+
+    def begin_at(self, epoch: int) -> None:
+        """Make the next iteration that of another epoch: each has its order and its drawn negatives, or its window."""
+        self._current.start_epoch(epoch)
+
+    def peek(self, n: int = 3) -> list[dict[str, Any]]:
+        """Return samples to look at; a ConfigError here: only a `build_loader` can read them in between."""
+        raise ConfigError(f"a {type(self).__name__} cannot peek; call open_store(...).head(), or look at its batches")
 
 
 class _ResumedOrder:

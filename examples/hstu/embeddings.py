@@ -3,10 +3,10 @@
     features --+--> sharded:     ids to the ranks that hold their rows, lookup, embeddings back --+--> one dict
                +--> replicated:  lookup on a side stream meanwhile -------------------------------+
 
-`shard` distributes the model that they are part of, and `make_optimizer` makes one optimizer of all parameters.
+`shard` distributes the model that they are part of; `make_dmp_optimizer` makes one optimizer of all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,8 +23,6 @@ from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, placement, row_wise
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ShardingEnv, ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
@@ -201,19 +199,6 @@ def _place(
         for part in table.sharding_spec.shards:
             rank = dist.get_global_rank(group, part.placement.rank())
             part.placement = _remote_device(placement(device.type, rank, local_size))
-
-
-def make_optimizer(
-    model: DistributedModelParallel, dense: Callable[[list[Tensor]], torch.optim.Optimizer]
-) -> CombinedOptimizer:
-    """Return an optimizer of all parameters, whose state is by their names.
-
-    Args:
-        model: from `shard`. Its sharded tables are updated during backward; stepping passes their learning rate on.
-        dense: makes the optimizer of all other parameters, as `lambda parameters: Adam(parameters, lr=1e-3)`.
-    """
-    others = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return CombinedOptimizer([model.fused_optimizer, KeyedOptimizerWrapper(others, dense)])
 
 
 BLOCK_ROWS = 1 << 16

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from evenrank.dataloader.balance.ranks.process_group import process_group_of
+from evenrank.training import make_dmp_optimizer
 from hstu.divided import divided_parameters
-from hstu.embeddings import make_optimizer, shard
+from hstu.embeddings import shard
 from hstu.layer import tensor_parallel
 from trainer.config import TrainConfig
 from trainer.world import World
@@ -123,7 +124,7 @@ class Sharded(Parallel):
             seed=config.seed,
         )
         self.model = sharded
-        self.optimizer: CombinedOptimizer = make_optimizer(sharded, lambda parameters: _adamw(parameters, config))
+        self.optimizer: CombinedOptimizer = make_dmp_optimizer(sharded, lambda parameters: _adamw(parameters, config))
 
     def _get_state(self) -> dict[str, Any]:  # that of tables has ShardedTensors
         for _, keyed in self.optimizer.optimizers:

@@ -1,8 +1,11 @@
 import contextlib
 import logging
 import os
+import re
+import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,10 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.checkpoints.resuming import COST, Model, balance, environment_of, ids_of
 from tests.ranks import RankPool
+
+ROOT = Path(__file__).resolve().parents[2]
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 environments = pytest.importorskip("lightning.pytorch.plugins.environments")
@@ -35,8 +41,29 @@ class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+def _entry_points(group: str) -> list[EntryPoint]:
+    """Return ours, as where this version is installed."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    return [EntryPoint(name, value, group) for name, value in declared.get(group, {}).items()]
+
+
+IS_INSTALLED = patch("lightning.fabric.utilities.registry.entry_points", _entry_points)
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Iterator[None]:
+    with IS_INSTALLED:
+        yield
+
+
 def _fit(
-    rank: int, world_size: int, path: Path, folder: Path, batch_size: int, checkpoint: str | None
+    rank: int,
+    world_size: int,
+    path: Path,
+    folder: Path,
+    batch_size: int,
+    checkpoint: str | None,
+    has_callback: bool = True,
 ) -> dict[int, list[list[int]]]:
     warnings.simplefilter("ignore")  # Lightning's advice on workers, precision and the like
     checkpoints = lightning.callbacks.ModelCheckpoint(
@@ -44,6 +71,7 @@ def _fit(
     )
     module = Recommender()
     with (
+        IS_INSTALLED,
         patch.dict(os.environ, environment_of(rank, world_size)),
         balance(path, rank, world_size, batch_size) as balancer,
     ):
@@ -53,7 +81,7 @@ def _fit(
             devices=world_size,
             strategy=lightning.strategies.DDPStrategy(cluster_environment=cluster, process_group_backend="gloo"),
             max_epochs=2,
-            callbacks=[ElasticResume(), *[checkpoints] * (checkpoint is None)],
+            callbacks=[*[ElasticResume()] * has_callback, *[checkpoints] * (checkpoint is None)],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=checkpoint is None,
@@ -82,6 +110,23 @@ def test_trainer_resumes_with_each_sample_once(ranks: RankPool, small_dataset: P
         assert [*after[0]] == [*range(epoch, 2)]
         if epoch == 0:  # the next epoch has its full length
             assert _samples(after, 1, slice(None)) == everything
+
+
+def test_resuming_on_other_ranks_without_the_callback_is_one_error_on_every_rank(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    seen = ranks.run(2, _fit, small_dataset, tmp_path, 12, None, False)
+    num_steps = len(seen[0][0])
+    for step in (2, num_steps):
+        resume: Any = (_fit, small_dataset, tmp_path, 12, str(tmp_path / f"{step}.ckpt"), False)
+        first, *others = ranks.try_run(3, *resume) if step == 2 else ranks.try_run(1, *resume)
+        assert first.type_name == "ConfigError"
+        assert re.search(
+            r"Lightning goes on after batch \d+ of \d+, .* after batch \d+; pass .*ElasticResume", first.message
+        )
+        assert [other.message for other in others] == [first.message] * len(others)
+    # On the same ranks nothing is lost.
+    assert _samples(ranks.run(2, *resume), 1, slice(None)) == _samples(seen, 1, slice(None))
 
 
 WINDOWS: Any = {"order": TimeWindows(every="2w"), "max_num_candidates": 2}
@@ -208,6 +253,8 @@ def test_without_the_callback_a_job_says_what_it_loses(small_dataset: Path, tmp_
     _fit_alone(*arguments)
     _, alone = _fit_alone(*arguments, has_callback=False)
     _, resumed = _fit_alone(*arguments, has_callback=False, checkpoint="step-2.ckpt")
+    with pytest.raises(ConfigError, match=r"does not load the loader's state .* pass .*ElasticResume"):
+        _fit_alone(*arguments, has_callback=False, checkpoint="end-0.ckpt")
     remedy = "in Lightning, pass the Trainer callbacks=[ElasticResume()]"
     for messages in (alone, resumed):
         assert any(message.startswith("epoch 1 was left at position") and remedy in message for message in messages)

@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader import LoaderConfig, TimeWindows, build_loader
+from evenrank.dataloader import LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import accumulate
 from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, Model, balance, environment_of, ids_of
@@ -216,32 +217,127 @@ def test_epochs_of_other_lengths_are_refused(
     assert failure.message.startswith("the Trainer takes all epochs to have ")
 
 
-def _begin(rank: int, world_size: int, path: Path, folder: Path, evaluates: bool, batch_size: int) -> None:
-    """Begin to train with a loader of evaluation, or with another batch size than that of the training loader."""
+LOADERS = ["Balancer", "balanced", "plain", "stream", "DataLoader"]
+
+
+def _eval_loader(kind: str, path: Path, rank: int, world_size: int) -> Any:
+    of_rank: Any = {"rank": rank, "world_size": world_size}
+    config, balancing = LoaderConfig(batch_size=20), BalanceConfig(cost=COST)  # the last step has fewer samples
+    if kind == "stream":  # of ranks with different numbers of batches
+        return build_stream_loader(path, config, StreamConfig(num_shards=3, buffer_rows=16, open_shards=1), **of_rank)
+    if kind == "balanced":
+        return build_loader(path, config, balance=balancing, **of_rank)
+    loader = build_loader(path, config, **of_rank)
+    if kind == "plain":
+        return loader
+    return Balancer([*loader] if kind == "DataLoader" else loader, balancing)
+
+
+def _evaluate(rank: int, world_size: int, path: Path, folder: Path, kind: str) -> Any:
+    """Evaluate twice before training, and twice within it; return the samples and the metrics of each."""
+    from evenrank.training.trainers.transformers_trainer import BalancedTrainer
+
+    found: list[tuple[list[int], dict[str, float]]] = []
+    samples: list[int] = []
+
+    class Trainer(BalancedTrainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> torch.Tensor:
+            if not model.training:
+                samples.extend(ids_of(inputs["batch"]))
+            loss: torch.Tensor = model(**inputs)
+            return loss
+
+        def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+            metrics: dict[str, float] = super().evaluate(*args, **options)
+            found.append((samples.copy(), metrics))
+            samples.clear()
+            return metrics
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    with patch.dict(os.environ, environment_of(rank, world_size)), balance(path, rank, world_size) as loader:
+        args = transformers.TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=GLOBAL_BATCH_SIZE // world_size,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            learning_rate=0.0,
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to="none",
+        )
+        try:
+            torch.manual_seed(0)
+            evaluated = _eval_loader(kind, path, rank, world_size)
+            trainer = Trainer(Model(), args, train_dataset=loader, eval_dataset=evaluated)
+            trainer.evaluate()
+            trainer.evaluate()
+            trainer.train()
+        finally:
+            accelerate.state.AcceleratorState._reset_state(True)
+    return found
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_is_evaluated_with_each_sample_once_and_the_mean_over_all_ranks(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, kind: str
+) -> None:
+    torch.manual_seed(0)
+    model, loss_sum, samples, tokens = Model(), 0.0, [], 0
+    for batch in build_loader(small_dataset, LoaderConfig(batch_size=64), rank=0, world_size=1):
+        scores = model.score(model.items(batch.features["item_id"].values()))
+        loss_sum, tokens = loss_sum + scores.sum().item(), tokens + batch.loss_tokens
+        samples += ids_of(batch)
+    evaluations = list(zip(*ranks.run(2, _evaluate, small_dataset, tmp_path, kind), strict=True))
+    assert len(evaluations) == 4
+    for of_ranks in evaluations:
+        assert sorted(sample for of_rank, _ in of_ranks for sample in of_rank) == sorted(samples)
+        assert [metrics["eval_loss"] for _, metrics in of_ranks] == pytest.approx([loss_sum / tokens] * 2, rel=1e-5)
+        assert all(metrics["eval_samples_per_second"] > 0 for _, metrics in of_ranks)
+        assert [of_rank for of_rank, _ in of_ranks] == [of_rank for of_rank, _ in evaluations[0]]  # in the same order
+
+
+def _begin(rank: int, world_size: int, path: Path, folder: Path, evaluated: str, batch_size: int) -> None:
+    """Begin to train with what cannot be evaluated, or with another batch size than that of the training loader."""
     from evenrank.training.trainers.transformers_trainer import BalancedTrainer
 
     with patch.dict(os.environ, environment_of(rank, world_size)), balance(path, rank, world_size) as loader:
-        options = {"eval_strategy": "steps"} if evaluates else {}
+        options: dict[str, Any] = {"eval_strategy": "steps"} if evaluated else {}
         args = transformers.TrainingArguments(
             output_dir=str(folder), use_cpu=True, per_device_train_batch_size=batch_size, **options
         )
+        datasets: dict[str, Any] = {
+            "": None,
+            "loader": DataLoader(TensorDataset(torch.zeros(1))),
+            "training": loader,
+            "metrics": balance(path, rank, world_size),
+        }
         try:
-            dataset = {"of today": balance(path, rank, world_size)} if evaluates else None
-            BalancedTrainer(Model(), args, train_dataset=loader, eval_dataset=dataset).train()
+            BalancedTrainer(
+                Model(),
+                args,
+                train_dataset=loader,
+                eval_dataset={"of today": datasets[evaluated]} if evaluated else None,
+                compute_metrics=dict if evaluated == "metrics" else None,
+            ).train()
         finally:
             accelerate.state.AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize(
-    ("evaluates", "batch_size", "message"),
+    ("evaluated", "batch_size", "message"),
     [
-        (True, GLOBAL_BATCH_SIZE, "eval_dataset is a Balancer"),
-        (False, 8, f"per_device_train_batch_size is 8, the loader's batch_size {GLOBAL_BATCH_SIZE}; pass "),
+        ("loader", GLOBAL_BATCH_SIZE, "eval_dataset is a DataLoader; pass a Balancer over it"),
+        ("training", GLOBAL_BATCH_SIZE, "eval_dataset is the train_dataset, which has one position"),
+        ("metrics", GLOBAL_BATCH_SIZE, "compute_metrics gets predictions in rows"),
+        ("", 8, f"per_device_train_batch_size is 8, the loader's batch_size {GLOBAL_BATCH_SIZE}; pass "),
     ],
 )
 def test_what_the_trainer_would_take_for_something_else_is_refused_before_the_first_step(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path, evaluates: bool, batch_size: int, message: str
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, evaluated: str, batch_size: int, message: str
 ) -> None:
-    (failure,) = ranks.try_run(1, _begin, small_dataset, tmp_path, evaluates, batch_size)
+    (failure,) = ranks.try_run(1, _begin, small_dataset, tmp_path, evaluated, batch_size)
     assert failure.message.startswith(message)
     assert failure.type_name == "ConfigError"

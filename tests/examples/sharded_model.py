@@ -16,8 +16,8 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
-from evenrank.training import scale_loss
-from hstu.embeddings import Embeddings, make_optimizer, shard
+from evenrank.training import make_dmp_optimizer, scale_loss
+from hstu.embeddings import Embeddings, shard
 from tests.dataloader.balance.costs import COST
 
 DIM = 4
@@ -97,7 +97,7 @@ def distribute(
 
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
     parallel = shard(model, device, fused=fused, group=group, cached=cached)
-    return parallel, make_optimizer(parallel, lambda parameters: torch.optim.SGD(parameters, lr=RATE))
+    return parallel, make_dmp_optimizer(parallel, lambda parameters: torch.optim.SGD(parameters, lr=RATE))
 
 
 def batches_of(rank: int, world_size: int, *, num_batches: int = 8) -> RandomBatches[SequenceBatch]:

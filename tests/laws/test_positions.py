@@ -141,9 +141,9 @@ def test_a_node_that_is_reset_has_the_state_of_the_next_epoch(
 def _moves(kind: str, inner: Any, states: list[Any]) -> list[tuple[str, Any, int, int]]:
     """Return all ways to move a loader: method, argument, and the epoch and step that come then."""
     moves = [("load_state_dict", state, 0, step) for step, state in enumerate(states)]
-    moves += [(name, epoch, epoch, 0) for name in ("begin_at", "set_epoch") for epoch in (0, 2)]
-    moves.append(("begin_after", states[1], 1, 0) if has(kind, "epochs") else ("begin_after", states[1], 0, 1))
-    return [move for move in moves if hasattr(inner, move[0])]
+    names = ["begin_at"] * has(kind, "epochs") + ["set_epoch"] * hasattr(inner, "set_epoch")
+    moves += [(name, epoch, epoch, 0) for name in names for epoch in (0, 2)]
+    return [*moves, ("begin_after", states[1], 1, 0) if has(kind, "epochs") else ("begin_after", states[1], 0, 1)]
 
 
 @pytest.mark.parametrize(("kind", "way", "is_balanced"), OWN_CASES)
@@ -170,14 +170,12 @@ def test_a_second_pass_over_an_epoch_that_was_resumed_in_another_shape_is_whole(
         _make(data, kind, "window", batch_size=3),
     )
     last = _make(data, kind, batch_size=7).outer
-    begin = resumed.state_dict()
     samples = Counter(itertools.chain(*_iterate(last)))
-    again = getattr(inner, "begin_at", getattr(inner, "set_epoch", lambda _: inner.load_state_dict(begin)))
     for _ in stopped:
         state = stopped.state_dict()
         resumed.load_state_dict(state)
         next(iter(resumed))
-        again(0)
+        inner.begin_at(0)
         trained = Counter[int]()
         for batch in resumed:
             trained.update(ids_of(batch))
@@ -187,12 +185,16 @@ def test_a_second_pass_over_an_epoch_that_was_resumed_in_another_shape_is_whole(
         assert trained == samples
 
 
+def test_a_log_has_no_epochs_to_begin_at(data: Path) -> None:
+    with pytest.raises(ConfigError, match="a log has no epochs; load_state_dict a state"):
+        _make(data, "log").inner.begin_at(1)
+
+
 @pytest.mark.parametrize("epoch", [-1, 1 << 31, 0.5, "1"])
-@pytest.mark.parametrize("kind", ["windows of time", "elastic"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if has(kind, "epochs")])
 def test_an_epoch_that_no_state_could_have_is_refused_where_it_is_set(data: Path, kind: str, epoch: Any) -> None:
     loader, inner = _make(data, kind)
-    move = getattr(inner, "set_epoch", None) or inner.begin_at
     wanted = r"at least 0 and below 2\^31" if type(epoch) is int else "of type int"
     with pytest.raises(ConfigError, match=f"^the epoch must be {wanted}, got {epoch!r}$"):
-        move(epoch)
+        inner.begin_at(epoch)
     assert loader.state_dict()["epoch"] == loader.epoch == 0

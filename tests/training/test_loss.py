@@ -308,6 +308,7 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not trained yet."""
     monkeypatch.setattr(SCALING, "is_scaled", False)
     monkeypatch.setattr(SCALING, "is_sum", False)
+    monkeypatch.setattr(SCALING, "is_due", False)
 
 
 def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor], *, in_step: bool) -> None:
@@ -360,24 +361,46 @@ def test_a_loss_that_is_not_a_scaled_sum_is_one_warning(
     assert all(message.startswith(str(warning)) for message in found)
 
 
-def _train_unscaled(rank: int, world_size: int) -> list[str]:
-    """Behind a Balancer; return the warnings."""
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.usefixtures("scaling")
+def test_a_loss_that_is_scaled_in_evaluation_alone_is_a_warning_if_balanced_batches_are_trained(
+    small_dataset: Path, caplog: pytest.LogCaptureFixture, trained: bool
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    config, balance = LoaderConfig(batch_size=64), BalanceConfig(cost=LinearCost(interleave_actions=False))
+    evaluated, plain = (build_loader(small_dataset, config, rank=0, world_size=1, balance=b) for b in (balance, None))
+    with torch.no_grad():
+        for batch in evaluated:
+            scale_loss(weight * batch.loss_tokens, batch)
+    for _ in evaluated if trained else plain:
+        weight.square().backward()
+        optimizer.step()
+    found = [record.message[:40] for record in caplog.records if "scale_loss" in record.message]
+    assert found == ["an optimizer steps on balanced batches, "] * trained
+
+
+def _train_unscaled(rank: int, world_size: int, has_handles: bool) -> list[str]:
+    """Behind a Balancer, whose steps it takes or makes; return the warnings."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("evenrank").addHandler(handler)
-    SCALING.is_scaled = False
+    SCALING.is_scaled = SCALING.is_due = False
     weight = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 3, BalanceConfig(cost=rich_tokens)) as balancer:
-        for _ in balancer:
+    batches = [rich_batch([[(1, 1), (1, 1)]])] * 3
+    with Balancer(batches, BalanceConfig(cost=rich_tokens)) as balancer:
+        steps = (balancer.finish(balancer.launch(balancer.start(batch))) for batch in batches)
+        for _ in steps if has_handles else balancer:
             weight.square().backward()
             optimizer.step()
     logging.getLogger("evenrank").removeHandler(handler)
     return messages
 
 
-def test_rank_0_warns_of_losses_behind_a_balancer_that_are_not_scaled(ranks: RankPool) -> None:
-    first, second = ranks.run(2, _train_unscaled)
+@pytest.mark.parametrize("has_handles", [False, True])
+def test_rank_0_warns_of_losses_behind_a_balancer_that_are_not_scaled(ranks: RankPool, has_handles: bool) -> None:
+    first, second = ranks.run(2, _train_unscaled, has_handles)
     assert [message[:46] for message in first] == ["an optimizer steps on balanced batches, and sc"]
     assert second == []

@@ -163,9 +163,10 @@ class PlanCheck:
 
     def telling(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an iteration, and tell its error to the ranks that wait at its end."""
-        SCALING.watch()
         try:
-            yield from batches
+            for batch in batches:
+                SCALING.watch()
+                yield batch
         except Exception as error:
             if (store := self._store()) is not None:
                 key = f"{self._latest.number}/{_NOTE}"

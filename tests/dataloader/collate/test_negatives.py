@@ -255,7 +255,7 @@ def test_a_sample_has_the_same_negatives_on_any_number_of_ranks_and_others_in_th
     assert _samples([again]) == _samples([batch])
 
 
-def test_fixed_negatives_are_the_same_in_every_epoch(small_dataset: Path) -> None:
+def test_negatives_are_the_same_in_every_epoch_if_they_are_fixed_or_it_is_begun_again(small_dataset: Path) -> None:
     """As evaluation needs them: the metrics of a model that is not trained in between are equal."""
     config = _config(split="eval", negatives=Negatives(count=8, by="popularity", fixed=True))
     loader = build_loader(small_dataset, config, rank=0, world_size=1)
@@ -264,6 +264,8 @@ def test_fixed_negatives_are_the_same_in_every_epoch(small_dataset: Path) -> Non
     anew = build_loader(small_dataset, _config(split="eval", negatives=POPULAR), rank=0, world_size=1)
     first, again = _samples(anew), _samples(anew)
     assert all(first[sample] != again[sample] for sample in first)
+    anew.begin_at(0)
+    assert _samples(anew) == first
 
 
 def _balanced(rank: int, world_size: int, path: Path) -> tuple[dict[int, Any], list[int]]:

@@ -1,0 +1,181 @@
+import re
+import warnings
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
+
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import BalanceConfig
+from evenrank.training import LossAverage, scale_loss
+from evenrank.training.dmp import load_dmp, make_dmp_optimizer, save_dmp
+from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, ids_of
+from tests.ranks import RankPool
+
+DIM = 4
+Step = tuple[list[int], float]
+
+
+@torch.no_grad()
+def _fill(table: Tensor) -> Tensor:
+    return table.copy_(torch.linspace(-1, 1, table.numel()).reshape(table.shape))
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingConfig(
+            name="item_table", num_embeddings=501, embedding_dim=DIM, feature_names=["item_id"], init_fn=_fill
+        )
+        self.tables = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        self.score = nn.Linear(DIM, 1)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        items = self.tables(batch.features)["item_id"].values()
+        loss_sum: Tensor = ((self.frozen(self.score(items)) - 1) ** 2).sum()
+        return loss_sum
+
+
+class Job:
+    """A sharded model, its optimizer and its data."""
+
+    def __init__(self, rank: int, world_size: int, path: Path) -> None:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+        warnings.simplefilter("ignore")  # of TorchRec about PyTorch
+        torch.manual_seed(0)
+        model, device = Scores(), torch.device("cpu")
+        fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+        sharder = EmbeddingCollectionSharder(fused_params=fused)
+        by_rows = row_wise(compute_kernel="fused")
+        plan = construct_module_sharding_plan(model.tables, {"item_table": by_rows}, sharder, device_type="cpu")
+        self.model = DistributedModelParallel(
+            model, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder]
+        )
+        self.optimizer = make_dmp_optimizer(self.model, lambda parameters: torch.optim.AdamW(parameters, lr=0.05))
+        config, balance = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), BalanceConfig(cost=COST)
+        self.loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+        self.batches: Any = None
+
+    def train(self, num_steps: int) -> list[Step]:
+        """Return this rank's samples of each step, and its loss over all ranks."""
+        steps, average = [], LossAverage()
+        self.batches = self.batches or iter(self.loader)
+        for batch in islice(self.batches, num_steps):
+            self.optimizer.zero_grad()
+            loss_sum = self.model(batch)
+            scale_loss(loss_sum, batch).backward()
+            self.optimizer.step()
+            average.update(loss_sum.detach(), batch)
+            steps.append((ids_of(batch), average.compute()[0]))
+            average.reset()
+        self.state = self.loader.state_dict(after=batch)
+        return steps
+
+
+def _train_and_save(rank: int, world_size: int, path: Path, folder: Path) -> list[Step]:
+    """Save after 1 and 3 steps, with another learning rate from then on; return the steps after that."""
+    job = Job(rank, world_size, path)
+    assert load_dmp(folder, job.model, job.optimizer) is None
+    for count in (1, 2):
+        job.train(count)
+        for group in job.optimizer.param_groups:
+            group["lr"] *= 0.5
+        save_dmp(folder, job.model, job.optimizer, {"data": job.state, "count": count})
+    return job.train(3)
+
+
+def _resume(rank: int, world_size: int, path: Path, folder: Path) -> list[Step]:
+    job = Job(rank, world_size, path)
+    values = load_dmp(folder, job.model, job.optimizer)
+    assert values is not None
+    assert values["count"] == 2
+    job.loader.load_state_dict(values["data"])
+    return job.train(3)
+
+
+def _begin_twice(rank: int, world_size: int, path: Path, folder: Path) -> tuple[list[Step], list[Step]]:
+    """Train from the beginning, and from a checkpoint before the first step."""
+    first, second = Job(rank, world_size, path), Job(rank, world_size, path)
+    save_dmp(folder, first.model, first.optimizer, {})
+    assert load_dmp(folder, second.model, second.optimizer) == {}
+    return first.train(3), second.train(3)
+
+
+def _fail(rank: int, world_size: int, path: Path, folder: Path, how: str) -> None:
+    job = Job(rank, world_size, path)
+    optimizer: Any = job.optimizer
+    if how == "plain":
+        optimizer = torch.optim.Adam(job.model.parameters())
+    elif how == "dense":
+        optimizer = optimizer.optimizers[1][1]
+    elif how == "damaged":
+        save_dmp(folder, job.model, optimizer, {})
+        next(folder.glob("*.distcp")).write_bytes(b"")
+        load_dmp(folder, job.model, optimizer)
+    elif how == "SGD":
+        save_dmp(folder, job.model, optimizer, {})
+        optimizer = make_dmp_optimizer(job.model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        load_dmp(folder, job.model, optimizer)
+    save_dmp(folder, job.model, optimizer, {"rank": rank})
+
+
+def _of_all_ranks(by_rank: list[list[Step]]) -> tuple[list[list[int]], list[float]]:
+    steps = list(zip(*by_rank, strict=True))
+    return [sorted(id_ for ids, _ in of_ranks for id_ in ids) for of_ranks in steps], [loss for (_, loss), *_ in steps]
+
+
+def test_a_job_goes_on_with_tables_moments_learning_rates_and_data(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    going_on = ranks.run(2, _train_and_save, small_dataset, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert ranks.run(2, _resume, small_dataset, folder) == going_on  # bit for bit
+    folder.rename(tmp_path / "checkpoint.old")  # as a job leaves it that is killed while it replaces a checkpoint
+    samples, losses = _of_all_ranks(going_on)
+    for world_size in (1, 3):
+        resumed_samples, resumed = _of_all_ranks(ranks.run(world_size, _resume, small_dataset, folder))
+        assert resumed_samples == samples
+        assert resumed == pytest.approx(losses, rel=1e-6)
+
+
+def test_an_optimizer_that_has_not_stepped_is_saved_as_it_is(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    ((first, second),) = ranks.run(1, _begin_twice, small_dataset, tmp_path / "checkpoint")
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("how", "world_size", "message"),
+    [
+        ("plain", 1, r"the optimizer, a Adam, has no names of parameters; pass make_dmp_optimizer\("),
+        ("dense", 1, r"the optimizer lacks tables\.embeddings\.item_table\.weight; pass make_dmp_optimizer\("),
+        ("damaged", 1, "checkpoint cannot be loaded: rank 0: .*; load one that save_dmp wrote, of this model and"),
+        (
+            "SGD",
+            1,
+            "checkpoint cannot be loaded: rank 0: .*Missing key.*; load one that save_dmp wrote, of this model and",
+        ),
+        ("values", 2, "the hash of values differs between ranks"),
+    ],
+)
+def test_what_cannot_be_saved_or_loaded_is_one_line_on_every_rank(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, how: str, world_size: int, message: str
+) -> None:
+    failures = ranks.try_run(world_size, _fail, small_dataset, tmp_path / "checkpoint", how)
+    kinds = {"ConfigError": ("plain", "dense"), "StateError": ("damaged", "SGD"), "RankError": ("values",)}
+    for failure in failures:
+        assert re.search(message, failure.message)
+        assert "\n" not in failure.message
+        assert how in kinds[failure.type_name]
