@@ -112,17 +112,6 @@ class CurrentPosition:
         self.move_to(ResumePoint(epoch=epoch))
 
 
-class HasEpoch:
-    """Base of what has a current position."""
-
-    _current: CurrentPosition
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._current.next.epoch
-
-
 class _ResumedOrder:
     """An order in which the pending positions come before others."""
 
