@@ -77,7 +77,6 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
     _planning: Workers
     _handed_out: "deque[_Step] | None"  # of the next iteration, to an ElasticLoader
     _given: "GivenLengths | None"
-    _samples: EpochSamples
 
     def __init__(
         self,
@@ -172,9 +171,6 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             **self._samples.sampler.rank_invariants(self._samples.order, seed=self._current.seed),
         }
 
-    def _samples_of(self, epoch: int) -> EpochSamples:
-        return self._samples
-
 
 class _Indices(Iterator[list[int]]):
     """The indices of an iteration, with a state: with workers, a StatefulDataLoader goes on with one that is over."""
@@ -239,7 +235,7 @@ class ElasticLoader(EpochPositions, Generic[Batch]):
         self._sampler = sampler
         # The positions of the sampler, and none of its own.
         self._set_up(sampler._current)
-        self._begun = sampler._begun
+        self._samples, self._begun = sampler._samples, sampler._begun
         self._plan_check, self._observe = sampler._plan_check, sampler._observe
 
     def __iter__(self) -> Iterator[Batch]:
@@ -280,6 +276,3 @@ class ElasticLoader(EpochPositions, Generic[Batch]):
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return self._sampler.rank_invariants()
-
-    def _samples_of(self, epoch: int) -> EpochSamples:
-        return self._sampler._samples

@@ -14,12 +14,11 @@ from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
-from evenrank.dataloader.sampling.epoch_positions import ENDLESS, EpochSamples
-from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape
+from evenrank.dataloader.sampling.epoch_positions import ENDLESS
+from evenrank.dataloader.sampling.steps import StepSamples
 from evenrank.dataloader.state.checks import checksum
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint
 from evenrank.datasets.continuous_log import LogEnd, LogSource
-from evenrank.datasets.order import RowOrder, Samples
 from evenrank.datasets.schema import NUM_TARGETS
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import StreamConfig
@@ -55,11 +54,7 @@ class LogLoader(RankLoader[Batch]):
             config, rank=rank, world_size=world_size, transform=transform, sources=[source], ids=source.manifest.ids
         )
         self._current = CurrentPosition(config.seed, has_epochs=False)
-        self._samples = EpochSamples(
-            order=RowOrder(samples=Samples(num_rows=ENDLESS, left_out=_NO_SAMPLES.sample_ids)),
-            sampler=StepSampler(StepShape(rank, world_size, config.batch_size, drop_last=config.drop_last)),
-            fingerprint=_FINGERPRINT,
-        )
+        self._samples = self._in_order(ENDLESS, _FINGERPRINT)
         self._source = source
         self._stream = stream
         self._columns: dict[str, str] = {}  # types of the records read last, by name
@@ -67,9 +62,6 @@ class LogLoader(RankLoader[Batch]):
         self._left_out: Counter[str] = Counter()
         self._end = LogEnd(0, False)
         self._is_iterated = False
-
-    def _samples_of(self, epoch: int) -> EpochSamples:
-        return self._samples
 
     def _num_steps(self, point: ResumePoint) -> int:
         raise TypeError(

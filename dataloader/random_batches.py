@@ -18,10 +18,8 @@ from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import StepLoader, Transform, make_rng
-from evenrank.dataloader.sampling.epoch_positions import EpochSamples
-from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape
+from evenrank.dataloader.sampling.steps import StepSamples
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
-from evenrank.datasets.order import RowOrder, Samples
 from evenrank.datasets.schema import (
     ACTION,
     ITEM_ID,
@@ -143,31 +141,21 @@ class RandomBatches(StepLoader[Batch]):
         self._num_batches = num_batches
         self._num_distinct = num_distinct
         self._check_columns(self._draw(np.random.default_rng(0), 0))
-        num_samples, cycle = num_batches * world_size * config.batch_size, (num_distinct, world_size, config.seed)
-        # Besides the distributions, in which ranks may differ.
-        decisive = (
-            cycle if num_distinct else None,
-            config.batch_size,
-            sorted(config.key_maps.items()),
-            self._collate.filters(),
-        )
-        self._samples = EpochSamples(
-            order=RowOrder(samples=Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))),
-            sampler=StepSampler(StepShape(rank, world_size, config.batch_size, drop_last=config.drop_last)),
-            fingerprint=hashlib.sha256(repr(("random", *decisive)).encode()).hexdigest(),
-        )
-        self._cycle = [
-            self._make(self._ids_of(step), config.seed) for step in range(min(num_distinct or 0, num_batches))
-        ]
-
-    def _samples_of(self, epoch: int) -> EpochSamples:
-        return self._samples
+        cycle = (num_distinct, world_size, config.seed) if num_distinct else None
+        # Without the distributions, in which ranks may differ.
+        decisive = ("random", cycle, config.batch_size, self._collate.filters())
+        fingerprint = hashlib.sha256(repr(decisive).encode()).hexdigest()
+        self._samples = self._in_order(num_batches * world_size * config.batch_size, fingerprint)
+        self._cycle: list[Batch] = []
+        self._cycle = [self.batch(step) for step in range(min(num_distinct or 0, num_batches))]
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step of the first epoch."""
-        (batch,) = self._batches([StepSamples(self._ids_of(step), {})], seed=self._config.seed, epoch=0)
-        batch.step, batch.position = step, (step + 1) * self._world_size * self._config.batch_size
-        return batch
+        batch_size, seed = self._config.batch_size, self._config.seed
+        first = (step * self._world_size + self._rank) * batch_size
+        (batch,) = self._batches([StepSamples(first + np.arange(batch_size), {})], seed=seed, epoch=0)
+        batch.step, batch.position = step, (step + 1) * self._world_size * batch_size
+        return self._finish(batch, seed, first)
 
     def _batches(self, steps: Sequence[StepSamples], *, seed: int, epoch: int) -> list[Batch]:
         if not self._cycle:
@@ -179,10 +167,6 @@ class RandomBatches(StepLoader[Batch]):
     def _own_invariants(self) -> dict[str, Any]:
         # Without the distributions: ranks may draw from different ones.
         return {"num_batches": self._num_batches, "num_distinct": self._num_distinct}
-
-    def _ids_of(self, step: int) -> NDArray[np.int64]:
-        batch_size = self._config.batch_size
-        return (step * self._world_size + self._rank) * batch_size + np.arange(batch_size)
 
     @outside_inference_mode()
     def _make(self, sample_ids: NDArray[np.int64], seed: int) -> Batch:

@@ -22,11 +22,12 @@ from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.negatives import NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.sampling.epoch_positions import EpochPositions
-from evenrank.dataloader.sampling.steps import StepSamples, remapped_stores
+from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
+from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape, remapped_stores
 from evenrank.dataloader.state.node import EpochNode
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position
 from evenrank.dataloader.workers import Workers
+from evenrank.datasets.order import RowOrder, Samples
 from evenrank.datasets.schema import IdSummary
 from evenrank.datasets.store import SequenceStore
 
@@ -98,6 +99,13 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
             "transform": _name_of(self._transform),
             **self._own_invariants(),
         }
+
+    def _in_order(self, num_samples: int, fingerprint: str) -> EpochSamples:
+        """Return the samples 0..num_samples-1, of which each rank gets consecutive ones in each step."""
+        drop_last = self._config.drop_last
+        shape = StepShape(self._rank, self._world_size, self._config.batch_size, drop_last=drop_last)
+        rows = Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
+        return EpochSamples(order=RowOrder(samples=rows), sampler=StepSampler(shape), fingerprint=fingerprint)
 
     def _check_columns(self, store: SequenceStore) -> None:
         """Raise a ConfigError unless the settings fit the columns of a store, whose rows are read later."""

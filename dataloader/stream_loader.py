@@ -176,14 +176,10 @@ class StreamLoader(RankLoader[Batch]):
                 yield batch
 
     def _make_steps(self) -> Any: ...
-    def _samples_of(self, epoch: int) -> Any: ...
-    def __len__(self) -> int:
+    def _num_steps(self, point: ResumePoint) -> int:
         raise TypeError("which rows are samples is known once they are read")
 
-    def remaining_batches(self) -> int:
-        return len(self)
-
-    def get_state(self) -> dict[str, Any]:
+    def _state(self, after: Any) -> dict[str, Any]:
         return self.state_dict()
 
     def _shards_of(self, rank: int, epoch: int, seed: int) -> list[Shard]:

@@ -1,13 +1,12 @@
 """`EpochPositions`: the position of a loader or sampler in its epochs, and the state that saves it."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from evenrank.core.errors import StateError
+from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.rules import Bounds, Seed
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
@@ -22,7 +21,6 @@ from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
     CurrentPosition,
-    HasEpoch,
     Position,
     ResumePoint,
     SkippedSamples,
@@ -82,9 +80,11 @@ class EpochSamples:
     """A hash of everything that decides on the samples and their order."""
 
 
-class EpochPositions(HasEpoch, HasRankInvariants, ABC):
+class EpochPositions(HasRankInvariants):
     """Mixin of what hands out the steps of an order, one epoch per iteration."""
 
+    _current: CurrentPosition
+    _samples: EpochSamples  # of all epochs
     _begun: dict[int, ResumePoint]  # by epoch, where its latest iteration began within it
     _plan_check: PlanCheck | None  # None: not balanced
     _observe: Callable[[StepMetrics], None] | None
@@ -103,6 +103,19 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         self._plan_check = self._observe = None
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+        return self._current.next.epoch
+
+    def begin_at(self, epoch: int) -> None:
+        """Make the next iteration that of another epoch: each has its order and its drawn negatives, or its window."""
+        self._current.start_epoch(epoch)
+
+    def peek(self, n: int = 3) -> list[dict[str, Any]]:
+        """Return samples to look at; a ConfigError here: only a `build_loader` can read them in between."""
+        raise ConfigError(f"a {type(self).__name__} cannot peek; call open_store(...).head(), or look at its batches")
+
+    @property
     def left_out(self) -> Mapping[str, int]:
         """Per reason, how many rows are known not to be samples: of streams and logs, of those that this rank read."""
         return self._left_out
@@ -112,9 +125,9 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         self._observe = None if balance is None else balance.observer(rank, exchanges=False, data=self.rank_invariants)
 
-    @abstractmethod
     def _samples_of(self, epoch: int) -> EpochSamples:
         """Return the samples of an epoch."""
+        return self._samples
 
     def _place(self, position: Position) -> str:
         """Return what a state says of a position beyond its numbers, as text of one line: what tells it elsewhere."""
@@ -162,8 +175,8 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         order, num_samples = samples.order, samples.order.num_samples
         if saved_samples != num_samples or entries["fingerprint"] != samples.fingerprint:
             raise StateError(
-                f"the loader's state is of other data, codes or filters: it has {saved_samples:,} samples and "
-                f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and "
+                f"the loader's state is of other data, codes or filters: it has {_amount(saved_samples)} and "
+                f"fingerprint {entries['fingerprint'][:12]}, this loader {_amount(num_samples)} and "
                 f"{samples.fingerprint[:12]}; load it with the dataset, the codes and the filters that it was saved "
                 "with, or train on other data after it with begin_after"
             )
@@ -278,6 +291,10 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
             place=self._place(Position(epoch, position)),
             **self._meaning,
         )
+
+
+def _amount(num_samples: int) -> str:
+    return "all records of a log" if num_samples == ENDLESS else f"{num_samples:,} samples"
 
 
 def _earlier(state: object) -> StateFormat | None:

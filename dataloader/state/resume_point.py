@@ -114,25 +114,6 @@ class CurrentPosition:
         self.move_to(ResumePoint(epoch=epoch))
 
 
-class HasEpoch:
-    """Base of what has a current position."""
-
-    _current: CurrentPosition
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._current.next.epoch
-
-    def begin_at(self, epoch: int) -> None:
-        """Make the next iteration that of another epoch: each has its order and its drawn negatives, or its window."""
-        self._current.start_epoch(epoch)
-
-    def peek(self, n: int = 3) -> list[dict[str, Any]]:
-        """Return samples to look at; a ConfigError here: only a `build_loader` can read them in between."""
-        raise ConfigError(f"a {type(self).__name__} cannot peek; call open_store(...).head(), or look at its batches")
-
-
 class _ResumedOrder:
     """An order in which the pending positions come before others."""
 
