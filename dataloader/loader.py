@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.rules import NonNegative
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
@@ -203,6 +204,30 @@ class Loader(EpochPositions, RankLoader[Batch]):
 
     def skip_empty(self) -> None:
         """Make the next iteration that of an epoch with samples; all epochs have the same, except for windows."""
+
+    def peek(self, n: NonNegative = 3, *, max_events: NonNegative = 10) -> list[dict[str, Any]]:
+        """Return the first n samples of this rank in the next iteration, as `SequenceStore.head` does; nothing moves.
+
+        `sample_id` is that of the batch. They are rows, or slices, before the loader cuts, filters or maps them.
+        """
+        check_types(Loader.peek, {"n": n, "max_events": max_events})
+        iteration = self._begin(self._current.next)
+        opened = self._samples_of(iteration.point.epoch)
+        ids = np.empty(0, dtype=np.int64)
+        for step in range(iteration.schedule.num_steps):
+            if len(ids) >= n:
+                break
+            (samples,) = opened.sampler.sample(iteration, range(step, step + 1), is_measured=False)
+            ids = np.concatenate([ids, samples.sample_ids])
+        # Of the stores without `key_maps`, whose values are no ids of a vocabulary.
+        stores = [
+            replace(store, columns=given.columns, column_maps=given.column_maps)
+            for store, given in zip(opened.stored.stores, self._stores, strict=True)
+        ]
+        shown: dict[int, dict[str, Any]] = {}
+        for store, rows, indices in group_by_store(stores, ids[:n]):
+            shown |= dict(zip(indices.tolist(), store.raw_rows(rows, max_events), strict=True))
+        return [{"sample_id": int(ids[index]), **shown[index]} for index in sorted(shown)]
 
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
