@@ -204,12 +204,12 @@ class Loader(StepLoader[Batch]):
     def skip_empty(self) -> None:
         """Make the next iteration that of an epoch with samples; all epochs have the same, except for windows."""
 
-    def peek(self, n: NonNegative = 3) -> list[dict[str, Any]]:
+    def peek(self, n: NonNegative = 3, *, max_events: NonNegative = 10) -> list[dict[str, Any]]:
         """Return the first n samples of this rank in the next iteration, as `SequenceStore.head` does; nothing moves.
 
         `sample_id` is that of the batch. They are rows, or slices, before the loader cuts, filters or maps them.
         """
-        check_types(Loader.peek, {"n": n})
+        check_types(Loader.peek, {"n": n, "max_events": max_events})
         iteration = self._begin(self._current.next)
         opened = self._samples_of(iteration.point.epoch)
         ids = np.empty(0, dtype=np.int64)
@@ -225,8 +225,7 @@ class Loader(StepLoader[Batch]):
         ]
         shown: dict[int, dict[str, Any]] = {}
         for store, rows, indices in group_by_store(stores, ids[:n]):
-            of_store = raw_rows(store, rows, MAX_SHOWN)
-            shown |= {int(index): row for index, row in zip(indices, of_store, strict=True)}
+            shown |= dict(zip(indices.tolist(), store.raw_rows(rows, max_events), strict=True))
         return [{"sample_id": int(ids[index]), **shown[index]} for index in sorted(shown)]
 
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:

@@ -23,9 +23,10 @@ from evenrank.core.rules import NonNegative
 from evenrank.core.settings import check_types
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.foreign import ListReader, describe_folder
-from evenrank.datasets.rows import MAX_SHOWN, raw_rows
+from evenrank.datasets.raw_values import raw_values
 from evenrank.datasets.schema import (
     ITEM_ID,
+    LENGTH,
     MANIFEST_NAME,
     NUM_TARGETS,
     TARGETS,
@@ -154,7 +155,7 @@ class SequenceStore:
             raise IndexError("slices must have at least as many events as targets")
         return replace(self, slices=slices, num_targets=num_targets)
 
-    def head(self, n: NonNegative = 5, *, max_events: NonNegative = MAX_SHOWN) -> list[dict[str, Any]]:
+    def head(self, n: NonNegative = 5, *, max_events: NonNegative = 10) -> list[dict[str, Any]]:
         """Return the first n rows or slices to look at, as plain values by column.
 
         Ids are those of the log, times datetimes in UTC, and values of features their labels; None is missing, or
@@ -165,7 +166,29 @@ class SequenceStore:
             DataError: the vocabulary cannot be read.
         """
         check_types(SequenceStore.head, {"n": n, "max_events": max_events})
-        return raw_rows(self, np.arange(min(n, len(self))), max_events)
+        return self.raw_rows(np.arange(min(n, len(self))), max_events)
+
+    def raw_rows(self, indices: NDArray[np.int64], max_events: int) -> list[dict[str, Any]]:
+        """Return rows or slices [n] as `head` does."""
+        rows, ends = self.rows_of(indices), self.ends[indices]
+        bounds = {"scalar": (rows, rows + 1), "event": (np.maximum(self.begins[indices], ends - max_events), ends)}
+        found: list[dict[str, Any]] = [{} for _ in indices]
+        for column in self.manifest.columns:
+            name, values = column.name, self.columns[column.name]
+            offsets = self.list_offsets.get(name)
+            begins, lasts = bounds[column.kind] if offsets is None else (offsets[rows], offsets[rows + 1])
+            pieces = [values[begin:end] for begin, end in zip(begins, lasts, strict=True)]
+            shown = np.concatenate([values[:0], *pieces])
+            is_mapped = name in self.column_maps
+            raw = shown.tolist() if is_mapped else raw_values(name, shown, self.manifest, self.source or self.folder)
+            for row, piece in zip(found, pieces, strict=True):
+                of_row, raw = raw[: len(piece)], raw[len(piece) :]
+                row[name] = of_row[0] if column.kind == "scalar" else of_row
+        for row, index in zip(found, indices, strict=True):
+            row[LENGTH] = int(self.lengths[index])
+            if self.num_targets is not None:
+                row[NUM_TARGETS] = int(self.num_targets[index])
+        return found
 
     def item_counts(self) -> NDArray[np.int64]:
         """Return the events of each item in the split `train` or, if there is none, in this split: int64 [items]."""

@@ -111,7 +111,7 @@ class EpochPositions(HasRankInvariants):
         """Make the next iteration that of another epoch: each has its order and its drawn negatives, or its window."""
         self._current.start_epoch(epoch)
 
-    def peek(self, n: int = 3) -> list[dict[str, Any]]:
+    def peek(self, n: int = 3, *, max_events: int = 10) -> list[dict[str, Any]]:
         """Return samples to look at; a ConfigError here: only a `build_loader` can read them in between."""
         raise ConfigError(f"a {type(self).__name__} cannot peek; call open_store(...).head(), or look at its batches")
 
