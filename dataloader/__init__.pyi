@@ -3,13 +3,12 @@ from .batches.padding import PaddedBatches, pad_batch
 from .collate.jagged import JaggedCollate, jagged
 from .collate.negatives import Negatives
 from .collate.semantic_ids import CodeTable
-from .config import LoaderConfig, Requests, SemanticIdConfig, TimeWindows
+from .config import LoaderConfig, Mixture, Requests, SemanticIdConfig, TimeWindows
 from .elastic_sampler import ElasticLoader, ElasticSampler
-from .loader import Loader, TimeWindowLoader, build_loader
+from .loader import Loader, build_loader
 from .log_loader import LogLoader
 from .random_batches import RandomBatches, RandomData, RandomFeature, random_codes
 from .replay import Replay
-from .sampling.steps import Mixture
 from .stream_loader import StreamConfig, StreamLoader, build_stream_loader, merge_stream_states
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "SequenceBatch",
     "StreamConfig",
     "StreamLoader",
-    "TimeWindowLoader",
     "TimeWindows",
     "build_loader",
     "build_stream_loader",

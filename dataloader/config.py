@@ -4,21 +4,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal
+from typing import Annotated, Any, Generic
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import PER_RANK, Bounds, Count, NonNegative, Seed
+from evenrank.core.rules import PER_RANK, Bounds, Count, NonNegative, OneOf, Seed
 from evenrank.core.settings import Settings
 from evenrank.dataloader.batches.batch import Batch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.negatives import Negatives, NegativeSampler, Sources
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
+from evenrank.datasets.mixture import Mixture as Mixture
+from evenrank.datasets.order import ORDERS, Order, resolve_order
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
 from evenrank.datasets.slices import Requests as Requests
 from evenrank.datasets.slices import TimeWindows as TimeWindows
 
-Order = Literal["shuffle", "rows"]
 _MAX_TASKS = 31  # bits of an action, an int32 that is not negative
 
 
@@ -36,10 +37,10 @@ class ReadConfig(Settings, ABC, Generic[Batch]):
     """Add a feature `user_id`, one id per sample, below `manifest.vocabulary_sizes["user_id"]`."""
     context: tuple[str, ...] | None = None
     """The contextual features of batches, in this order; None: all of the dataset."""
-    order: Order | TimeWindows | Requests = "shuffle"
+    order: Annotated[str, OneOf(ORDERS)] | Order = "shuffle"
     """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows.
-    `TimeWindows(every="1d")`: each epoch has the samples of another day; see `TimeWindowLoader`.
-    `Requests()`: the recorded requests of all splits, by time. Streams and mixtures are always shuffled."""
+    `TimeWindows(every="1d")`: each epoch has the samples of another day. `Requests()`: the recorded requests of all
+    splits, by time. Or one of your own, or its name (`register_order`). Streams and mixtures are always shuffled."""
     seed: Seed = 0
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
@@ -64,7 +65,7 @@ class ReadConfig(Settings, ABC, Generic[Batch]):
     @property
     def has_requests(self) -> bool:
         """Whether samples are requests, so that batches have their times."""
-        return isinstance(self.order, Requests)
+        return resolve_order(self.order).has_requests
 
     @abstractmethod
     def make_collate(self, sources: Sources = ()) -> Collate[Batch]:
@@ -103,8 +104,7 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
 
     def _check(self) -> None:
         ReadConfig._check(self)
-        if isinstance(self.order, TimeWindows | Requests) and not self.max_num_candidates:
-            kind = "requests" if self.has_requests else "windows of time"
+        if (kind := resolve_order(self.order).targets) and not self.max_num_candidates:
             raise ConfigError(f"{kind} have candidates as targets; pass max_num_candidates of at least 1")
         if self.num_tasks > 1 and self.label not in (None, ACTION):
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")

@@ -35,7 +35,7 @@ from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSa
 from evenrank.dataloader.sampling.steps import GivenLengths, StepSamples, StepShape
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position
 from evenrank.dataloader.workers import Workers
-from evenrank.datasets.order import RowOrder, Samples, ShuffledOrder
+from evenrank.datasets.order import RowOrder, Samples
 
 Batch = TypeVar("Batch")
 
@@ -104,7 +104,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
                     "neither, and a Balancer over the DataLoader"
                 )
             samples = Samples(num_rows=num_samples, left_out=np.empty(0, dtype=np.int64))
-            order = (ShuffledOrder if shuffle else RowOrder)(samples=samples)
+            order = RowOrder(samples=samples, shuffle=shuffle)
             fingerprint = hashlib.sha256(repr(order.fingerprint()).encode()).hexdigest()
             self._shape = StepShape(rank, world_size, batch_size, drop_last=drop_last, in_flight=2 * _STEPS_AT_ONCE)
             self._set_up(CurrentPosition(seed))

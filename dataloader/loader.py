@@ -1,7 +1,4 @@
-"""`build_loader`: datasets -> this rank's batches, in an order that can be resumed at any position.
-
-The epochs of a `Loader` have the same samples, those of a `TimeWindowLoader` other ones each.
-"""
+"""`build_loader`: datasets -> this rank's batches, in an order that can be resumed at any position."""
 
 import hashlib
 import logging
@@ -23,28 +20,20 @@ from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.config import LoaderConfig, ReadConfig
+from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import StepLoader, Transform
 from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochSamples
-from evenrank.dataloader.sampling.steps import (
-    Mixture,
-    StepSamples,
-    StepShape,
-    StoredSamples,
-    find_samples,
-    make_order,
-    remapped_stores,
-)
+from evenrank.dataloader.sampling.steps import StepSamples, StepShape, StoredSamples, find_samples, remapped_stores
 from evenrank.dataloader.state.resume_point import Position
-from evenrank.datasets.order import SampleOrder, Samples
-from evenrank.datasets.rows import MAX_SHOWN, raw_rows
+from evenrank.datasets.mixture import Mixture
+from evenrank.datasets.order import Order, SampleOrder, Samples, resolve_order
 from evenrank.datasets.schema import IdSummary, Manifest
-from evenrank.datasets.slices import Requests, TimeWindows, times_of_place
+from evenrank.datasets.slices import WindowsOfStore
 from evenrank.datasets.store import SequenceStore, open_store
 
 _log = logging.getLogger("evenrank")
-_KEPT_WINDOWS = 4  # the one that is trained, the one before, of which a state can be asked for, and the next
+_KEPT_EPOCHS = 4  # the one that is trained, the one before, of which a state can be asked for, and the next
 
 
 def build_loader(
@@ -84,23 +73,14 @@ def build_loader(
 
     def make(members: Members | None = None) -> Loader[Batch]:
         check_types(build_loader, arguments)
-        opened, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
-        kind = TimeWindowLoader if isinstance(config.order, TimeWindows) else Loader
-        if isinstance(config.order, Requests):
-            if not isinstance(data, Path | str):
-                raise ConfigError(f"requests are of all splits of a dataset, not of {data!r}; pass its folder or URL")
-            stores = config.order.of(data, config.max_num_candidates if isinstance(config, LoaderConfig) else 1)
-        else:
-            stores = [each if isinstance(each, SequenceStore) else open_store(each, config.split) for each in opened]
-        return kind(
-            stores,
-            config,
-            rank=rank,
-            world_size=world_size,
-            mixture=mixture,
-            transform=transform,
-            balance=balance,
-            members=members,
+        order = resolve_order(config.order, data)
+        opened = order.open(
+            data,
+            lambda each: each if isinstance(each, SequenceStore) else open_store(each, config.split),
+            getattr(config, "max_num_candidates", 1),  # of semantic ids, the last event is the target
+        )
+        return Loader(
+            *opened, config, rank=rank, world_size=world_size, transform=transform, balance=balance, members=members
         )
 
     if balance is None:
@@ -128,12 +108,12 @@ class Loader(StepLoader[Batch]):
 
     def __init__(
         self,
+        order: Order,
         stores: Sequence[SequenceStore],
         config: ReadConfig[Batch],
         *,
         rank: int,
         world_size: int,
-        mixture: Mixture | None = None,
         transform: Transform[Batch] | None = None,
         balance: BalanceConfig | None = None,
         members: Members | None = None,
@@ -145,24 +125,32 @@ class Loader(StepLoader[Batch]):
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "
                 "change the batches that the loader yields, or pass them to a Balancer instead of balance"
             )
-        self._mixture = mixture
         self._balance = None if balance is None else replace(balance, on_step=None)  # which cannot be pickled
+        self._order = order
         self._stores = stores
+        self._opened: Memo[OpenedSamples[Batch]] = Memo(_KEPT_EPOCHS)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
             {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
         )
-        self._whole = None if isinstance(config.order, TimeWindows) else self._open(stores)
+        self._samples_of(0)  # so that what is wrong with them comes now
         self._compare_plans(balance, members, rank)
 
-    def _open(self, stores: Sequence[SequenceStore]) -> OpenedSamples[Batch]:
-        config = self._config
+    def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
+        return self._opened.get(self._order.place(epoch), lambda: self._open(epoch))
+
+    def _place(self, position: Position) -> str:
+        """Return what tells the epoch from others that have other samples."""
+        return self._order.place(position.epoch)
+
+    def _open(self, epoch: int) -> OpenedSamples[Batch]:
+        config, stores = self._config, self._order.of_epoch(epoch, self._stores)
         samples, left_out = find_samples(stores, self._collate)
         if self._rank == 0:
             for reason, rows in left_out.items():
                 if len(rows):
                     _log.warning("%s of %s rows are left out: %s", len(rows), sum(map(len, stores)), reason)
-        order = make_order(config.order, stores, samples, self._mixture)
+        order = self._order.of(stores, samples)
         stores = remapped_stores(stores, self._collate, config.key_maps)
         in_flight = (config.num_workers + 1) * config.prefetch
         shape = StepShape(
@@ -176,10 +164,6 @@ class Loader(StepLoader[Batch]):
             left_out=left_out,
             stored=stored,
         )
-
-    def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
-        assert self._whole is not None
-        return self._whole
 
     @property
     def stores(self) -> Sequence[SequenceStore]:
@@ -201,8 +185,39 @@ class Loader(StepLoader[Batch]):
         """Number of rows that are not samples."""
         return len(np.unique(np.hstack([[], *self.left_out_rows.values()])))
 
+    @property
+    def num_windows(self) -> int:
+        """With windows of time, their number, from the first event, or the start, to the last event."""
+        return self._windows.count
+
+    def window(self, index: int) -> tuple[datetime, datetime]:
+        """Return the begin of a window of time and its end, which is the next one's begin, in UTC."""
+        return self._windows.times(index)
+
+    @property
+    def _windows(self) -> WindowsOfStore:
+        if not isinstance(self._order, WindowsOfStore):
+            raise ConfigError(f"order {self._config.order!r} has no windows of time; pass TimeWindows(every='1d')")
+        return self._order
+
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
+
+        With windows of time, begin where the state's window ends or, if nothing of it is trained, where it begins; its
+        windows may have another length.
+
+        Raises:
+            StateError: the state is damaged, of a dataset whose vocabulary this one does not extend, or of `key_maps`
+                that give keys other rows; it is of no windows, or no window of this loader begins then.
+        """
+        left = self._left(state)
+        epoch, has_begun = left["epoch"] + 1, left["position"] > 0
+        self._current.start_epoch(self._order.following(epoch, left.get("place", ""), has_begun=has_begun))
+
     def skip_empty(self) -> None:
-        """Make the next iteration that of an epoch with samples; all epochs have the same, except for windows."""
+        """Make the next iteration that of the first epoch with samples from the next one on, if there is one."""
+        while not self.num_samples and (later := self._order.after_empty(self.epoch, self._stores)) is not None:
+            self.begin_at(later)
 
     def peek(self, n: NonNegative = 3, *, max_events: NonNegative = 10) -> list[dict[str, Any]]:
         """Return the first n samples of this rank in the next iteration, as `SequenceStore.head` does; nothing moves.
@@ -248,62 +263,6 @@ class Loader(StepLoader[Batch]):
             "num_samples": samples.order.num_samples,
             "fingerprint": samples.fingerprint,
         }
-
-
-class TimeWindowLoader(Loader[Batch]):
-    """The batches of one rank; each iteration is one window of time, from the first event's on.
-
-    Samples end within the window: each of its events is once among the `max_num_candidates` last events of a sample,
-    its candidates, and everything before them, in earlier windows too, is history. `epoch` is the index of the next
-    iteration's window, and `sample_ids` number the samples of a window by the time of their first candidate. Windows
-    after the last one have no batches.
-    """
-
-    def __init__(self, stores: Sequence[SequenceStore], config: ReadConfig[Batch], **arguments: Any) -> None:
-        assert isinstance(config.order, TimeWindows)
-        if arguments.get("mixture") is not None:
-            raise ConfigError("a mixture of datasets has no windows of time; pass one dataset, or another order")
-        self._windows = config.order.of(stores[0])
-        self._opened_windows: Memo[OpenedSamples[Batch]] = Memo(_KEPT_WINDOWS)
-        super().__init__(stores, config, **arguments)
-
-    def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
-        windows, max_targets = self._windows, self._collate.max_num_candidates
-        return self._opened_windows.get(epoch, lambda: self._open([windows.cut(epoch, max_targets)]))
-
-    def _place(self, position: Position) -> str:
-        """Return the begin and the end of the window."""
-        return self._windows.place(position.epoch)
-
-    @property
-    def num_windows(self) -> int:
-        """Windows from the first event, or the start, to the last event."""
-        return self._windows.count
-
-    def window(self, index: int) -> tuple[datetime, datetime]:
-        """Return the begin of a window and its end, which is the next one's begin, in UTC."""
-        return self._windows.times(index)
-
-    def begin_after(self, state: Mapping[str, Any]) -> None:
-        """Begin where the window of a state ends or, if nothing of it is trained, where it begins.
-
-        The state may be of another dataset, and of windows of another length.
-
-        Raises:
-            StateError: the state is damaged, of no windows, of a dataset whose vocabulary this one does not extend, or
-                of `key_maps` that give keys other rows; or no window of this loader begins then.
-        """
-        left = self._left(state)
-        times_ms = (left["begin_ms"], left["end_ms"]) if "begin_ms" in left else times_of_place(left.get("place", ""))
-        self._current.start_epoch(self._windows.index_of(times_ms[left["position"] > 0]))
-
-    def skip_empty(self) -> None:
-        """Make the next iteration that of the first window with samples from the next one on, if there is one."""
-        while self.epoch < self.num_windows and not self.num_samples:
-            self.begin_at(self._windows.next_with_events(self.epoch + 1))
-
-    def _own_invariants(self) -> dict[str, Any]:
-        return {**super()._own_invariants(), "windows": (self._windows.start_ms, self._windows.count)}
 
 
 def _shared_ids(manifests: Mapping[str, Manifest]) -> Mapping[str, IdSummary]:

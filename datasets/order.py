@@ -1,13 +1,14 @@
-"""The order of samples: a stateless permutation, and the schedule that assigns positions to steps and ranks.
+"""The order of samples: pure functions (epoch, position) -> sample, and the schedule of positions by steps and ranks.
 
-The permutation depends only on the seed, the epoch and the number of samples. Each position of it is computed
+The stateless permutation depends only on the seed, the epoch and the number of samples. Each position of it is computed
 independently, so no rank ever holds an array of all samples, and an epoch can be entered at any position.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +16,22 @@ from numpy.typing import NDArray
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64, mix_word
+from evenrank.core.registry import Registry
 from evenrank.core.rules import Count, NonNegative
-from evenrank.core.settings import Settings
+from evenrank.core.settings import Settings, check_value, construct
+
+if TYPE_CHECKING:  # simulating steps needs no store, whose imports take longer
+    from evenrank.datasets.store import SequenceStore
+
+Stores = Sequence["SequenceStore"]
+OpenSplit = Callable[[Any], "SequenceStore"]
 
 # Rounds of the Feistel network. Four give a pseudo-random permutation in theory (Luby and Rackoff, 1988); six leave a
 # margin for the weaker round function and for the few bits of small domains.
 _ROUNDS = 6
 _WORD_MASK = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread evenly over 64-bit words
+_CHECKED_AT_FIRST = 1 << 20  # positions of a user's order that are checked before the first step
 
 
 def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -86,45 +95,156 @@ class Samples:
 
 
 class SampleOrder(Protocol):
-    """The row at each position of each epoch."""
+    """The row at each position of each epoch: a pure function, the same on all ranks."""
 
-    @property
-    def num_samples(self) -> int:
-        """Positions of an epoch."""
+    num_samples: int
+    """Positions of an epoch."""
 
+    @abstractmethod
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions, each in 0..num_samples-1: int64 of the same shape."""
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return everything besides seed and epoch that determines the order, for comparison with a saved state."""
+        return (type(self).__qualname__, self.num_samples)
 
 
-class RowOrder:
-    """Ascending rows, in every epoch."""
+class RowOrder(SampleOrder):
+    """Ascending rows, in every epoch, or a different permutation of the samples in each. Base of our other orders."""
 
-    _kind = "rows"
-
-    def __init__(self, *, samples: Samples) -> None:
-        self._samples = samples
-        self.num_samples = len(samples)
+    def __init__(self, *, samples: Samples, shuffle: bool = False) -> None:
+        self.num_samples, self._samples, self._shuffle = len(samples), samples, shuffle
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions."""
+        if self._shuffle:
+            positions = permute(positions, self.num_samples, seed=seed, epoch=epoch)
         return self._samples.rows(positions)
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return the kind of order and its length."""
-        return (self._kind, self.num_samples)
+        return ("shuffle" if self._shuffle else "rows", self.num_samples)
 
 
-class ShuffledOrder(RowOrder):
-    """A different permutation of the samples in each epoch."""
+class _OwnOrder(SampleOrder):
+    """An order by a user. Its rows are checked, because compiled loops use them without bounds checks."""
 
-    _kind = "shuffle"
+    def __init__(self, name: str, order: SampleOrder, samples: Sequence[Samples]) -> None:
+        check_value(f"num_samples of the order {name}", order.num_samples, NonNegative)
+        self.num_samples, self._name, self._order = order.num_samples, name, order
+        firsts = np.cumsum([0, *(each.num_rows for each in samples)]).tolist()
+        self._num_rows = firsts.pop()
+        self._left_out = np.concatenate([first + each.left_out for first, each in zip(firsts, samples, strict=True)])
+        first_rows = self.rows(np.arange(min(self.num_samples, _CHECKED_AT_FIRST)), seed=0, epoch=0)
+        self._hash = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at positions."""
-        return self._samples.rows(permute(positions, self.num_samples, seed=seed, epoch=epoch))
+        rows = np.asarray(self._order.rows(positions.copy(), seed=seed, epoch=epoch))
+        if rows.shape != positions.shape or rows.dtype.kind not in "iu":
+            given = f"got {rows.dtype} of shape {rows.shape}"
+            raise ConfigError(f"the order {self._name} must return integers of shape {positions.shape}, {given}")
+        rows = rows.astype(np.int64, copy=False)
+        is_wrong = (rows < 0) | (rows >= self._num_rows) | np.isin(rows, self._left_out)
+        by_row = np.argsort(rows, kind="stable")
+        is_wrong[by_row[1:]] |= rows[by_row[1:]] == rows[by_row[:-1]]
+        for row, position in zip(rows[is_wrong][:1], positions[is_wrong][:1], strict=True):
+            raise ConfigError(
+                f"the order {self._name} has row {row} at position {position} of epoch {epoch}, which is none of the "
+                f"samples in 0..{self._num_rows - 1}, or comes twice; each comes once in an epoch"
+            )
+        return rows
+
+    def fingerprint(self) -> tuple[object, ...]:
+        return (self._name, self.num_samples, self._hash)  # code has no version, so its first rows stand for it
+
+
+class Order:
+    """Says which samples of stored data an epoch has, and in what order they come: `LoaderConfig(order=...)`.
+
+    One of your own derives from it, and has its `arrange`. Ranks compare orders by their `repr`.
+    """
+
+    shuffle: bool = False
+    """Whether samples come in another order in each epoch."""
+    targets: ClassVar[str] = ""
+    """What messages call its samples if they are parts of rows, which end with targets."""
+    has_requests: ClassVar[bool] = False
+    """Whether its samples are requests, so that batches have their times."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}()"
+
+    def open(self, data: Any, open_split: OpenSplit, max_targets: int) -> tuple["Order", Stores]:
+        """Open what `build_loader` was given; return its stores, and the order of them, which has the methods below.
+
+        Samples that are parts of rows have at most `max_targets` targets.
+        """
+        return self, [open_split(data)]
+
+    def of_epoch(self, epoch: int, stores: Stores) -> Stores:
+        """Return the stores whose rows or slices an epoch has: by default all rows, in every one."""
+        return stores
+
+    def place(self, epoch: int) -> str:
+        """Return what tells an epoch from others that have other samples, for states: the times of a window."""
+        return ""
+
+    def following(self, epoch: int, place: str, *, has_begun: bool) -> int:
+        """Return the epoch after that of a state, given the next number, its place, and whether it has begun."""
+        return epoch
+
+    def after_empty(self, epoch: int, stores: Stores) -> int | None:
+        """Return the epoch to go on with if one has no samples; None if there is none."""
+        return None
+
+    def arrange(self, stores: Stores, samples: Sequence[Samples]) -> SampleOrder:
+        """Return the order of an epoch's samples, given which rows of each store are samples: by default, as they are.
+
+        Rows are numbered through all stores; but for mixtures and requests, there is one. The result has to be the same
+        on all ranks, and be picklable if the loader is.
+        """
+        return RowOrder(samples=samples[0], shuffle=self.shuffle)
+
+    def of(self, stores: Stores, samples: Sequence[Samples]) -> SampleOrder:
+        """Return that order, checked if a user has made it: a ConfigError if a row is no sample, or comes twice."""
+        made = self.arrange(stores, samples)
+        return made if isinstance(made, RowOrder) else _OwnOrder(repr(self), made, samples)
+
+
+RegisteredOrder = TypeVar("RegisteredOrder", bound=Order | type[Order])
+ORDERS: Registry[Any] = Registry(
+    "order",
+    expected="an Order, or a class of them",
+    accepts=lambda made: issubclass(made if isinstance(made, type) else type(made), Order),
+)
+
+
+def register_order(name: str) -> Callable[[RegisteredOrder], RegisteredOrder]:
+    """Return a decorator that makes an Order, or a class whose settings have defaults, available as `order=name`.
+
+    It raises a ConfigError if another module has taken the name or the decorated object is no order. The same module
+    may replace its order; `ORDERS.unregister(name)` removes one.
+    """
+    return ORDERS.register(name)
+
+
+def resolve_order(spec: str | Order, data: object = None) -> Order:
+    """Return an order, given itself or its name; data that are a Mixture have their own."""
+    if isinstance(data, Order):
+        if spec != "shuffle":
+            raise ConfigError(f"mixtures are always shuffled; order must be 'shuffle', got {spec!r}")
+        return data
+    made = ORDERS[spec] if isinstance(spec, str) else spec
+    order: Order = construct(made, {}, f"the order {spec!r}") if isinstance(made, type) else made
+    return order
+
+
+ORDERS.register("rows")(Order)
+
+
+@register_order("shuffle")
+class _Shuffled(Order):
+    shuffle = True
 
 
 class StepSchedule(ABC):
@@ -204,72 +324,3 @@ class EpochSchedule(Settings, StepSchedule):
         """Return the number of positions of each rank in a step: `batch_size` while any are left."""
         remaining = self.num_samples - self.first_position(step, 0)
         return np.clip(remaining - self.batch_size * np.arange(self.world_size), 0, self.batch_size)
-
-
-class MixtureOrder:
-    """An order over several datasets in proportion to their weights; their rows are numbered consecutively.
-
-    An epoch is a permutation of the datasets' quotas, laid out one after the other:
-
-        weights 3 : 1, num_samples 8        quota index   0 1 2 3 4 5 | 6 7
-        a permutation of 0..7                             dataset 0   | dataset 1
-
-    Each dataset cycles through permutations of its own, across epochs: with 4 samples and a quota of 6 it has been seen
-    1.5 times after the first epoch and 3 times after the second. All its samples are seen equally often, within one.
-
-    Raises a ConfigError if a weight is not positive, or a dataset has no samples or a quota of 0.
-    """
-
-    def __init__(self, samples: Sequence[Samples], weights: Sequence[float], num_samples: int | None = None) -> None:
-        self._samples = tuple(samples)
-        self.num_samples = total = sum(map(len, samples)) if num_samples is None else num_samples
-        self._quotas = _quotas(weights, total)
-        self._first_rows = np.cumsum([0, *(dataset_samples.num_rows for dataset_samples in samples)])[:-1]
-        for dataset, (dataset_samples, quota) in enumerate(zip(samples, self._quotas.tolist(), strict=True)):
-            if not len(dataset_samples) or not quota:
-                raise ConfigError(
-                    f"dataset {dataset} of the mixture has {len(dataset_samples):,} samples and gets {quota:,} of an "
-                    f"epoch's {total:,}; leave it out, or raise its weight or num_samples"
-                )
-
-    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at positions, numbered over all datasets: int64 of the same shape."""
-        quota_indices = permute(positions, self.num_samples, seed=seed, epoch=epoch)
-        quota_ends = np.cumsum(self._quotas)
-        datasets = np.searchsorted(quota_ends, quota_indices, side="right")
-        rows = np.empty_like(quota_indices)
-        for dataset, samples in enumerate(self._samples):
-            in_dataset = datasets == dataset
-            quota = int(self._quotas[dataset])
-            draws = epoch * quota + quota_indices[in_dataset] - (quota_ends[dataset] - quota)
-            rows[in_dataset] = self._first_rows[dataset] + _cycled_rows(samples, draws, derive_seed(seed, dataset))
-        return rows
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return the number of samples and the quota of each dataset."""
-        return ("mixture", tuple(map(len, self._samples)), tuple(self._quotas.tolist()))
-
-
-def _cycled_rows(samples: Samples, draws: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """Return the rows of draws, numbered since the first epoch; each pass over the dataset has its own permutation."""
-    passes, positions = np.divmod(draws, len(samples))
-    rows = np.empty_like(draws)
-    for pass_index in np.unique(passes).tolist():
-        in_pass = passes == pass_index
-        rows[in_pass] = samples.rows(permute(positions[in_pass], len(samples), seed=seed, epoch=pass_index))
-    return rows
-
-
-def _quotas(weights: Sequence[float], total: int) -> NDArray[np.int64]:
-    """Apportion `total` by the largest-remainder method: int64 [datasets], with sum `total`."""
-    shares = np.asarray(weights, dtype=np.float64)
-    if not (np.isfinite(shares) & (shares > 0)).all():
-        raise ConfigError(f"weights must be positive numbers, got {list(weights)}")
-    with np.errstate(over="ignore"):
-        if np.isinf(shares.sum()):
-            shares = shares / shares.max()
-    exact = shares / shares.sum() * total
-    quotas: NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    largest_remainders = np.argsort(quotas - exact, kind="stable")
-    quotas[largest_remainders[: total - int(quotas.sum())]] += 1
-    return quotas

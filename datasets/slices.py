@@ -14,10 +14,10 @@ samples              a b                      candidates a b, no history
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -29,7 +29,7 @@ from evenrank.core.rules import Parsed, Valid
 from evenrank.core.settings import Settings
 from evenrank.core.storage import locate
 from evenrank.datasets.event_statistics import DURATIONS_MS
-from evenrank.datasets.order import RowOrder, Samples
+from evenrank.datasets.order import OpenSplit, Order, RowOrder, Samples, Stores
 from evenrank.datasets.schema import (
     REQUEST_COLUMNS,
     REQUESTS_NAME,
@@ -60,7 +60,7 @@ def _start_ms(start: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimeWindows(Settings):
+class TimeWindows(Settings, Order):
     """The order of samples in which each epoch is a window of time: its events are targets, earlier ones histories."""
 
     every: Annotated[str, Valid(_EVERY.fullmatch, "a number of hours, days or weeks, such as 6h, 1d or 1w")]
@@ -71,30 +71,29 @@ class TimeWindows(Settings):
     shuffle: bool = True
     """Take the samples of a window in another order each time, else by the time of their first target."""
 
-    @property
-    def length_ms(self) -> int:
-        """The length of a window in milliseconds."""
-        return int(self.every[:-1]) * DURATIONS_MS[self.every[-1]]
+    targets = "windows of time"
 
-    def of(self, store: SequenceStore) -> "WindowsOfStore":
-        """Return the windows of a split.
+    def open(self, data: Any, open_split: OpenSplit, max_targets: int) -> "tuple[WindowsOfStore, Stores]":
+        """Open a split and find its windows.
 
         Raises:
             DataError: the split has no events, or no times of events.
             ConfigError: all events are before the start.
         """
+        store, length_ms = open_split(data), int(self.every[:-1]) * DURATIONS_MS[self.every[-1]]
         times, has_events = store.columns[TIMESTAMP_MS], store.lengths > 0
         if not has_events.any():
             raise DataError(f"{store.folder or 'the dataset'} has no events in its split {store.split!r}")
         first_ms, last_ms = int(times[store.begins[has_events]].min()), int(times[store.ends[has_events] - 1].max())
         if first_ms == last_ms == 0:  # of a folder of Parquet files that has no times
             raise DataError(f"{store.folder or 'the dataset'} has no times of events; windows of time need them")
-        start_ms = first_ms - first_ms % self.length_ms if self.start is None else _start_ms(self.start)
+        start_ms = first_ms - first_ms % length_ms if self.start is None else _start_ms(self.start)
         if start_ms > last_ms:
             raise ConfigError(
                 f"start {self.start} is after the last event, at {moment(last_ms).isoformat()}; choose an earlier one"
             )
-        return WindowsOfStore(store, start_ms, self.length_ms, (last_ms - start_ms) // self.length_ms + 1)
+        own = {**asdict(self), "start_ms": start_ms, "length_ms": length_ms, "max_targets": max_targets}
+        return WindowsOfStore(**own, count=(last_ms - start_ms) // length_ms + 1), [store]
 
 
 def moment(time_ms: int) -> datetime:
@@ -102,8 +101,13 @@ def moment(time_ms: int) -> datetime:
     return datetime.fromtimestamp(time_ms / 1000, UTC)
 
 
+def place_of(begin_ms: int, end_ms: int) -> str:
+    """Return the times of a window as states have them, also for other datasets and other windows."""
+    return "/".join(moment(min(time_ms, _LAST_MS)).isoformat() for time_ms in (begin_ms, end_ms))
+
+
 def times_of_place(place: str) -> tuple[int, int]:
-    """Return the times in milliseconds since 1970 of a `place` of windows; a StateError if it is of anything else."""
+    """Return the times, in milliseconds since 1970, that `place_of` was given; a StateError if it was not."""
     try:
         begin, end = (_start_ms(time) for time in place.split("/"))
     except ValueError:
@@ -114,14 +118,14 @@ def times_of_place(place: str) -> tuple[int, int]:
     return begin, end
 
 
-@dataclass(frozen=True, slots=True)
-class WindowsOfStore:
-    """The windows of a split, from the one with index 0 on."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowsOfStore(TimeWindows):
+    """The windows of a split, each of them an epoch, from the one with index 0 on; those after the last are empty."""
 
-    store: SequenceStore
     start_ms: int
     length_ms: int
     count: int
+    max_targets: int
 
     def begin(self, index: int) -> int:
         """Return the begin of a window, in milliseconds since 1970."""
@@ -131,14 +135,15 @@ class WindowsOfStore:
         """Return the begin of a window, and its end, which is the next one's begin."""
         return moment(self.begin(index)), moment(self.begin(index + 1))
 
-    def place(self, index: int) -> str:
-        """Return the begin of a window and its end as text, which tells it in other datasets, with other windows."""
-        return "/".join(moment(min(self.begin(each), _LAST_MS)).isoformat() for each in (index, index + 1))
+    def place(self, epoch: int) -> str:
+        """Return the times of a window."""
+        return place_of(self.begin(epoch), self.begin(epoch + 1))
 
-    def index_of(self, begin_ms: int) -> int:
-        """Return the window that begins where a state ends, or the first one if all are later."""
-        index, rest_ms = divmod(begin_ms - self.start_ms, self.length_ms)
-        begin, end = moment(self.begin(index)).isoformat(), moment(begin_ms).isoformat()
+    def following(self, epoch: int, place: str, *, has_begun: bool) -> int:
+        """Return the window that begins where a state's ends, or begins if it has not begun, or a later first one."""
+        time_ms = times_of_place(place)[has_begun]
+        index, rest_ms = divmod(time_ms - self.start_ms, self.length_ms)
+        begin, end = moment(self.begin(index)).isoformat(), moment(time_ms).isoformat()
         if rest_ms:
             raise StateError(
                 f"the loader's state ends at {end}, within the window that begins at {begin}; pass "
@@ -148,26 +153,26 @@ class WindowsOfStore:
             _log.warning("the first window begins after %s, where the loader's state ends", end)
         return max(index, 0)
 
-    def next_with_events(self, index: int) -> int:
-        """Return the first window from this one on that has events; `count` if there is none."""
-        times, begin_ms = self.store.columns[TIMESTAMP_MS], self.begin(index)
+    def after_empty(self, epoch: int, stores: Stores) -> int | None:
+        """Return the next window that has events, or `count` if there is none."""
+        times, begin_ms = stores[0].columns[TIMESTAMP_MS], self.begin(epoch + 1)
         first_ms = int(np.min(times, where=times >= begin_ms, initial=_INT64_MAX))
-        return min((first_ms - self.start_ms) // self.length_ms, self.count)
+        return None if epoch >= self.count else min((first_ms - self.start_ms) // self.length_ms, self.count)
 
-    def cut(self, index: int, max_targets: int) -> SequenceStore:
-        """Return the samples of a window, by the time of their first target; a window after the last has none.
+    def of_epoch(self, epoch: int, stores: Stores) -> Stores:
+        """Return the samples of a window, by the time of their first target.
 
         Each event of the window is a target of one sample, one of the sample's `max_targets` last events. Of rows with
         a number of targets, only these are.
         """
-        store, begin_ms = self.store, self.begin(index)
+        (store,), begin_ms = stores, self.begin(epoch)
         targets = _NO_TARGETS if store.num_targets is None else store.num_targets
         times = store.columns[TIMESTAMP_MS]
         window = min(begin_ms, _INT64_MAX), min(begin_ms + self.length_ms, _INT64_MAX)
-        rows, ends, num_targets = _cut_window(store.begins, store.ends, targets, times, window, max_targets)
+        rows, ends, num_targets = _cut_window(store.begins, store.ends, targets, times, window, self.max_targets)
         order = np.argsort(times[ends - num_targets], kind="stable")
         rows, ends, num_targets = rows[order], ends[order], num_targets[order]
-        return store.sliced(Slices(store.rows_of(rows), store.begins[rows], ends), num_targets)
+        return [store.sliced(Slices(store.rows_of(rows), store.begins[rows], ends), num_targets)]
 
 
 @compiled
@@ -203,7 +208,7 @@ def _cut_window(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Requests:
+class Requests(Order):
     """The order of samples that are the requests of `requests.parquet`, of the users of all splits: by time, then user.
 
     The history is what the user had done by then, of the same UTC day if requests were made with `--by-date`. The first
@@ -212,37 +217,43 @@ class Requests:
     the next split.
     """
 
-    def of(self, dataset: Path | str, max_num_candidates: int) -> list[SequenceStore]:
+    targets, has_requests = "requests", True
+
+    def open(self, data: Any, open_split: OpenSplit, max_targets: int) -> tuple[Order, Stores]:
         """Open the splits of a dataset, with their requests in place of rows.
 
         Raises:
             DataError: the dataset has no requests, or they do not match its events.
             ConfigError: a user's history is in several rows.
         """
-        stores = [open_store(dataset, split) for split in read_manifest(dataset).splits]
+        if not isinstance(data, Path | str):
+            raise ConfigError(f"requests are of all splits of a dataset, not of {data!r}; pass its folder or URL")
+        stores = [open_store(data, split) for split in read_manifest(data).splits]
         rule = stores[0].manifest.options.get("requests")
         day_ms = DURATIONS_MS["d"] if isinstance(rule, dict) and rule.get("by_date") else 0
-        path, (users, times, history_ends) = _read_requests(dataset)
+        path, (users, times, history_ends) = _read_requests(data)
         by_time = np.lexsort((history_ends, users, times))
         users, times, history_ends = users[by_time], times[by_time], history_ends[by_time]
-        rows, first, sliced = _whole_rows(stores, users, dataset), 0, []
+        rows, first, sliced = _whole_rows(stores, users, data), 0, []
         _check_found(rows, users, times, path)
         for store in stores:
             own = (rows >= first) & (rows < first + len(store))
             event_times, requests = store.columns[TIMESTAMP_MS], (rows[own] - first, times[own], history_ends[own])
-            slices, events = _cut_requests(store.offsets, event_times, requests, day_ms, max_num_candidates)
+            slices, events = _cut_requests(store.offsets, event_times, requests, day_ms, max_targets)
             _check_found(events, users[own], times[own], path)
             sliced.append(store.sliced(Slices(*slices), (slices[2] - events).astype(np.int32)))
             first += len(store)
-        return sliced
+        return self, sliced
+
+    def arrange(self, stores: Stores, samples: Sequence[Samples]) -> "RequestOrder":
+        """Return the order of the requests of all stores."""
+        return RequestOrder(stores, samples)
 
 
 class RequestOrder(RowOrder):
     """The requests of several stores, numbered consecutively, by time and then by user, in every epoch."""
 
-    _kind = "requests"
-
-    def __init__(self, stores: Sequence[SequenceStore], samples: Sequence[Samples]) -> None:
+    def __init__(self, stores: Stores, samples: Sequence[Samples]) -> None:
         first, parts = 0, []
         for store, of_store in zip(stores, samples, strict=True):
             assert store.num_targets is not None  # because it is sliced
@@ -257,6 +268,10 @@ class RequestOrder(RowOrder):
     def rows(self, positions: Ints, *, seed: int, epoch: int) -> Ints:
         """Return the rows at positions."""
         return self._rows[positions]
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return the kind of order and its length."""
+        return ("requests", self.num_samples)
 
 
 def _read_requests(dataset: Path | str) -> tuple[str, list[Ints]]:

@@ -219,7 +219,7 @@ loader = build_loader("data", LoaderConfig(batch_size=8), rank=0, world_size=1)
 cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 for batch in Balancer(loader, BalanceConfig(cost=cost)):
     reveal_type(batch)
-LoaderConfig(batch_size=8, order="random")
+LoaderConfig(batch_size=8, order=8)
 LoaderConfig(batchsize=8)
 """
 
@@ -236,7 +236,7 @@ def test_pyright_knows_the_types_of_public_names(tmp_path: Path) -> None:
         found[line] = f"{found.get(line, '')}{entry['severity']}: {entry['message']}\n"
     assert found.pop("reveal_type(batch)") == 'information: Type of "batch" is "SequenceBatch"\n'
     assert found.keys() == {*PROGRAM.splitlines()[-2:]}, found
-    for line, wrong in zip(PROGRAM.splitlines()[-2:], ("random", "batchsize"), strict=True):
+    for line, wrong in zip(PROGRAM.splitlines()[-2:], ("Literal[8]", "batchsize"), strict=True):
         assert found[line].startswith("error: ")
         assert wrong in found[line]
 

@@ -234,12 +234,8 @@ class WindowedOrder:
     def __init__(self, order: SampleOrder, windows: Windows, assign_window: AssignWindow) -> None:
         self.windows = windows
         self.underlying = order
+        self.num_samples = order.num_samples
         self._assign_window = assign_window
-
-    @property
-    def num_samples(self) -> int:
-        """Positions of an epoch."""
-        return self.underlying.num_samples
 
     def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the positions in the underlying order of the samples at these places: int64 of the same shape."""

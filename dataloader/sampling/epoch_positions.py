@@ -28,6 +28,7 @@ from evenrank.dataloader.state.resume_point import (
 )
 from evenrank.datasets.order import SampleOrder
 from evenrank.datasets.schema import IdSummary
+from evenrank.datasets.slices import place_of
 
 _log = logging.getLogger("evenrank")
 _FORMAT = StateFormat(
@@ -215,6 +216,8 @@ class EpochPositions(HasRankInvariants):
             _log.warning(
                 "epoch %d is not finished: %d samples of its dataset are never trained", entries["epoch"], left_out
             )
+        if "begin_ms" in entries:
+            entries["place"] = place_of(entries["begin_ms"], entries["end_ms"])
         return entries
 
     def _check_meaning(self, entries: Mapping[str, Any], *, may_grow: bool = False) -> None:

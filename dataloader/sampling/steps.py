@@ -1,9 +1,8 @@
-"""Which rows of opened datasets are samples, in which order they come, and `StepSampler`: those of a rank in a step."""
+"""Which rows of opened datasets are samples, and `StepSampler`: those of a rank in a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -12,41 +11,19 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.rules import Count, Positive, Valid
-from evenrank.core.settings import Settings
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch, LossKey
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
 from evenrank.dataloader.collate.jagged import jagged
 from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.config import Order
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.resume_point import ResumePoint, SkippedSamples
-from evenrank.datasets.order import (
-    EpochSchedule,
-    MixtureOrder,
-    RowOrder,
-    SampleOrder,
-    Samples,
-    ShuffledOrder,
-    StepSchedule,
-)
-from evenrank.datasets.slices import RequestOrder, Requests, TimeWindows
+from evenrank.datasets.order import EpochSchedule, SampleOrder, Samples, StepSchedule
 from evenrank.datasets.store import SequenceStore
 
 NUM_CANDIDATES = "num_candidates"
 _NO_ROWS = np.empty(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mixture(Settings):
-    """Several datasets with the same columns in batches, each with a share of an epoch proportional to its weight."""
-
-    weights: Annotated[Mapping[Path | str, Positive], Valid(len, "of at least one dataset, as {folder: weight}")]
-    """Per folder of a dataset. `sample_ids` number the rows of the datasets consecutively, in this order."""
-    num_samples: Count | None = None
-    """Samples of an epoch, over all ranks; None: the number of samples of all datasets."""
 
 
 def find_samples(
@@ -72,23 +49,6 @@ def find_samples(
         samples.append(Samples(num_rows=len(store), left_out=np.unique(np.concatenate([*unusable.values(), _NO_ROWS]))))
         first_row += len(store)
     return samples, left_out
-
-
-def make_order(
-    order: Order | TimeWindows | Requests,
-    stores: Sequence[SequenceStore],
-    samples: Sequence[Samples],
-    mixture: Mixture | None,
-) -> SampleOrder:
-    """Return the order of the samples of a mixture, of requests or, else, of the only store."""
-    if isinstance(order, Requests):
-        return RequestOrder(stores, samples)
-    if mixture is not None:
-        if order != "shuffle":
-            raise ConfigError(f"mixtures are always shuffled; order must be 'shuffle', got {order!r}")
-        return MixtureOrder(samples, list(mixture.weights.values()), mixture.num_samples)
-    is_shuffled = order.shuffle if isinstance(order, TimeWindows) else order == "shuffle"
-    return (ShuffledOrder if is_shuffled else RowOrder)(samples=samples[0])
 
 
 def remapped_stores(

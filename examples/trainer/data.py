@@ -9,7 +9,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, Loader, TimeWindows, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, Cost, MeasuredCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.config import Order, ReadConfig
+from evenrank.dataloader.config import ReadConfig
 from trainer.config import TrainConfig
 from trainer.world import World, on_all_ranks, on_first_rank
 
@@ -103,7 +103,7 @@ def open_batches(
     return closing(loader)
 
 
-def find_split(config: TrainConfig, *, is_trained: bool) -> tuple[str, Order | TimeWindows]:
+def find_split(config: TrainConfig, *, is_trained: bool) -> tuple[str, str | TimeWindows]:
     """Return the split that a job trains, or that it evaluates, and its order.
 
     Raises:

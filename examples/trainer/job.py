@@ -13,7 +13,7 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
-from evenrank.dataloader import Loader, TimeWindowLoader
+from evenrank.dataloader import Loader
 from evenrank.dataloader.balance.ranks.agree import gather_checked
 from trainer.balance_log import BalanceLog
 from trainer.checkpoints import Checkpoints
@@ -91,7 +91,7 @@ def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | Non
         )
         evaluation: Evaluation | WindowEvaluation = of_batches
         num_epochs = config.epochs
-        if isinstance(loader, TimeWindowLoader) and isinstance(eval_loader, TimeWindowLoader):
+        if config.time_windows is not None:
             num_epochs = loader.num_windows - 1  # the last one is evaluated alone
             evaluation = WindowEvaluation(of_batches, trained=loader, evaluated=eval_loader)
         training = Training(
@@ -152,7 +152,7 @@ def _open(
 
 def _report_every(config: TrainConfig, loader: Loader[Any]) -> int:
     """Return the steps between reports: as there is one per evaluation, at most an epoch, unless epochs differ."""
-    if isinstance(loader, TimeWindowLoader):
+    if config.time_windows is not None:
         return config.log_every
     return min(config.log_every, config.eval_every or len(loader))
 

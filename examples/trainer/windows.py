@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from evenrank.dataloader import TimeWindowLoader
+from evenrank.dataloader import Loader
 from trainer.evaluation import Evaluation
 from trainer.logs import JobLog
 
@@ -26,8 +26,8 @@ class WindowEvaluation:
 
     evaluation: Evaluation
     """Of the batches of `evaluated`."""
-    trained: TimeWindowLoader[Any]
-    evaluated: TimeWindowLoader[Any]
+    trained: Loader[Any]
+    evaluated: Loader[Any]
     """Another loader with the same windows."""
 
     def run(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
+from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.partition.strategies import partition
@@ -47,7 +47,7 @@ from evenrank.dataloader.sampling.steps import StepSampler, StepShape, StoredSam
 from evenrank.dataloader.state.resume_point import ResumePoint
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform
-from evenrank.datasets.order import Samples, ShuffledOrder
+from evenrank.datasets.order import RowOrder, Samples
 
 LENGTHS = Lognormal(mean=512, std=512, low=1, high=4096)
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True)
@@ -93,9 +93,10 @@ class OneRank:
         return self.world_size * self.config.batch_size
 
     @property
-    def order(self) -> ShuffledOrder:
+    def order(self) -> RowOrder:
         """The order of its loader."""
-        return ShuffledOrder(samples=Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64)))
+        samples = Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64))
+        return RowOrder(samples=samples, shuffle=True)
 
     @property
     def samples(self) -> StoredSamples[SequenceBatch]:
@@ -112,13 +113,7 @@ class OneRank:
     def loader(self, balance: BalanceConfig | None, *, num_workers: int, prefetch: int) -> Loader[SequenceBatch]:
         """Return its loader."""
         config = replace(self.config, num_workers=num_workers, prefetch=prefetch, persistent_workers=True)
-        return Loader(
-            [self.store],
-            config,
-            rank=self.rank,
-            world_size=self.world_size,
-            balance=balance,
-        )
+        return build_loader(self.store, config, rank=self.rank, world_size=self.world_size, balance=balance)
 
     def groups(self, num_steps: int) -> list[range]:
         """Return the steps that its loader samples together."""

@@ -215,6 +215,9 @@ def test_requests_need_candidates_and_a_dataset(traffic: Path) -> None:
     with pytest.raises(ConfigError, match="requests have candidates as targets; pass max_num_candidates of at least 1"):
         load(traffic, max_num_candidates=0)
     config = LoaderConfig(batch_size=2, order=Requests(), max_num_candidates=1)
-    for data in (Mixture(weights={traffic: 1}), open_store(traffic)):
-        with pytest.raises(ConfigError, match=r"requests are of all splits of a dataset, not of .*; pass its f"):
+    for data, message in (
+        (Mixture(weights={traffic: 1}), r"mixtures are always shuffled; order must be 'shuffle', got Requests\(\)"),
+        (open_store(traffic), r"requests are of all splits of a dataset, not of .*; pass its folder or URL"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             build_loader(data, config, rank=0, world_size=1)

@@ -16,7 +16,6 @@ from evenrank.dataloader import (
     Negatives,
     SemanticIdConfig,
     SequenceBatch,
-    TimeWindowLoader,
     TimeWindows,
     build_loader,
     random_codes,
@@ -31,16 +30,14 @@ from tests.dataloader.resuming import with_changes
 WINDOWS = TimeWindows(every="1w")
 
 
-def _loader(path: Path, rank: int = 0, world_size: int = 1, **options: Any) -> TimeWindowLoader[SequenceBatch]:
+def _loader(path: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Loader[SequenceBatch]:
     balance = options.pop("balance", None)
     defaults: dict[str, Any] = {"order": WINDOWS, "max_num_candidates": 2, "extra_events": ("timestamp_ms",)}
     config = LoaderConfig(**{"batch_size": 8, "max_history_length": 9, **defaults, **options})
-    loader: Loader[SequenceBatch] = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
-    assert isinstance(loader, TimeWindowLoader)
-    return loader
+    return build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
 
 
-def find_leak(loader: TimeWindowLoader[SequenceBatch], window: int) -> str | None:
+def find_leak(loader: Loader[SequenceBatch], window: int) -> str | None:
     """Return what of a window's batches is from its future or is a target from outside it; None if nothing is."""
     begin, end = (int(time.timestamp() * 1000) for time in loader.window(window))
     loader.begin_at(window)
@@ -59,16 +56,16 @@ def find_leak(loader: TimeWindowLoader[SequenceBatch], window: int) -> str | Non
 def test_nothing_of_the_future_is_in_a_window(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = _loader(small_dataset)
     assert [find_leak(loader, window) for window in range(loader.num_windows)] == [None] * loader.num_windows
-    cut = WindowsOfStore.cut
+    of_epoch = WindowsOfStore.of_epoch
 
-    def cut_with_leak(self: WindowsOfStore, index: int, max_targets: int) -> Any:
-        store = cut(self, index, max_targets)
+    def cut_with_leak(self: WindowsOfStore, epoch: int, stores: Any) -> Any:
+        (store,) = of_epoch(self, epoch, stores)
         assert store.slices is not None
         assert store.num_targets is not None
-        later = np.minimum(store.slices.ends + 1, self.store.ends[store.slices.rows])
-        return self.store.sliced(Slices(store.slices.rows, store.slices.begins, later), store.num_targets)
+        later = np.minimum(store.slices.ends + 1, stores[0].ends[store.slices.rows])
+        return [stores[0].sliced(Slices(store.slices.rows, store.slices.begins, later), store.num_targets)]
 
-    monkeypatch.setattr(WindowsOfStore, "cut", cut_with_leak)
+    monkeypatch.setattr(WindowsOfStore, "of_epoch", cut_with_leak)
     planted = _loader(small_dataset)
     assert any(find_leak(planted, window) for window in range(planted.num_windows))
 
@@ -120,12 +117,12 @@ def test_a_state_within_a_window_resumes_on_other_ranks_and_after_a_boundary_the
         other.load_state_dict(state)
 
 
-def _at(loader: TimeWindowLoader[SequenceBatch], window: int) -> TimeWindowLoader[SequenceBatch]:
+def _at(loader: Loader[SequenceBatch], window: int) -> Loader[SequenceBatch]:
     loader.begin_at(window)
     return loader
 
 
-def _targets(loader: TimeWindowLoader[SequenceBatch], num_windows: int = 10_000) -> list[tuple[int, int]]:
+def _targets(loader: Loader[SequenceBatch], num_windows: int = 10_000) -> list[tuple[int, int]]:
     """Iterate over windows, and return the time and the item of each target."""
     targets: list[tuple[int, int]] = []
     for _ in range(min(num_windows, loader.num_windows - loader.epoch)):
@@ -219,7 +216,6 @@ def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset
     codes.codes[: num_items // 3] = -1
     config = SemanticIdConfig(batch_size=8, max_history_length=3, order=WINDOWS, codes=codes)
     loader = build_loader(small_dataset, config, rank=0, world_size=1)
-    assert isinstance(loader, TimeWindowLoader)
     store = open_store(small_dataset)
     expected = 0
     for row in range(len(store)):
@@ -261,7 +257,12 @@ def test_negatives_are_none_of_the_users_items_and_the_same_on_any_number_of_ran
 def test_windows_need_candidates_and_one_dataset(small_dataset: Path) -> None:
     with pytest.raises(ConfigError, match="windows of time have candidates as targets; pass max_num_candidates of at"):
         _loader(small_dataset, max_num_candidates=0)
-    with pytest.raises(ConfigError, match="a mixture of datasets has no windows of time; pass one dataset, or another"):
+    other = _loader(small_dataset, order="rows")
+    with pytest.raises(ConfigError, match=r"^order 'rows' has no windows of time; pass TimeWindows\(every='1d'\)$"):
+        _ = other.num_windows
+    with pytest.raises(ConfigError, match="order 'rows' has no windows of time"):
+        other.window(0)
+    with pytest.raises(ConfigError, match="mixtures are always shuffled; order must be 'shuffle', got TimeWindows"):
         build_loader(
             Mixture(weights={small_dataset: 1}),
             LoaderConfig(batch_size=2, order=WINDOWS, max_num_candidates=1),

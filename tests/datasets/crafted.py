@@ -12,6 +12,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.datasets.schema import DataFile, Manifest, content_hash, read_manifest, sha256_of
+from evenrank.datasets.slices import TimeWindows, WindowsOfStore
+from evenrank.datasets.store import SequenceStore
+
+
+def windows_of(store: SequenceStore, max_targets: int = 1, **options: Any) -> WindowsOfStore:
+    windows, (of_windows,) = TimeWindows(**options).open(store, lambda opened: opened, max_targets)
+    assert of_windows is store
+    return windows
 
 
 def copy_dataset(dataset: Path, to: Path) -> Path:

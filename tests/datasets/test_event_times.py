@@ -19,9 +19,8 @@ from evenrank.datasets import FolderLog, SequenceStore, describe_log, open_store
 from evenrank.datasets.continuous_log import rows_of_table
 from evenrank.datasets.event_statistics import DAY_MS
 from evenrank.datasets.schema import read_manifest
-from evenrank.datasets.slices import TimeWindows
 from evenrank.datasets.stream import open_stream
-from tests.datasets.crafted import change_table, copy_dataset, set_columns
+from tests.datasets.crafted import change_table, copy_dataset, set_columns, windows_of
 
 COLUMNS = {"item_id": "item_id", "timestamp_ms": "timestamp_ms"}
 MANIFEST = describe_log({"item_id": 1000})
@@ -135,8 +134,8 @@ def test_windows_of_times_that_were_sorted_are_those_of_sorted_files(tmp_path: P
     with pytest.raises(DataError, match=r"a\.parquet, row 0: 'timestamp_ms' goes back"):
         DOORS["folder"](table, tmp_path)
     store = open_store(tmp_path, columns=COLUMNS, sort_by_time=True)
-    windows = TimeWindows(every="1d").of(store)
-    cut = [windows.cut(index, 1) for index in range(windows.count)]
+    windows = windows_of(store, every="1d")
+    cut = [windows.of_epoch(index, [store])[0] for index in range(windows.count)]
     assert [store.columns["item_id"][of_day.ends - 1].tolist() for of_day in cut] == [[0], [2], [1], [3]]
     assert [of_day.begins.tolist() for of_day in cut] == [[0]] * 4
 

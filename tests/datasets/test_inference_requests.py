@@ -8,6 +8,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import Requests
+from evenrank.datasets import open_store
 from tests.s3_server import S3
 
 pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")
@@ -29,7 +30,7 @@ def _write(folder: Path, log: str = LOG, **options: Any) -> Path:
 def _items(data: Path | str, max_num_candidates: int = 2) -> dict[str, list[tuple[list[int], list[int]]]]:
     """Return history and candidates of the requests of each split."""
     found = {}
-    for store in Requests().of(data, max_num_candidates):
+    for store in Requests().open(data, open_store, max_num_candidates)[1]:
         assert store.num_targets is not None
         events = store.ends - store.num_targets
         items = [store.columns["item_id"][part].tolist() for part in map(slice, store.begins, store.ends)]

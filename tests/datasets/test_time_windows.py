@@ -13,6 +13,7 @@ from evenrank.datasets.event_statistics import DAY_MS
 from evenrank.datasets.slices import TimeWindows
 from evenrank.datasets.store import Slices
 from tests.dataloader.collate.stores import STORE
+from tests.datasets.crafted import windows_of
 
 
 def _store(times_of_rows: list[list[int]], num_targets: list[int] | None = None) -> SequenceStore:
@@ -39,11 +40,11 @@ def test_each_event_is_a_target_once_in_its_window_after_all_before_it(
     rows = [sorted(row) for row in rows] + [[5 * DAY_MS]]
     targets = [data.draw(st.integers(0, len(row))) for row in rows] if data.draw(st.booleans()) else None
     store = _store(rows, targets)
-    windows = TimeWindows(every="1d", start="1970-01-03" if late else None).of(store)
+    windows = windows_of(store, max_targets, every="1d", start="1970-01-03" if late else None)
     start = 2 * DAY_MS if late else windows.start_ms
     seen: list[int] = []
     for index in range(windows.count + 1):
-        cut = windows.cut(index, max_targets)
+        (cut,) = windows.of_epoch(index, [store])
         assert cut.num_targets is not None
         assert cut.slices is not None
         firsts = []
@@ -66,11 +67,11 @@ def test_each_event_is_a_target_once_in_its_window_after_all_before_it(
 
 def test_windows_begin_at_multiples_of_their_length_or_at_the_start() -> None:
     store = _store([[DAY_MS + 5], [], [3 * DAY_MS, 15 * DAY_MS]])
-    days = TimeWindows(every="1d").of(store)
+    days = windows_of(store, every="1d")
     assert (days.count, days.times(1)) == (15, (datetime(1970, 1, 3, tzinfo=UTC), datetime(1970, 1, 4, tzinfo=UTC)))
-    weeks = TimeWindows(every="1w").of(store)
+    weeks = windows_of(store, every="1w")
     assert (weeks.start_ms, weeks.count) == (0, 3)
-    late = TimeWindows(every="12h", start="1970-01-15T06:00+06:00").of(store)
+    late = windows_of(store, every="12h", start="1970-01-15T06:00+06:00")
     assert (late.start_ms, late.count) == (14 * DAY_MS, 3)
 
 
@@ -83,11 +84,11 @@ def test_windows_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="start must be a time in ISO 8601, such as 2015-01-06, got 'today'"):
         TimeWindows(every="1d", start="today")
     with pytest.raises(ConfigError, match="start 2000-01-01 is after the last event, at 1970-01-02T00:00:00"):
-        TimeWindows(every="1d", start="2000-01-01").of(_store([[DAY_MS]]))
+        windows_of(_store([[DAY_MS]]), every="1d", start="2000-01-01")
     with pytest.raises(DataError, match="the dataset has no times of events; windows of time need them"):
-        TimeWindows(every="1d").of(_store([[0, 0], [0]]))
+        windows_of(_store([[0, 0], [0]]), every="1d")
     with pytest.raises(DataError, match="the dataset has no events in its split 'train'"):
-        TimeWindows(every="1d").of(_store([[]]))
+        windows_of(_store([[]]), every="1d")
 
 
 def test_slices_survive_pickling_and_stay_within_their_rows(small_dataset: Path) -> None:

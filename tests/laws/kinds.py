@@ -72,6 +72,7 @@ KINDS: dict[str, Kind] = {
         make=lambda data, job, balance: making.built(data, job, balance, order=Requests(), max_num_candidates=2),
         samples=lambda data, job, epoch: of_data.samples_of_requests(data, 2),
     ),
+    "own order": Kind(make=making.own_order, samples=lambda data, job, epoch: of_data.read_rows(data).whole(2)),
     "stream": Kind(
         make=lambda data, job, _: making.streamed(data, job, max_num_candidates=1),
         samples=lambda data, job, epoch: of_data.read_rows(data).whole(1),

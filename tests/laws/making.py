@@ -20,9 +20,11 @@ from evenrank.dataloader import (
     build_loader,
     build_stream_loader,
 )
-from evenrank.datasets import FolderLog, LogEnd, read_manifest
+from evenrank.datasets import ORDERS, FolderLog, LogEnd, read_manifest
 from tests.dataloader.balance.costs import Ints, Lengths, item_tokens
 from tests.laws import data as of_data
+from tests.pages import ROOT, blocks
+from tests.registrations import restored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,19 @@ def built(data: Any, job: Job, balance: Any, **options: Any) -> Any:
 
 def mixture(data: Path) -> Mixture:
     return Mixture(weights={data: 1, str(data): 2}, num_samples=57)
+
+
+@functools.cache
+def _order_of_the_page() -> Any:
+    (code,) = [code for code in blocks(ROOT / "docs" / "how-to" / "extending.md") if "@register_order" in code]
+    return compile(code, "extending.md", "exec")
+
+
+def own_order(data: Any, job: Job, balance: Any) -> Any:
+    """Return a loader with the order of the page "Extending", by its name."""
+    with restored(ORDERS):
+        exec(_order_of_the_page(), {"__name__": "extending"})
+        return built(data, job, balance, order="similar lengths", max_num_candidates=2)
 
 
 STREAM = StreamConfig(num_shards=5, buffer_rows=5, open_shards=2, poll_seconds=1e-4)

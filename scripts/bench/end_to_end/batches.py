@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from evenrank.dataloader.random_batches import RandomBatches, RandomData, draw_s
 from evenrank.dataloader.rank_loader import make_rng
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Distribution, Uniform, Zipf, parse_distribution
-from evenrank.datasets.order import SampleOrder
+from evenrank.datasets.order import Order, RowOrder, Samples
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID
 from trainer.world import World
 
@@ -68,18 +68,15 @@ class Source:
             endless: cycle through the batches in one epoch. Epochs of as few steps as there are batches would often
                 begin while the clock runs, and their first batches are not read ahead.
         """
-        loader = build_loader(
+        order = _Cycle() if endless else "rows"
+        return build_loader(
             self._dataset(),
-            dataclasses.replace(self._config, order="rows", num_workers=num_workers),
+            dataclasses.replace(self._config, order=order, num_workers=num_workers),
             rank=self._world.data_rank,
             world_size=self._world.data_size,
             balance=balance,
             group=self._world.data,
         )
-        if endless:
-            opened = loader._samples_of(0)
-            loader._whole = dataclasses.replace(opened, order=_Cycle(opened.order))
-        return loader
 
     def _dataset(self) -> SequenceStore:
         """Return the samples of all ranks in the order of the steps, and of the ranks within a step."""
@@ -136,21 +133,22 @@ class Source:
         )
 
 
-class _Cycle:
-    """An order, again and again in one epoch."""
+class _CycledRows(RowOrder):
+    """All rows, again and again in one epoch."""
 
-    num_samples = _SAMPLES_OF_EPOCH
-
-    def __init__(self, order: SampleOrder) -> None:
-        self._order = order
+    def __init__(self, *, samples: Samples) -> None:
+        super().__init__(samples=samples)
+        self._num_rows, self.num_samples = len(samples), _SAMPLES_OF_EPOCH
 
     def rows(self, positions: Ints, *, seed: int, epoch: int) -> Ints:
         """Return the rows at positions."""
-        return self._order.rows(positions % self._order.num_samples, seed=seed, epoch=epoch)
+        return super().rows(positions % self._num_rows, seed=seed, epoch=epoch)
 
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return what determines the order."""
-        return self._order.fingerprint()
+
+class _Cycle(Order):
+    def arrange(self, stores: Sequence[SequenceStore], samples: Sequence[Samples]) -> RowOrder:
+        """Return the endless order of a dataset."""
+        return _CycledRows(samples=samples[0])
 
 
 class _InTurn:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from evenrank.dataloader import build_loader
 from evenrank.datasets import SequenceStore, open_store, read_manifest
-from evenrank.datasets.slices import TimeWindows
 from evenrank.training import BinaryAUC
+from tests.datasets.crafted import windows_of
 from tests.examples.trainer.jobs import log_lines, run, settings
 from tests.ranks import RankPool
 from trainer.checkpoints import complete_checkpoints, step_of
@@ -65,13 +65,13 @@ class _Targets:
 
     def __init__(self, data: Path) -> None:
         self.store = open_store(data)
-        self.windows = TimeWindows(every="1w").of(self.store)
+        self.windows = windows_of(self.store, 2, every="1w")
         self._cuts: dict[int, SequenceStore] = {}
 
     def of(self, samples: list[Sample]) -> list[int]:
         events: list[int] = []
         for window, sample in samples:
-            cut = self._cuts.setdefault(window, self.windows.cut(window, 2))
+            cut = self._cuts.setdefault(window, self.windows.of_epoch(window, [self.store])[0])
             assert cut.num_targets is not None
             events += range(cut.ends[sample] - cut.num_targets[sample], cut.ends[sample])
         return events
