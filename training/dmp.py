@@ -11,11 +11,12 @@ torch.distributed.checkpoint loads into what is there, so the moments of an opti
 in silence; and it saves hyperparameters, such as a learning rate that a schedule has changed, only where it is asked.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from evenrank.core.errors import ConfigError, DataError, StateError, one_line
+from evenrank.core.errors import ConfigError, DataError, EvenrankError, RankError, StateError, one_line
 from evenrank.dataloader.balance.ranks.agree import compare_settings
 
 
@@ -64,11 +65,18 @@ def save_dmp(
         DataError: the checkpoint cannot be written.
         RankError: another rank failed, or has other values.
     """
-    path, text = Path(folder), json.dumps(values)
-    partial, old = _partial(path), _old(path)
+    path, text = Path(folder), ""
+    partial, old = path.with_name(f"{path.name}.partial"), _old(path)
 
     def begin() -> dict[str, Any]:
+        nonlocal text
         _check(model, optimizer)
+        try:
+            text = json.dumps(values)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"values are not JSON ({one_line(error)}); pass numbers, texts, lists and dicts"
+            ) from error
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
         return {"the hash of values": hashlib.sha256(text.encode()).hexdigest()[:12]}
@@ -83,12 +91,10 @@ def save_dmp(
         return {}
 
     compare_settings(begin, dist.group.WORLD)
-    try:
+    with _naming(DataError, f"{path} cannot be written", "check its space and its permissions"):
         with warnings.catch_warnings(action="ignore"):  # about the internals of torch and TorchRec
             save_checkpoint(_state_of(model, optimizer, text), checkpoint_id=partial)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise DataError(f"{path} cannot be written: {_reason(error)}; check the space and its permissions") from error
-    compare_settings(end, dist.group.WORLD)
+        compare_settings(end, dist.group.WORLD)
 
 
 def load_dmp(folder: Path | str, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> dict[str, Any] | None:
@@ -107,23 +113,30 @@ def load_dmp(folder: Path | str, model: DistributedModelParallel, optimizer: Key
     dist.broadcast_object_list(found)  # as rank 0 sees it
     if (existing := found[0]) is None:
         return None
-    try:
-        saved = FileSystemReader(existing).read_metadata().state_dict_metadata
-        _init_moments(model, optimizer, saved)
-        with warnings.catch_warnings(action="ignore"):
-            # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
-            state, planner = _state_of(model, optimizer), DefaultLoadPlanner(flatten_sharded_tensors=False)
-            load_checkpoint(state, checkpoint_id=existing, planner=planner)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict({"state": state["optimizer"]})
-    except (Exception, CheckpointException) as error:
-        raise StateError(
-            f"{existing} cannot be loaded: {_reason(error)}; load one that save_dmp wrote, of this model and optimizer"
-        ) from error
-    for name, group in _groups(optimizer).items():
-        group.update(state["groups"][name])
-    optimizer.zero_grad()  # also passes learning rates on to sharded tables
-    values: dict[str, Any] = json.loads(state["values"])
+    state: dict[str, Any] = {}
+
+    def prepare() -> dict[str, Any]:
+        _init_moments(model, optimizer, FileSystemReader(existing).read_metadata().state_dict_metadata)
+        state.update(_state_of(model, optimizer))
+        return {}
+
+    def restore() -> dict[str, Any]:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict({"state": state["optimizer"]})
+        for name, group in _groups(optimizer).items():
+            group.update(state["groups"][name])
+        optimizer.zero_grad()  # also passes learning rates on to sharded tables
+        state["values"] = json.loads(state["values"])
+        return {}
+
+    remedy = "load one that save_dmp wrote, of this model and optimizer"
+    with _naming(StateError, f"{existing} cannot be loaded", remedy), warnings.catch_warnings(action="ignore"):
+        compare_settings(prepare, dist.group.WORLD)
+        # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
+        planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+        load_checkpoint(state, checkpoint_id=existing, planner=planner)
+        compare_settings(restore, dist.group.WORLD)
+    values: dict[str, Any] = state["values"]
     return values
 
 
@@ -168,17 +181,19 @@ def _groups(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
     return {" ".join(sorted(names[each] for each in group["params"])): group for group in optimizer.param_groups}
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
 def _old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
 
 
-def _reason(error: BaseException) -> str:
-    """Return in one line why torch.distributed.checkpoint failed, on the first rank where it did."""
-    if isinstance(error, CheckpointException):
+@contextlib.contextmanager
+def _naming(kind: type[EvenrankError], fault: str, remedy: str) -> Iterator[None]:
+    """Replace an error of torch.distributed.checkpoint by one line: that of the first rank where it failed."""
+    try:
+        yield
+    except RankError:
+        raise
+    except CheckpointException as error:  # which is no Exception
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {one_line(cause)}"
-    return one_line(error)
+        raise kind(f"{fault}: rank {rank}: {one_line(cause)}; {remedy}") from error
+    except Exception as error:
+        raise kind(f"{fault}: {one_line(error)}; {remedy}") from error

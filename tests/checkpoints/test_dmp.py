@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -126,7 +127,22 @@ def _fail(rank: int, world_size: int, path: Path, folder: Path, how: str) -> Non
         save_dmp(folder, job.model, optimizer, {})
         optimizer = make_dmp_optimizer(job.model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         load_dmp(folder, job.model, optimizer)
-    save_dmp(folder, job.model, optimizer, {"rank": rank})
+    elif how == "no metadata":
+        save_dmp(folder, job.model, optimizer, {})
+        if rank == 1:  # as a host sees the folder whose file system lags behind
+            FileSystemReader.read_metadata = _missing  # type: ignore[method-assign]
+        try:
+            load_dmp(folder, job.model, optimizer)
+        finally:
+            FileSystemReader.read_metadata = READ_METADATA  # type: ignore[method-assign]
+    save_dmp(folder, job.model, optimizer, {"rank": {rank} if how == "not JSON" and rank else rank})
+
+
+READ_METADATA = FileSystemReader.read_metadata
+
+
+def _missing(self: Any) -> Any:
+    raise FileNotFoundError("no .metadata")
 
 
 def _of_all_ranks(by_rank: list[list[Step]]) -> tuple[list[list[int]], list[float]]:
@@ -168,13 +184,19 @@ def test_an_optimizer_that_has_not_stepped_is_saved_as_it_is(
             "checkpoint cannot be loaded: rank 0: .*Missing key.*; load one that save_dmp wrote, of this model and",
         ),
         ("values", 2, "the hash of values differs between ranks"),
+        ("not JSON", 2, r"values are not JSON \(.*\); pass numbers, texts, lists and dicts"),
+        ("no metadata", 2, "FileNotFoundError: no .metadata"),
     ],
 )
 def test_what_cannot_be_saved_or_loaded_is_one_line_on_every_rank(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, how: str, world_size: int, message: str
 ) -> None:
     failures = ranks.try_run(world_size, _fail, small_dataset, tmp_path / "checkpoint", how)
-    kinds = {"ConfigError": ("plain", "dense"), "StateError": ("damaged", "SGD"), "RankError": ("values",)}
+    kinds = {
+        "ConfigError": ("plain", "dense", "not JSON"),
+        "StateError": ("damaged", "SGD", "no metadata"),
+        "RankError": ("values", "not JSON", "no metadata"),
+    }
     for failure in failures:
         assert re.search(message, failure.message)
         assert "\n" not in failure.message
