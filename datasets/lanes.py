@@ -46,6 +46,17 @@ class LaneWindow(NamedTuple):
     """Rows of each lane that precede, in the round."""
 
 
+class LaneRows(NamedTuple):
+    """The rows of some lanes in a window."""
+
+    rows: Ints
+    """[lanes, window_rows]: rows of the split, in the order of the epoch; -1 after the last one of a lane."""
+    places: Ints
+    """[lanes, window_rows]: where each of them is among what the spans have."""
+    spans: list[Span]
+    """What to read."""
+
+
 class _Round(NamedTuple):
     """The blocks of a round, by lane: int64 [lanes] each."""
 
@@ -122,16 +133,12 @@ class EpochLanes:
         rows, columns = np.divmod(positions - window.round_first, self.num_lanes)
         return self._lane_of_column[columns], rows - window.row
 
-    def rows(self, window: LaneWindow, lanes: Ints) -> tuple[Ints, list[Span]]:
-        """Return the rows of some lanes in a window, in the order of the epoch, and what to read for them.
-
-        Returns:
-            int64 [lanes, window_rows]: rows of the split; -1 after the last one of a lane.
-            The spans, which have the rows of the first lane, then those of the second one, and so on.
-        """
+    def rows(self, window: LaneWindow, lanes: Ints) -> LaneRows:
+        """Return the rows of some lanes in a window, in the order of the epoch."""
         blocks = self._round(self._place(window.first))
-        rows = np.full((len(lanes), self.window_rows), -1, dtype=np.int64)
+        rows, places = np.full((2, len(lanes), self.window_rows), -1, dtype=np.int64)
         spans: list[Span] = []
+        num_read = 0
         for index, lane in enumerate(lanes.tolist()):
             number, first, size, rotation = (int(values[lane]) for values in blocks)
             count = min(self.window_rows, size - window.row)
@@ -139,13 +146,15 @@ class EpochLanes:
                 continue
             seed = derive_seed(self._seed, number) + window.row + 1
             shuffled = permute(np.arange(count), count, seed=seed, epoch=self._epoch)
-            rows[index, :count] = first + (rotation + window.row + shuffled) % size
             begin = rotation + window.row
+            rows[index, :count] = first + (begin + shuffled) % size
+            places[index, :count] = num_read + shuffled
+            num_read += count
             if begin < size:
                 spans.append(Span(first + begin, first + min(begin + count, size), first + size))
             if (end := begin + count) > size:
                 spans.append(Span(first + max(begin - size, 0), first + end - size, first + rotation))
-        return rows, spans
+        return LaneRows(rows, places, spans)
 
     def _place(self, position: int) -> int:
         """Return how many rounds precede that of a position."""
@@ -170,10 +179,10 @@ class EpochLanes:
             return _Round(num_blocks + np.arange(lanes), first, size, np.zeros(lanes, dtype=np.int64))
         numbers = (place - (place > self._place_of_left)) * lanes + np.arange(lanes)
         blocks = permute(numbers, num_blocks, seed=self._seed, epoch=self._epoch)
-        size = np.full(lanes, self._block_rows)
-        rotation = permute(
-            blocks % self._block_rows, self._block_rows, seed=derive_seed(self._seed, -3), epoch=self._epoch
-        )
+        size, rotation = np.full(lanes, self._block_rows), np.zeros(lanes, dtype=np.int64)
+        if self._block_rows > self.window_rows:
+            seed = derive_seed(self._seed, -3)
+            rotation = permute(blocks % self._block_rows, self._block_rows, seed=seed, epoch=self._epoch)
         return _Round(blocks, blocks * self._block_rows, size, rotation)
 
 

@@ -1,20 +1,12 @@
 """A split read sequentially, from a folder or an object store, for datasets that do not fit on a local disk.
 
-The rows of a split are cut into S logical shards, each of which is read in windows of `buffer_rows` rows:
-
-    rows      0 1 2 3 4 5 6 7 8 9      S = 2, buffer_rows = 2
-    shards    [ 0       | 1       ]
-    windows   [0 1|2 3|4][5 6|7 8|9]
-
-A window is a shuffle buffer. In each epoch a shard's windows, and the rows within each window, come in another order.
-Both orders are stateless permutations, so two numbers give the position in a shard and the contents of the buffer.
+Which rows of it come next, and on which rank, is in `lanes`.
 """
 
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +21,7 @@ from evenrank.core.files import check_regular
 from evenrank.core.rules import PER_RANK, Count, Positive
 from evenrank.core.settings import Settings
 from evenrank.core.storage import Remote, locate
-from evenrank.datasets.order import derive_seed, permute
+from evenrank.datasets.lanes import Span
 from evenrank.datasets.schema import (
     ITEM_ID,
     MANIFEST_NAME,
@@ -49,7 +41,8 @@ from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_erro
 # which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
 _CHUNK = 1 << 20  # bytes
-_FOOTERS = 32  # files; in memory, a footer has about 1 kB per column and row group
+_FOOTERS = 128  # files, one per lane; in memory, a footer has about 1 kB per column and row group
+_CARRIED = 1024  # parts of row groups, more than a rank has lanes
 
 
 def version_of(files: fs.FileSystem, path: str) -> Version | None:
@@ -95,14 +88,14 @@ def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig(Settings):
-    """Options of sequential reading; a saved state is only valid with the same shards and buffers."""
+    """Options of sequential reading; a saved state is only valid with the same lanes and windows."""
 
-    num_shards: Count = 64
-    """Logical shards of the split, independent of the number of ranks; ranks in excess of it get no samples."""
-    buffer_rows: Count = 8192
-    """Rows of a window, the shuffle buffer."""
-    open_shards: Count = 4
-    """Shards that a rank reads at the same time; each batch takes samples from all of them."""
+    lanes: Count = 128
+    """Places of the split that are read at the same time, whatever the number of ranks, which divide them. A split of
+    few rows has fewer, so that each has a whole window."""
+    window_rows: Count = 256
+    """Rows of a lane that are shuffled together. All ranks together have lanes x window_rows rows in memory, and with
+    `num_workers` the next ones too."""
     poll_seconds: Annotated[Positive, PER_RANK] = 5.0
     """With `follow`, the only option that applies: how often a rank that waits looks for new records."""
 
@@ -119,6 +112,8 @@ class StreamSource:
     versions: dict[str, Version | None] = field(default_factory=dict)
     # By path, of the files read last: most windows are in the file of an earlier one.
     footers: dict[str, pq.FileMetaData] = field(default_factory=dict)
+    # By path and row of the file: the rest of a row group that was read, whose rows come next.
+    carried: dict[tuple[str, int], RowBlock] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -141,17 +136,36 @@ class StreamSource:
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
+        return self.read_spans([Span(first, end, end)] if first < end else [])
+
+    def read_spans(self, spans: Iterable[Span]) -> SequenceStore:
+        """Read the rows of spans into memory, one span after the other; for errors see `read`."""
         files = self.manifest.splits[self.split].files
+        file_ends = np.cumsum([file.rows for file in files])
         blocks: list[RowBlock] = []
-        for index, file_first, file_end in overlaps([file.rows for file in files], first, end):
-            blocks += self._read_blocks(files[index], file_first, file_end)
-        if sum(len(block.lengths) for block in blocks) != end - first:
+        num_rows = 0
+        for first, end, until in spans:
+            num_rows += end - first
+            index = int(np.searchsorted(file_ends, first, side="right"))
+            while first < end and index < len(files):
+                file_end = int(file_ends[index])
+                begin = file_end - files[index].rows
+                within = Span(first - begin, min(end, file_end) - begin, min(until, file_end) - begin)
+                blocks += self._read_blocks(files[index], within)
+                first, index = max(first, min(end, file_end)), index + 1
+        if sum(len(block.lengths) for block in blocks) != num_rows:
             raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
         return join_blocks(blocks, self.manifest, self.split, self.root)
 
-    def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
-        """Yield rows first..end-1 of a file, one row group at a time."""
+    def _read_blocks(self, data_file: DataFile, span: Span) -> Iterator[RowBlock]:
+        """Yield the rows of a span of a file, one row group at a time."""
         path = f"{self.root}/{data_file.path}"
+        first, end, until = span
+        if (carried := self.carried.pop((path, first), None)) is not None:
+            yield self._cut(path, first, carried, 0, end - first, until - first)
+            first += len(carried.lengths)
+        if first >= end:
+            return
         if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
             check_regular(path)  # because opening a named pipe would wait for a writer
         try:
@@ -168,7 +182,9 @@ class StreamSource:
                     raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
                 for group, group_first, group_end in overlaps(sizes, first, end):
-                    yield read_row_group(file, group, self.manifest, path).rows(group_first, group_end)
+                    block = read_row_group(file, group, self.manifest, path)
+                    yield self._cut(path, first, block, group_first, group_end, group_first + until - first)
+                    first += group_end - group_first
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
             # explains all other faults.
@@ -180,6 +196,17 @@ class StreamSource:
                         "one in the manifest. Restore it, or open the dataset again"
                     )
                 self.versions[path] = version
+
+    def _cut(self, path: str, row: int, block: RowBlock, first: int, end: int, until: int) -> RowBlock:
+        """Return rows first..end-1 of a block, the first of which is a row of a file; keep those up to `until`."""
+        until = min(until, len(block.lengths))
+        if end < until:
+            # A copy, so that the rest of the row group is not kept too.
+            columns, counts = ({name: each.copy() for name, each in part.items()} for part in block.rows(end, until))
+            self.carried[path, row + end - first] = RowBlock(columns, counts)
+            for oldest in list(self.carried)[:-_CARRIED]:
+                self.carried.pop(oldest, None)
+        return block.rows(first, min(end, until))
 
 
 def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, place: str) -> SequenceStore:
@@ -234,54 +261,3 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
         if latest == text:
             return StreamSource(manifest=manifest, split=split, files=files, root=root, versions=versions)
         text = latest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """A logical shard of a split: rows first..end-1, read in windows of `buffer_rows`; the last may have fewer."""
-
-    index: int
-    first: int
-    end: int
-    buffer_rows: int
-
-    @property
-    def num_windows(self) -> int:
-        """Windows of the shard."""
-        return -(-(self.end - self.first) // self.buffer_rows)
-
-    def window(self, position: int, *, seed: int, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the first row of the window at a position of an epoch, and the order of its n rows: int64 [n]."""
-        first = self._first_row(position, seed=seed, epoch=epoch)
-        num_rows = min(self.buffer_rows, self.end - first)
-        row_seed = derive_seed(seed, self.index) + first + 1
-        return first, permute(np.arange(num_rows), num_rows, seed=row_seed, epoch=epoch)
-
-    def window_rows(self, position: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows of the window at a position."""
-        return min(self.buffer_rows, self.end - self._first_row(position, seed=seed, epoch=epoch))
-
-    def rows_left(self, windows_done: int, rows_taken: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows after the first windows of an epoch and some rows of the next window."""
-        num_rows = self.end - self.first
-        if not windows_done:
-            return num_rows - rows_taken
-        done = permute(np.arange(windows_done), self.num_windows, seed=derive_seed(seed, self.index), epoch=epoch)
-        lacking = self.num_windows * self.buffer_rows - num_rows  # in the last window
-        rows_done = windows_done * self.buffer_rows - (lacking if self.num_windows - 1 in done else 0)
-        return num_rows - rows_done - rows_taken
-
-    def _first_row(self, position: int, *, seed: int, epoch: int) -> int:
-        shard_seed = derive_seed(seed, self.index)
-        window_index = int(permute(np.array([position]), self.num_windows, seed=shard_seed, epoch=epoch)[0])
-        return self.first + window_index * self.buffer_rows
-
-
-def cut_shards(num_rows: int, config: StreamConfig) -> list[Shard]:
-    """Cut a split into `config.num_shards` shards of nearly equal size, or into one per row if it has fewer rows."""
-    count = max(1, min(config.num_shards, num_rows))
-    bounds = [num_rows * index // count for index in range(count + 1)]
-    return [
-        Shard(index=index, first=first, end=end, buffer_rows=config.buffer_rows)
-        for index, (first, end) in enumerate(pairwise(bounds))
-    ]

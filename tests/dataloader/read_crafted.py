@@ -146,7 +146,7 @@ def read(dataset: Path, *, has_valid_ids: bool) -> Counter[str]:
         batch_size=8, split=SPLIT, order=windows, max_num_candidates=2, extra_events=("timestamp_ms",)
     )
     codes = SemanticIdConfig(batch_size=8, split=SPLIT, codes=TABLE, history_labels=True)
-    stream = StreamConfig(num_shards=2, buffer_rows=5)
+    stream = StreamConfig(lanes=2, window_rows=5)
     counts: Counter[str] = Counter()
     configs: list[Any] = [sequences, by_time, codes]
     streamed = [partial(build_stream_loader, dataset, config, stream) for config in (sequences, codes)]

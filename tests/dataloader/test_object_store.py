@@ -18,8 +18,8 @@ from tests.s3_server import S3, Read
 ROWS, ROWS_PER_FILE, ROWS_PER_GROUP = 8192, 512, 64
 HOSTS, RANKS_PER_HOST = 8, 8
 CONFIG = LoaderConfig(batch_size=16)
-# A shard per rank, of two windows that are row groups of the same file.
-STREAM = StreamConfig(num_shards=HOSTS * RANKS_PER_HOST, buffer_rows=ROWS_PER_GROUP)
+# A lane per rank, of one window that is two row groups of the same file.
+STREAM = StreamConfig(lanes=HOSTS * RANKS_PER_HOST, window_rows=2 * ROWS_PER_GROUP)
 
 
 @pytest.fixture(scope="module")
