@@ -59,8 +59,10 @@ def locked(path: Path, *, seconds: float = -1) -> Iterator[None]:
     """
     from filelock import UnixFileLock  # 20 ms, and most commands need no lock
 
-    if path.exists() and not path.is_symlink() and (path.stat().st_size or not path.is_file()):
-        raise FileExistsError(errno.EEXIST, f"{path} is not a lock file")
+    with contextlib.suppress(FileNotFoundError):  # there is none, or whoever held it removes it just now
+        found = path.lstat()
+        if not stat.S_ISLNK(found.st_mode) and (found.st_size or not stat.S_ISREG(found.st_mode)):
+            raise FileExistsError(errno.EEXIST, f"{path} is not a lock file")
     with UnixFileLock(path, timeout=seconds, poll_interval=0.01, fallback_to_soft=False):
         try:
             yield

@@ -13,6 +13,7 @@ loaders. On GPUs, pass the Trainer `accelerator="gpu"`; it moves the batches.
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -129,6 +131,9 @@ def main() -> None:
     quiet()
     try:
         train(args)
+        gc.collect()  # the Trainer refers to the process group, in cycles
+        if dist.is_initialized():  # the Trainer leaves it open; its threads can abort the process's end
+            dist.destroy_process_group()
     except EvenrankError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -13,10 +13,12 @@ On GPUs, leave `use_cpu=True` out.
 """
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
@@ -104,6 +106,9 @@ def main() -> None:
     options = parser.parse_args()
     try:
         train(options)
+        gc.collect()  # the Trainer refers to the process group, in cycles
+        if dist.is_initialized():  # the Trainer leaves it open; its threads can abort the process's end
+            dist.destroy_process_group()
     except EvenrankError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,5 +1,6 @@
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,13 @@ def test_files_are_read_through_links_and_own_files_not_written_through_them(
     assert (tmp_path / "precious").read_text() == "kept"
     assert (tmp_path / "out").read_text() == "written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out", "precious"]
+
+
+def test_a_lock_may_be_removed_while_others_look_at_it(tmp_path: Path) -> None:
+    def lock_often(_: int) -> None:
+        for _ in range(300):
+            with locked(tmp_path / "lock"):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lock_often, range(4)))

@@ -1,3 +1,4 @@
+import os
 import tracemalloc
 from operator import itemgetter
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_a_range_is_read_in_little_more_memory_than_its_events_take(tmp_path: Pa
     finally:
         tracemalloc.stop()
     assert peak < 1.6 * sum(values.nbytes for values in read.values())
+
+
+@pytest.mark.parametrize("size", [0, 3999, None])
+def test_a_run_that_is_cut_or_gone_is_an_error_that_names_it(tmp_path: Path, size: int | None) -> None:
+    columns = {"user_id": np.arange(500), "timestamp_ms": np.arange(500)}
+    runs = [write_run(tmp_path / f"run-{number}", columns, 0) for number in range(3)]
+    if size is None:
+        runs[1].path.unlink()
+    else:
+        os.truncate(runs[1].path, size)
+    dtypes = dict.fromkeys(columns, "int64")
+    with pytest.raises(OSError, match="run-1"):
+        Buckets(folder=tmp_path, runs=runs, dtypes=dtypes, num_bits=0).read(0)
 
 
 @pytest.mark.processes

@@ -28,6 +28,7 @@ def test_every_line_is_in_one_piece(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "_PIECE_BYTES", piece_bytes)
         patch.setattr(text_files, "_BLOCK_BYTES", 16)
+        patch.setattr(text_files, "_LINE_BYTES", 4)
         pieces = text_pieces(path)
         read = [
             [line for block in read_blocks(path, piece, has_header=has_header) for line in block.lines()]
@@ -44,6 +45,15 @@ def test_a_compressed_file_is_one_piece(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).write_bytes(b"\n" * 100)
     assert text_pieces(tmp_path / "log.csv.gz") == [WHOLE]
     assert len(text_pieces(tmp_path / "log.csv")) > 1
+
+
+def test_pieces_are_equal_and_as_many_as_a_log_is_to_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(text_files, "_MAX_PIECE_BYTES", 50)
+    (path := tmp_path / "log.csv").write_bytes(b"1,2\n" * 100)
+    for log_bytes, num_pieces in ((400, 40), (64 * 25, 16), (64 * 400, 8)):
+        pieces = text_pieces(path, log_bytes)
+        assert [piece.begin for piece in pieces] == [400 * number // num_pieces for number in range(num_pieces)]
 
 
 def test_a_line_that_is_too_long_has_its_number_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
