@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,6 @@ from evenrank.datasets.schema import (
     REMEDY,
     TARGETS,
     TIMESTAMP_MS,
-    DataFile,
     Manifest,
     latest_version,
     parse_manifest,
@@ -41,8 +40,7 @@ from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_erro
 # which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
 _CHUNK = 1 << 20  # bytes
-_FOOTERS = 128  # files, one per lane; in memory, a footer has about 1 kB per column and row group
-_CARRIED = 1024  # parts of row groups, more than a rank has lanes
+_FOOTERS = 128  # files, more than one per lane; in memory, a footer has about 1 kB per column and row group
 
 
 def version_of(files: fs.FileSystem, path: str) -> Version | None:
@@ -90,14 +88,25 @@ def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
 class StreamConfig(Settings):
     """Options of sequential reading; a saved state is only valid with the same lanes and windows."""
 
-    lanes: Count = 128
-    """Places of the split that are read at the same time, whatever the number of ranks, which divide them. A split of
-    few rows has fewer, so that each has a whole window."""
+    lanes: Count = 96
+    """Places of the split that are read at the same time, whatever the number of ranks, which divide them. Splits of
+    few rows have half as many, or a quarter, and so on."""
     window_rows: Count = 256
-    """Rows of a lane that are shuffled together. All ranks together have lanes x window_rows rows in memory, and with
-    `num_workers` the next ones too."""
+    """Rows of a lane that are shuffled together. All ranks together have lanes x window_rows rows in memory, with
+    `num_workers` the next ones too, and the rest of a row group for each lane."""
     poll_seconds: Annotated[Positive, PER_RANK] = 5.0
     """With `follow`, the only option that applies: how often a rank that waits looks for new records."""
+
+
+class Rest(NamedTuple):
+    """Where a lane goes on."""
+
+    path: str
+    file: pa.NativeFile
+    row: int
+    """Of the file."""
+    block: RowBlock | None
+    """The rest of its row group, if that was read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,10 +119,8 @@ class StreamSource:
     root: str  # path of the dataset in the file system
     # By path: the latest version of each file whose contents are known to be the manifest's.
     versions: dict[str, Version | None] = field(default_factory=dict)
-    # By path, of the files read last: most windows are in the file of an earlier one.
-    footers: dict[str, pq.FileMetaData] = field(default_factory=dict)
-    # By path and row of the file: the rest of a row group that was read, whose rows come next.
-    carried: dict[tuple[str, int], RowBlock] = field(default_factory=dict)
+    # By path, of the files read last: its footer, and the row after each of its row groups.
+    footers: dict[str, tuple[pq.FileMetaData, NDArray[np.int64]]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -136,77 +143,87 @@ class StreamSource:
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
-        return self.read_spans([Span(first, end, end)] if first < end else [])
+        return self.read_spans([Span(first, end, 0)], {})
 
-    def read_spans(self, spans: Iterable[Span]) -> SequenceStore:
-        """Read the rows of spans into memory, one span after the other; for errors see `read`."""
+    def read_spans(self, spans: Iterable[Span], rests: dict[int, Rest]) -> SequenceStore:
+        """Read the rows of spans into memory, one span after the other; for errors see `read`.
+
+        `rests`, by lane, are where the span before has ended, and are moved on; a lane is read by one thread at a time.
+        """
         files = self.manifest.splits[self.split].files
         file_ends = np.cumsum([file.rows for file in files])
         blocks: list[RowBlock] = []
-        num_rows = 0
-        for first, end, until in spans:
-            num_rows += end - first
-            index = int(np.searchsorted(file_ends, first, side="right"))
-            while first < end and index < len(files):
-                file_end = int(file_ends[index])
-                begin = file_end - files[index].rows
-                within = Span(first - begin, min(end, file_end) - begin, min(until, file_end) - begin)
-                blocks += self._read_blocks(files[index], within)
-                first, index = max(first, min(end, file_end)), index + 1
+        num_rows, paths = 0, dict[str, str]()  # paths, with the SHA-256, of the files that are read
+        try:
+            for first, end, lane in spans:
+                num_rows += end - first
+                index = int(np.searchsorted(file_ends, first, side="right"))
+                while first < end and index < len(files):
+                    file_end, path = int(file_ends[index]), f"{self.root}/{files[index].path}"
+                    begin, paths[path] = file_end - files[index].rows, files[index].sha256
+                    last = min(end, file_end)
+                    blocks += self._read_blocks(path, files[index].rows, first - begin, last - begin, lane, rests)
+                    first, index = max(first, last), index + 1
+        finally:
+            # After reading, so that nothing can be written between the check and reading. The replacement of a file
+            # explains all other faults.
+            self._check_versions(paths)
         if sum(len(block.lengths) for block in blocks) != num_rows:
             raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
         return join_blocks(blocks, self.manifest, self.split, self.root)
 
-    def _read_blocks(self, data_file: DataFile, span: Span) -> Iterator[RowBlock]:
-        """Yield the rows of a span of a file, one row group at a time."""
-        path = f"{self.root}/{data_file.path}"
-        first, end, until = span
-        if (carried := self.carried.pop((path, first), None)) is not None:
-            yield self._cut(path, first, carried, 0, end - first, until - first)
-            first += len(carried.lengths)
-        if first >= end:
-            return
-        if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
-            check_regular(path)  # because opening a named pipe would wait for a writer
-        try:
-            with (
-                wrap_parquet_errors(path),
-                self.files.open_input_file(path) as opened,
-                # A request per row group; without pre_buffer, one per column of it.
-                pq.ParquetFile(opened, metadata=self.footers.pop(path, None), pre_buffer=True) as file,
-            ):
-                self.footers[path] = file.metadata
-                for oldest in list(self.footers)[:-_FOOTERS]:
-                    self.footers.pop(oldest, None)  # another thread may have done so
-                if (rows := file.metadata.num_rows) != data_file.rows:
-                    raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
-                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-                for group, group_first, group_end in overlaps(sizes, first, end):
-                    block = read_row_group(file, group, self.manifest, path)
-                    yield self._cut(path, first, block, group_first, group_end, group_first + until - first)
-                    first += group_end - group_first
-        finally:
-            # After reading, so that nothing can be written between the check and reading. The replacement of a file
-            # explains all other faults.
-            version = version_of(self.files, path)
+    def _read_blocks(
+        self, path: str, num_rows: int, first: int, end: int, lane: int, rests: dict[int, Rest]
+    ) -> Iterator[RowBlock]:
+        """Yield rows first..end-1 of a file, one row group at a time."""
+        rest = rests.pop(lane, None)
+        if rest is None or (rest.path, rest.row) != (path, first):
+            if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
+                check_regular(path)  # because opening a named pipe would wait for a writer
+            with wrap_parquet_errors(path):
+                rest = Rest(path, self.files.open_input_file(path), first, None)
+        block = rest.block
+        while first < end:
+            is_new = block is None
+            if block is None:
+                block = self._read_group(path, rest.file, num_rows, first)
+            count, size = min(end - first, len(block.lengths)), len(block.lengths)
+            yield block.rows(0, count)
+            first += count
+            block = block.rows(count, size) if count < size else None
+            if block is not None and is_new:
+                block = block.copy()  # so that the rest of the row group is not kept too
+        if first < num_rows:
+            rests[lane] = Rest(path, rest.file, first, block)
+
+    def _read_group(self, path: str, opened: pa.NativeFile, num_rows: int, first: int) -> RowBlock:
+        """Return the rows of a file from `first` to the end of their row group."""
+        footer, ends = self.footers.pop(path, (None, np.empty(0, np.int64)))
+        # A request per row group; without pre_buffer, one per column of it.
+        with wrap_parquet_errors(path), pq.ParquetFile(opened, metadata=footer, pre_buffer=True) as file:
+            if footer is None:
+                footer = file.metadata
+                ends = np.cumsum([footer.row_group(group).num_rows for group in range(footer.num_row_groups)])
+            self.footers[path] = footer, ends
+            for oldest in list(self.footers)[:-_FOOTERS]:
+                self.footers.pop(oldest, None)  # another thread may have done so
+            if footer.num_rows != num_rows:
+                raise DataError(f"{path} has {footer.num_rows:,} rows, its manifest says {num_rows:,}; {REMEDY}")
+            group = int(np.searchsorted(ends, first, side="right"))
+            block = read_row_group(file, group, self.manifest, path)
+            size = len(block.lengths)
+            return block.rows(first - (int(ends[group]) - size), size)
+
+    def _check_versions(self, paths: Mapping[str, str]) -> None:
+        """Raise a DataError if one of these files is no longer the one whose SHA-256 is given."""
+        for path, version in versions_of(self.files, paths).items():
             if version != self.versions.get(path):
-                if not has_sha256(self.files, path, data_file.sha256):
+                if not has_sha256(self.files, path, paths[path]):
                     raise DataError(
                         f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the "
                         "one in the manifest. Restore it, or open the dataset again"
                     )
                 self.versions[path] = version
-
-    def _cut(self, path: str, row: int, block: RowBlock, first: int, end: int, until: int) -> RowBlock:
-        """Return rows first..end-1 of a block, the first of which is a row of a file; keep those up to `until`."""
-        until = min(until, len(block.lengths))
-        if end < until:
-            # A copy, so that the rest of the row group is not kept too.
-            columns, counts = ({name: each.copy() for name, each in part.items()} for part in block.rows(end, until))
-            self.carried[path, row + end - first] = RowBlock(columns, counts)
-            for oldest in list(self.carried)[:-_CARRIED]:
-                self.carried.pop(oldest, None)
-        return block.rows(first, min(end, until))
 
 
 def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, place: str) -> SequenceStore:
