@@ -29,6 +29,7 @@ from evenrank.datasets.schema import (
     REMEDY,
     TARGETS,
     TIMESTAMP_MS,
+    DataFile,
     Manifest,
     latest_version,
     parse_manifest,
@@ -40,7 +41,7 @@ from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_erro
 # which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
 _CHUNK = 1 << 20  # bytes
-_FOOTERS = 128  # files, more than one per lane; in memory, a footer has about 1 kB per column and row group
+_FOOTERS = 128  # files, one per lane; in memory, a footer has about 1 kB per column and row group
 
 
 def version_of(files: fs.FileSystem, path: str) -> Version | None:
@@ -88,10 +89,10 @@ def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
 class StreamConfig(Settings):
     """Options of sequential reading; a saved state is only valid with the same lanes and windows."""
 
-    lanes: Count = 96
+    lanes: Count = 128
     """Places of the split that are read at the same time, whatever the number of ranks, which divide them. Splits of
     few rows have half as many, or a quarter, and so on."""
-    window_rows: Count = 256
+    window_rows: Count = 128
     """Rows of a lane that are shuffled together. All ranks together have lanes x window_rows rows in memory, with
     `num_workers` the next ones too, and the rest of a row group for each lane."""
     poll_seconds: Annotated[Positive, PER_RANK] = 5.0
@@ -153,31 +154,31 @@ class StreamSource:
         files = self.manifest.splits[self.split].files
         file_ends = np.cumsum([file.rows for file in files])
         blocks: list[RowBlock] = []
-        num_rows, paths = 0, dict[str, str]()  # paths, with the SHA-256, of the files that are read
+        num_rows, read = 0, dict[str, DataFile]()  # files, by path
         try:
             for first, end, lane in spans:
                 num_rows += end - first
                 index = int(np.searchsorted(file_ends, first, side="right"))
                 while first < end and index < len(files):
-                    file_end, path = int(file_ends[index]), f"{self.root}/{files[index].path}"
-                    begin, paths[path] = file_end - files[index].rows, files[index].sha256
-                    last = min(end, file_end)
-                    blocks += self._read_blocks(path, files[index].rows, first - begin, last - begin, lane, rests)
+                    file_end = int(file_ends[index])
+                    begin, last = file_end - files[index].rows, min(end, file_end)
+                    blocks += self._read_blocks(files[index], first - begin, last - begin, lane, rests, read)
                     first, index = max(first, last), index + 1
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
             # explains all other faults.
-            self._check_versions(paths)
+            self._check_versions(read)
         if sum(len(block.lengths) for block in blocks) != num_rows:
             raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
         return join_blocks(blocks, self.manifest, self.split, self.root)
 
     def _read_blocks(
-        self, path: str, num_rows: int, first: int, end: int, lane: int, rests: dict[int, Rest]
+        self, file: DataFile, first: int, end: int, lane: int, rests: dict[int, Rest], read: dict[str, DataFile]
     ) -> Iterator[RowBlock]:
-        """Yield rows first..end-1 of a file, one row group at a time."""
-        rest = rests.pop(lane, None)
+        """Yield rows first..end-1 of a file, one row group at a time, and add it to those that are `read`."""
+        path, rest = f"{self.root}/{file.path}", rests.pop(lane, None)
         if rest is None or (rest.path, rest.row) != (path, first):
+            read[path] = file
             if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
                 check_regular(path)  # because opening a named pipe would wait for a writer
             with wrap_parquet_errors(path):
@@ -186,14 +187,15 @@ class StreamSource:
         while first < end:
             is_new = block is None
             if block is None:
-                block = self._read_group(path, rest.file, num_rows, first)
+                read[path] = file
+                block = self._read_group(path, rest.file, file.rows, first)
             count, size = min(end - first, len(block.lengths)), len(block.lengths)
             yield block.rows(0, count)
             first += count
             block = block.rows(count, size) if count < size else None
             if block is not None and is_new:
                 block = block.copy()  # so that the rest of the row group is not kept too
-        if first < num_rows:
+        if first < file.rows:
             rests[lane] = Rest(path, rest.file, first, block)
 
     def _read_group(self, path: str, opened: pa.NativeFile, num_rows: int, first: int) -> RowBlock:
@@ -214,11 +216,11 @@ class StreamSource:
             size = len(block.lengths)
             return block.rows(first - (int(ends[group]) - size), size)
 
-    def _check_versions(self, paths: Mapping[str, str]) -> None:
-        """Raise a DataError if one of these files is no longer the one whose SHA-256 is given."""
-        for path, version in versions_of(self.files, paths).items():
+    def _check_versions(self, read: Mapping[str, DataFile]) -> None:
+        """Raise a DataError if one of these files, by path, is no longer that of the manifest."""
+        for path, version in versions_of(self.files, read).items():
             if version != self.versions.get(path):
-                if not has_sha256(self.files, path, paths[path]):
+                if not has_sha256(self.files, path, read[path].sha256):
                     raise DataError(
                         f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the "
                         "one in the manifest. Restore it, or open the dataset again"

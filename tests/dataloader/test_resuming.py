@@ -44,7 +44,7 @@ KINDS = [
     "stream",
     "stream, semantic ids",
 ]
-STREAM = StreamConfig(lanes=5, window_rows=3)
+STREAM = StreamConfig(lanes=5, window_rows=1)
 _open_store_once = functools.cache(open_store)
 
 
@@ -128,7 +128,7 @@ def _link(path: Path, stream: StreamConfig, state: Any, rng: np.random.Generator
 @given(st.integers(0, 1 << 32), st.integers(10, 50))
 def test_any_number_of_stops_trains_each_sample_once(small_dataset: Path, seed: int, num_links: int) -> None:
     rng = np.random.default_rng(seed)
-    stream = StreamConfig(lanes=int(rng.integers(1, 9)), window_rows=int(rng.integers(1, 80)))
+    stream = StreamConfig(lanes=int(rng.integers(1, 9)), window_rows=int(rng.integers(1, 5)))
     trained: defaultdict[int, Counter[int]] = defaultdict(Counter)
     state: Any = None
     for _ in range(num_links):

@@ -1,82 +1,66 @@
 """The order of a stream: each row once per epoch, on any numbers of ranks, and few rows on more than one of them."""
 
+import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from evenrank.datasets.lanes import EpochLanes, LaneWindow, radical_inverses
+from evenrank.datasets.lanes import LaneOrder, radical_inverses
+from evenrank.datasets.stream import StreamConfig
 
-ORDERS = st.builds(
-    EpochLanes,
-    st.integers(0, 3000),
-    max_lanes=st.integers(1, 70),
-    window_rows=st.integers(1, 20),
-    seed=st.integers(-3, 1 << 40),
-    epoch=st.integers(0, 5),
-)
+Ints = NDArray[np.int64]
+ORDERS = st.builds(LaneOrder, st.integers(0, 3000), lanes=st.integers(1, 70), window_rows=st.integers(1, 20))
+SEEDS = st.fixed_dictionaries({"seed": st.integers(-3, 1 << 40), "epoch": st.integers(0, 5)})
 
 
-def _windows(order: EpochLanes, positions: np.ndarray) -> Iterator[tuple[LaneWindow, np.ndarray]]:
-    """Yield the windows of positions, with those in each."""
-    while len(positions):
-        window = next(order.windows(int(positions[0])))
-        assert window.first <= positions[0] < window.end
-        count = np.searchsorted(positions, window.end)
-        yield window, positions[:count]
-        positions = positions[count:]
-
-
-def rows_at(order: EpochLanes, positions: np.ndarray) -> list[int]:
-    found: list[int] = []
-    for window, within in _windows(order, positions):
-        lanes, places = order.places(window, within)
-        own = np.unique(lanes)
-        rows, read_at, spans = order.rows(window, own)
-        read = np.array([row for span in spans for row in range(span.first, span.end)])
-        assert read[read_at[rows >= 0]].tolist() == rows[rows >= 0].tolist()
-        assert len(read) == np.count_nonzero(rows >= 0)
-        assert all(span.first < span.end <= span.until for span in spans)
-        found += rows[np.searchsorted(own, lanes), places].tolist()
-    return found
-
-
-@given(ORDERS, st.lists(st.tuples(st.integers(1, 100), st.integers(1, 9), st.integers(0, 20)), max_size=6))
+@given(ORDERS, SEEDS, st.lists(st.tuples(st.integers(1, 100), st.integers(1, 9), st.integers(0, 20)), max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_chains_of_stops_on_any_numbers_of_ranks_have_each_row_once(
-    order: EpochLanes, chain: list[tuple[int, int, int]]
+def test_chains_of_stops_on_1_to_100_ranks_have_each_row_once(
+    order: LaneOrder, seed: dict[str, int], chain: list[tuple[int, int, int]]
 ) -> None:
-    whole = rows_at(order, np.arange(order.num_rows))
-    assert sorted(whole) == list(range(order.num_rows))
+    num_rows = order.num_samples
+    whole = order.rows(np.arange(num_rows), **seed)
+    assert sorted(whole.tolist()) == list(range(num_rows))
+    shuffled = np.random.default_rng(0).permutation(num_rows)
+    assert order.rows(shuffled, **seed).tolist() == whole[shuffled].tolist()
     position = 0
     for world_size, batch_size, steps in [*chain, (3, 50, 10_000)]:
         for _ in range(steps):
-            end = min(order.num_rows, position + world_size * batch_size)
-            shares = [order.share(position, end, rank=rank, world_size=world_size) for rank in range(world_size)]
+            positions = np.arange(position, min(num_rows, position + world_size * batch_size))
+            shares = [order.share(positions, rank, world_size) for rank in range(world_size)]
             assert max(map(len, shares)) <= batch_size
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
-            assert sorted(np.concatenate(shares).tolist()) == list(range(position, end))
-            for share in shares:
-                assert rows_at(order, share) == [whole[at] for at in share.tolist()]
-            position = end
-            if position == order.num_rows:
+            assert sorted(np.concatenate(shares).tolist()) == positions.tolist()
+            position += len(positions)
+            if position == num_rows:
                 return
 
 
+@given(ORDERS, SEEDS)
+@settings(deadline=None)
+def test_the_rows_of_a_window_are_where_its_spans_have_them(order: LaneOrder, seed: dict[str, int]) -> None:
+    position, lanes = 0, np.arange(order.num_lanes)
+    while position < order.num_samples:
+        window = order.window(position)
+        rows, places, spans = order.window_of(window, lanes, **seed)
+        read = np.concatenate([np.arange(span.first, span.end) for span in spans])
+        at = order.places(window, np.arange(window.first, window.end))
+        assert read[places[at]].tolist() == rows[at].tolist()
+        assert sorted(read) == sorted(rows[at])
+        position = window.end
+
+
 def test_epochs_and_seeds_have_other_orders() -> None:
-    orders = [
-        rows_at(EpochLanes(2000, max_lanes=8, window_rows=10, seed=seed, epoch=epoch), np.arange(2000))
-        for seed in (0, 1)
-        for epoch in (0, 1)
-    ]
-    for number, order in enumerate(orders):
-        for other in orders[:number]:
-            assert np.mean(np.array(order) == np.array(other)) < 0.02
-            # The rows of a tenth of the epoch are others too.
-            assert len({*order[:200]} & {*other[:200]}) < 100
+    order = LaneOrder(2000, lanes=8, window_rows=10)
+    orders = [order.rows(np.arange(2000), seed=seed, epoch=epoch) for seed in (0, 1) for epoch in range(4)]
+    pairs = list(itertools.combinations(orders, 2))
+    assert all(np.mean(rows == other) < 0.02 for rows, other in pairs)
+    # The rows of a tenth of the epoch are mostly others too.
+    assert np.mean([len(np.intersect1d(rows[:200], other[:200])) for rows, other in pairs]) < 40
 
 
 @given(st.integers(1, 400))
@@ -84,44 +68,28 @@ def test_radical_inverses_are_a_permutation(count: int) -> None:
     assert sorted(radical_inverses(count).tolist()) == list(range(count))
 
 
-def _read(order: EpochLanes, world_size: int, batch_size: int) -> float:
-    """Return how many lanes ranks read, per lane, from some step on, as long as it takes for steps to repeat."""
-    per_step = world_size * batch_size
-    pairs = set()
-    for step in range(order.num_lanes // math.gcd(order.num_lanes, per_step)):
-        first = 100 + step * per_step
+def _read(order: LaneOrder, world_size: int, batch_size: int, stop: int) -> float:
+    """Return how many rows ranks read in the windows before position `stop`, per row."""
+    read = set()  # lanes of windows, by rank
+    for first in range(0, stop, world_size * batch_size):
+        positions = np.arange(first, min(first + world_size * batch_size, stop))
         for rank in range(world_size):
-            share = order.share(first, first + per_step, rank=rank, world_size=world_size)
-            for window, within in _windows(order, share):
-                lanes, _ = order.places(window, within)
-                pairs |= {(rank, lane) for lane in lanes.tolist()}
-    return len(pairs) / order.num_lanes
+            share = order.share(positions, rank, world_size)
+            while len(share):
+                window = order.window(int(share.min()))
+                lanes, _ = order.places(window, share[share < window.end])
+                read |= {(rank, window, lane) for lane in lanes.tolist()}
+                share = share[share >= window.end]
+    return sum((window.end - window.first) // order.num_lanes for _, window, _ in read) / stop
 
 
 @pytest.mark.parametrize("batch_size", [8, 30])
-def test_few_lanes_are_read_by_more_than_one_rank(batch_size: int) -> None:
-    order = EpochLanes(1 << 22, max_lanes=128, window_rows=256, seed=0, epoch=0)
-    assert order.num_lanes == 128
+def test_ranks_read_few_rows_more_than_once(batch_size: int) -> None:
+    default = StreamConfig()
+    order = LaneOrder(1 << 18, lanes=default.lanes, window_rows=default.window_rows)
+    assert order.num_lanes == default.lanes
     for world_size in range(1, 25):
-        read = _read(order, world_size, batch_size)
+        read = _read(order, world_size, batch_size, stop=2 * default.lanes * default.window_rows)
         assert read <= 1.25
-        if 128 % world_size == 0:
+        if math.log2(world_size * batch_size) % 1 == 0:
             assert read == 1
-    assert _read(order, 64, batch_size) == 1
-    # Beyond the lanes, ranks share them.
-    assert _read(order, 200, batch_size) <= 1 + 200 / 128
-
-
-@given(ORDERS)
-def test_a_lane_reads_its_rows_one_after_the_other(order: EpochLanes) -> None:
-    """So that what is read of a row group and not yet needed is needed next."""
-    after: dict[int, int] = {}
-    for window in order.windows(0):
-        for lane in range(order.num_lanes):
-            for span in order.rows(window, np.array([lane])).spans:
-                if lane in after:
-                    assert span.first == after[lane]
-                after.pop(lane, None)
-                if span.end < span.until:
-                    after[lane] = span.end
-    assert not after

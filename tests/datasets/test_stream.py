@@ -12,7 +12,7 @@ from pyarrow import fs
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
 from evenrank.datasets.lanes import Span
-from evenrank.datasets.stream import StreamConfig, open_stream, version_of, versions_of
+from evenrank.datasets.stream import Rest, StreamConfig, open_stream, version_of, versions_of
 from evenrank.datasets.unpack import read_row_group
 from tests.datasets.crafted import add_targets, change_table, set_columns, write_in_parts
 
@@ -49,17 +49,19 @@ def test_spans_that_follow_each_other_read_each_row_group_once(parts: Path, monk
     source.read(0, len(users))
     num_groups = len(groups)
     groups.clear()
-    firsts = range(0, len(users), 7)
-    found = [
-        source.read_spans([Span(first, min(first + 7, len(users)), len(users))]).columns["user_id"].tolist()
-        for first in firsts
-    ]
-    assert [user for each in found for user in each] == users
+    rests: dict[int, Rest] = {}
+    found: list[int] = []
+    for first in range(0, len(users), 7):
+        found += source.read_spans([Span(first, min(first + 7, len(users)), 5)], rests).columns["user_id"].tolist()
+        assert len(rests) <= 1
+    assert found == users
     assert len(groups) == num_groups
-    assert not source.carried
-    # Rows after `until` are not kept.
-    source.read_spans([Span(0, 3, 3), Span(9, 11, 12), Span(3, 5, 5)])
-    assert [(row, len(block.lengths)) for (_, row), block in source.carried.items()] == [(11, 1)]
+    assert not rests
+    # Each lane goes on on its own, and from where it has ended alone.
+    for spans in ([Span(0, 3, 0), Span(9, 11, 1)], [Span(3, 5, 0), Span(12, 14, 1)]):
+        read = source.read_spans(spans, rests).columns["user_id"].tolist()
+        assert read == [user for span in spans for user in users[span.first : span.end]]
+    assert len(groups) == num_groups + 4  # of 10 rows: rows 3 and 4 are there, row 12 is not the next one
 
 
 def test_missing_data_and_invalid_settings_are_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:

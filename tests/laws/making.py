@@ -92,7 +92,7 @@ def mixture(data: Path) -> Mixture:
     return Mixture(weights={data: 1, str(data): 2}, num_samples=57)
 
 
-STREAM = StreamConfig(lanes=5, window_rows=3, poll_seconds=1e-4)
+STREAM = StreamConfig(lanes=5, window_rows=1, poll_seconds=1e-4)
 
 
 def streamed(data: Any, job: Job, follow: bool = False, **options: Any) -> Any:
