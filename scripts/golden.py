@@ -175,7 +175,7 @@ def makers(folder: Path) -> Options:
     ways["limit"] = {"max_tokens_per_rank": 60, "on_overflow": "warn"}
     shape: Options = {"batch_size": 6, "seed": 3, "max_history_length": 12}
     by_shuffle, by_row = (of.LoaderConfig(**shape, max_num_candidates=1, order=order) for order in ("shuffle", "rows"))
-    stream: Any = of.StreamConfig(lanes=5, window_rows=4, poll_seconds=1e-3)
+    stream: Any = of.StreamConfig(lanes=5, window_rows=1, poll_seconds=1e-3)
     numbers: Options = {"lengths": Uniform(low=1, high=14), "num_real": Uniform(low=2, high=6)}
     drawn = of.RandomData(items=Uniform(low=0, high=99), **numbers)
 

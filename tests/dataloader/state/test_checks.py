@@ -51,7 +51,7 @@ def _close(*loaders: Any) -> None:
 
 
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1}
-STREAM = StreamConfig(lanes=5, window_rows=16)
+STREAM = StreamConfig(lanes=5, window_rows=2)
 STATEFUL: Any = partial(StatefulDataLoader, SAMPLES, batch_size=8, collate_fn=COLLATE)
 BALANCE, WINDOWS = BalanceConfig(cost=item_tokens), BalanceConfig(cost=item_tokens, window=3)
 
