@@ -149,8 +149,9 @@ def read(dataset: Path, *, has_valid_ids: bool) -> Counter[str]:
     stream = StreamConfig(lanes=2, window_rows=5)
     counts: Counter[str] = Counter()
     configs: list[Any] = [sequences, by_time, codes]
-    streamed = [partial(build_stream_loader, dataset, config, stream) for config in (sequences, codes)]
-    for make in (*(partial(build_loader, dataset, config) for config in configs), *streamed):
+    makers: list[Any] = [partial(build_loader, dataset, config) for config in configs]
+    makers += [partial(build_stream_loader, dataset, config, stream) for config in (sequences, codes)]
+    for make in makers:
         try:
             for batch in make(rank=0, world_size=1):
                 check(batch, dataset, has_valid_ids=has_valid_ids)
