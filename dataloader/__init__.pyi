@@ -9,7 +9,7 @@ from .loader import Loader, build_loader
 from .log_loader import LogLoader
 from .random_batches import RandomBatches, RandomData, RandomFeature, random_codes
 from .replay import Replay
-from .stream_loader import StreamConfig, StreamLoader, build_stream_loader, merge_stream_states
+from .stream_loader import StreamConfig, StreamLoader, build_stream_loader
 
 __all__ = [
     "CodeTable",
@@ -40,7 +40,6 @@ __all__ = [
     "dense",
     "host",
     "jagged",
-    "merge_stream_states",
     "pad_batch",
     "random_codes",
 ]

@@ -51,7 +51,7 @@ def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the seed of the index-th dataset of a mixture or shard of a stream, far from those of its neighbours."""
+    """Return the seed of the index-th dataset of a mixture or block of a stream, far from those of its neighbours."""
     return seed + (index + 1) * _GOLDEN
 
 

@@ -1,22 +1,14 @@
 """A split read sequentially, from a folder or an object store, for datasets that do not fit on a local disk.
 
-The rows of a split are cut into S logical shards, each of which is read in windows of `buffer_rows` rows:
-
-    rows      0 1 2 3 4 5 6 7 8 9      S = 2, buffer_rows = 2
-    shards    [ 0       | 1       ]
-    windows   [0 1|2 3|4][5 6|7 8|9]
-
-A window is a shuffle buffer. In each epoch a shard's windows, and the rows within each window, come in another order.
-Both orders are stateless permutations, so two numbers give the position in a shard and the contents of the buffer.
+Which rows of it come next, and on which rank, is in `lanes`.
 """
 
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +21,7 @@ from evenrank.core.files import check_regular
 from evenrank.core.rules import PER_RANK, Count, Positive
 from evenrank.core.settings import Settings
 from evenrank.core.storage import Remote, locate
-from evenrank.datasets.order import derive_seed, permute
+from evenrank.datasets.lanes import Span
 from evenrank.datasets.schema import (
     ITEM_ID,
     MANIFEST_NAME,
@@ -49,7 +41,7 @@ from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_erro
 # which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
 _CHUNK = 1 << 20  # bytes
-_FOOTERS = 32  # files; in memory, a footer has about 1 kB per column and row group
+_FOOTERS = 128  # files, one per lane; in memory, a footer has about 1 kB per column and row group
 
 
 def version_of(files: fs.FileSystem, path: str) -> Version | None:
@@ -95,16 +87,27 @@ def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig(Settings):
-    """Options of sequential reading; a saved state is only valid with the same shards and buffers."""
+    """Options of sequential reading; a saved state is only valid with the same lanes and windows."""
 
-    num_shards: Count = 64
-    """Logical shards of the split, independent of the number of ranks; ranks in excess of it get no samples."""
-    buffer_rows: Count = 8192
-    """Rows of a window, the shuffle buffer."""
-    open_shards: Count = 4
-    """Shards that a rank reads at the same time; each batch takes samples from all of them."""
+    lanes: Count = 128
+    """Places of the split that are read at the same time, whatever the number of ranks, which divide them. Splits of
+    few rows have half as many, or a quarter, and so on."""
+    window_rows: Count = 128
+    """Rows of a lane that are shuffled together. All ranks together have lanes x window_rows rows in memory, with
+    `num_workers` the next ones too, and the rest of a row group for each lane."""
     poll_seconds: Annotated[Positive, PER_RANK] = 5.0
     """With `follow`, the only option that applies: how often a rank that waits looks for new records."""
+
+
+class Rest(NamedTuple):
+    """Where a lane goes on."""
+
+    path: str
+    file: pa.NativeFile
+    row: int
+    """Of the file."""
+    block: RowBlock | None
+    """The rest of its row group, if that was read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +120,8 @@ class StreamSource:
     root: str  # path of the dataset in the file system
     # By path: the latest version of each file whose contents are known to be the manifest's.
     versions: dict[str, Version | None] = field(default_factory=dict)
-    # By path, of the files read last: most windows are in the file of an earlier one.
-    footers: dict[str, pq.FileMetaData] = field(default_factory=dict)
+    # By path, of the files read last: its footer, and the row after each of its row groups.
+    footers: dict[str, tuple[pq.FileMetaData, NDArray[np.int64]]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -141,40 +144,83 @@ class StreamSource:
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
-        files = self.manifest.splits[self.split].files
-        blocks: list[RowBlock] = []
-        for index, file_first, file_end in overlaps([file.rows for file in files], first, end):
-            blocks += self._read_blocks(files[index], file_first, file_end)
-        if sum(len(block.lengths) for block in blocks) != end - first:
-            raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
-        return join_blocks(blocks, self.manifest, self.split, self.root)
+        return self.read_spans([Span(first, end, 0)], {})
 
-    def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
-        """Yield rows first..end-1 of a file, one row group at a time."""
-        path = f"{self.root}/{data_file.path}"
-        if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
-            check_regular(path)  # because opening a named pipe would wait for a writer
+    def read_spans(self, spans: Iterable[Span], rests: dict[int, Rest]) -> SequenceStore:
+        """Read the rows of spans into memory, one span after the other; for errors see `read`.
+
+        `rests`, by lane, are where the span before has ended, and are moved on; a lane is read by one thread at a time.
+        """
+        files = self.manifest.splits[self.split].files
+        file_ends = np.cumsum([file.rows for file in files])
+        blocks: list[RowBlock] = []
+        num_rows, read = 0, dict[str, DataFile]()  # files, by path
         try:
-            with (
-                wrap_parquet_errors(path),
-                self.files.open_input_file(path) as opened,
-                # A request per row group; without pre_buffer, one per column of it.
-                pq.ParquetFile(opened, metadata=self.footers.pop(path, None), pre_buffer=True) as file,
-            ):
-                self.footers[path] = file.metadata
-                for oldest in list(self.footers)[:-_FOOTERS]:
-                    self.footers.pop(oldest, None)  # another thread may have done so
-                if (rows := file.metadata.num_rows) != data_file.rows:
-                    raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
-                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-                for group, group_first, group_end in overlaps(sizes, first, end):
-                    yield read_row_group(file, group, self.manifest, path).rows(group_first, group_end)
+            for first, end, lane in spans:
+                num_rows += end - first
+                index = int(np.searchsorted(file_ends, first, side="right"))
+                while first < end and index < len(files):
+                    file_end = int(file_ends[index])
+                    begin, last = file_end - files[index].rows, min(end, file_end)
+                    blocks += self._read_blocks(files[index], first - begin, last - begin, lane, rests, read)
+                    first, index = max(first, last), index + 1
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
             # explains all other faults.
-            version = version_of(self.files, path)
+            self._check_versions(read)
+        if sum(len(block.lengths) for block in blocks) != num_rows:
+            raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
+        return join_blocks(blocks, self.manifest, self.split, self.root)
+
+    def _read_blocks(
+        self, file: DataFile, first: int, end: int, lane: int, rests: dict[int, Rest], read: dict[str, DataFile]
+    ) -> Iterator[RowBlock]:
+        """Yield rows first..end-1 of a file, one row group at a time, and add it to those that are `read`."""
+        path, rest = f"{self.root}/{file.path}", rests.pop(lane, None)
+        if rest is None or (rest.path, rest.row) != (path, first):
+            read[path] = file
+            if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
+                check_regular(path)  # because opening a named pipe would wait for a writer
+            with wrap_parquet_errors(path):
+                rest = Rest(path, self.files.open_input_file(path), first, None)
+        block = rest.block
+        while first < end:
+            is_new = block is None
+            if block is None:
+                read[path] = file
+                block = self._read_group(path, rest.file, file.rows, first)
+            count, size = min(end - first, len(block.lengths)), len(block.lengths)
+            yield block.rows(0, count)
+            first += count
+            block = block.rows(count, size) if count < size else None
+            if block is not None and is_new:
+                block = block.copy()  # so that the rest of the row group is not kept too
+        if first < file.rows:
+            rests[lane] = Rest(path, rest.file, first, block)
+
+    def _read_group(self, path: str, opened: pa.NativeFile, num_rows: int, first: int) -> RowBlock:
+        """Return the rows of a file from `first` to the end of their row group."""
+        footer, ends = self.footers.pop(path, (None, np.empty(0, np.int64)))
+        # A request per row group; without pre_buffer, one per column of it.
+        with wrap_parquet_errors(path), pq.ParquetFile(opened, metadata=footer, pre_buffer=True) as file:
+            if footer is None:
+                footer = file.metadata
+                ends = np.cumsum([footer.row_group(group).num_rows for group in range(footer.num_row_groups)])
+            self.footers[path] = footer, ends
+            for oldest in list(self.footers)[:-_FOOTERS]:
+                self.footers.pop(oldest, None)  # another thread may have done so
+            if footer.num_rows != num_rows:
+                raise DataError(f"{path} has {footer.num_rows:,} rows, its manifest says {num_rows:,}; {REMEDY}")
+            group = int(np.searchsorted(ends, first, side="right"))
+            block = read_row_group(file, group, self.manifest, path)
+            size = len(block.lengths)
+            return block.rows(first - (int(ends[group]) - size), size)
+
+    def _check_versions(self, read: Mapping[str, DataFile]) -> None:
+        """Raise a DataError if one of these files, by path, is no longer that of the manifest."""
+        for path, version in versions_of(self.files, read).items():
             if version != self.versions.get(path):
-                if not has_sha256(self.files, path, data_file.sha256):
+                if not has_sha256(self.files, path, read[path].sha256):
                     raise DataError(
                         f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the "
                         "one in the manifest. Restore it, or open the dataset again"
@@ -234,54 +280,3 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
         if latest == text:
             return StreamSource(manifest=manifest, split=split, files=files, root=root, versions=versions)
         text = latest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """A logical shard of a split: rows first..end-1, read in windows of `buffer_rows`; the last may have fewer."""
-
-    index: int
-    first: int
-    end: int
-    buffer_rows: int
-
-    @property
-    def num_windows(self) -> int:
-        """Windows of the shard."""
-        return -(-(self.end - self.first) // self.buffer_rows)
-
-    def window(self, position: int, *, seed: int, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the first row of the window at a position of an epoch, and the order of its n rows: int64 [n]."""
-        first = self._first_row(position, seed=seed, epoch=epoch)
-        num_rows = min(self.buffer_rows, self.end - first)
-        row_seed = derive_seed(seed, self.index) + first + 1
-        return first, permute(np.arange(num_rows), num_rows, seed=row_seed, epoch=epoch)
-
-    def window_rows(self, position: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows of the window at a position."""
-        return min(self.buffer_rows, self.end - self._first_row(position, seed=seed, epoch=epoch))
-
-    def rows_left(self, windows_done: int, rows_taken: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows after the first windows of an epoch and some rows of the next window."""
-        num_rows = self.end - self.first
-        if not windows_done:
-            return num_rows - rows_taken
-        done = permute(np.arange(windows_done), self.num_windows, seed=derive_seed(seed, self.index), epoch=epoch)
-        lacking = self.num_windows * self.buffer_rows - num_rows  # in the last window
-        rows_done = windows_done * self.buffer_rows - (lacking if self.num_windows - 1 in done else 0)
-        return num_rows - rows_done - rows_taken
-
-    def _first_row(self, position: int, *, seed: int, epoch: int) -> int:
-        shard_seed = derive_seed(seed, self.index)
-        window_index = int(permute(np.array([position]), self.num_windows, seed=shard_seed, epoch=epoch)[0])
-        return self.first + window_index * self.buffer_rows
-
-
-def cut_shards(num_rows: int, config: StreamConfig) -> list[Shard]:
-    """Cut a split into `config.num_shards` shards of nearly equal size, or into one per row if it has fewer rows."""
-    count = max(1, min(config.num_shards, num_rows))
-    bounds = [num_rows * index // count for index in range(count + 1)]
-    return [
-        Shard(index=index, first=first, end=end, buffer_rows=config.buffer_rows)
-        for index, (first, end) in enumerate(pairwise(bounds))
-    ]

@@ -175,7 +175,7 @@ def makers(folder: Path) -> Options:
     ways["limit"] = {"max_tokens_per_rank": 60, "on_overflow": "warn"}
     shape: Options = {"batch_size": 6, "seed": 3, "max_history_length": 12}
     by_shuffle, by_row = (of.LoaderConfig(**shape, max_num_candidates=1, order=order) for order in ("shuffle", "rows"))
-    stream: Any = of.StreamConfig(num_shards=5, buffer_rows=8, open_shards=2, poll_seconds=1e-3)
+    stream: Any = of.StreamConfig(lanes=5, window_rows=1, poll_seconds=1e-3)
     numbers: Options = {"lengths": Uniform(low=1, high=14), "num_real": Uniform(low=2, high=6)}
     drawn = of.RandomData(items=Uniform(low=0, high=99), **numbers)
 
@@ -245,7 +245,7 @@ def batches(folder: Path) -> Results:
         for step, texts in enumerate(saved[1:4] if name != "random" else []):
             ranks, states = [make(rank=rank, world_size=2) for rank in range(2)], [*map(json.loads, texts)]
             for rank in ranks:
-                rank.load_state_dict(of.merge_stream_states(states) if name == "stream" else states[0])
+                rank.load_state_dict(states[0])
             yield f"resumed/{name}/world 3 to 2/step {step}", digest([*iterate(ranks)])
 
 

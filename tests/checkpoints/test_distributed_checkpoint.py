@@ -52,7 +52,7 @@ def _open(kind: str, path: Path, rank: int, world_size: int) -> tuple[Any, Job |
     config = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size)
     if kind == "loader":
         return contextlib.nullcontext(build_loader(path, config, rank=rank, world_size=world_size)), None
-    stream = StreamConfig(num_shards=7, buffer_rows=16, open_shards=2)
+    stream = StreamConfig(lanes=7, window_rows=1)
     loader = build_stream_loader(path, config, stream, rank=rank, world_size=world_size)
     return Balancer(loader, BalanceConfig(cost=COST)), None
 

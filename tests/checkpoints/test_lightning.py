@@ -136,7 +136,7 @@ ALONE: Any = {"rank": 0, "world_size": 1}
 def _loader(kind: str, path: Path, batch_size: int) -> Any:
     balancing = BalanceConfig(cost=COST)
     if kind == "stream, exchanged":
-        stream = StreamConfig(num_shards=5, buffer_rows=16)
+        stream = StreamConfig(lanes=5, window_rows=2)
         return Balancer(build_stream_loader(path, LoaderConfig(batch_size=batch_size), stream, **ALONE), balancing)
     if "packed" in kind:
         balancing = BalanceConfig(cost=COST, pack=True, max_tokens_per_rank=150)

@@ -223,8 +223,8 @@ LOADERS = ["Balancer", "balanced", "plain", "stream", "DataLoader"]
 def _eval_loader(kind: str, path: Path, rank: int, world_size: int) -> Any:
     of_rank: Any = {"rank": rank, "world_size": world_size}
     config, balancing = LoaderConfig(batch_size=20), BalanceConfig(cost=COST)  # the last step has fewer samples
-    if kind == "stream":  # of ranks with different numbers of batches
-        return build_stream_loader(path, config, StreamConfig(num_shards=3, buffer_rows=16, open_shards=1), **of_rank)
+    if kind == "stream":
+        return build_stream_loader(path, config, StreamConfig(lanes=3, window_rows=16), **of_rank)
     if kind == "balanced":
         return build_loader(path, config, balance=balancing, **of_rank)
     loader = build_loader(path, config, **of_rank)

@@ -146,11 +146,12 @@ def read(dataset: Path, *, has_valid_ids: bool) -> Counter[str]:
         batch_size=8, split=SPLIT, order=windows, max_num_candidates=2, extra_events=("timestamp_ms",)
     )
     codes = SemanticIdConfig(batch_size=8, split=SPLIT, codes=TABLE, history_labels=True)
-    stream = StreamConfig(num_shards=2, buffer_rows=5)
+    stream = StreamConfig(lanes=2, window_rows=5)
     counts: Counter[str] = Counter()
     configs: list[Any] = [sequences, by_time, codes]
-    streamed = [partial(build_stream_loader, dataset, config, stream) for config in (sequences, codes)]
-    for make in (*(partial(build_loader, dataset, config) for config in configs), *streamed):
+    makers: list[Any] = [partial(build_loader, dataset, config) for config in configs]
+    makers += [partial(build_stream_loader, dataset, config, stream) for config in (sequences, codes)]
+    for make in makers:
         try:
             for batch in make(rank=0, world_size=1):
                 check(batch, dataset, has_valid_ids=has_valid_ids)

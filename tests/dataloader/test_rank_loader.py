@@ -53,7 +53,7 @@ CHANGES: dict[type, dict[str, Any]] = {
         "codes": OTHER_CODES,
         **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature", "draw_alternatives"), True),
     },
-    StreamConfig: {"num_shards": 9, "buffer_rows": 9, "open_shards": 9, "poll_seconds": 9},
+    StreamConfig: {"lanes": 9, "window_rows": 9, "poll_seconds": 9},
     RandomBatches: {"num_workers": 2, "num_tasks": 2},
 }
 

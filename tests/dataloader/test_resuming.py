@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from evenrank.dataloader import (
     StreamLoader,
     build_loader,
     build_stream_loader,
-    merge_stream_states,
 )
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import open_store
@@ -30,9 +28,7 @@ from tests.conftest import make_small_dataset
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import (
-    Batch,
     Shape,
-    state_of_any_rank,
     stop_and_resume_everywhere,
     through_json,
     through_torch,
@@ -48,7 +44,7 @@ KINDS = [
     "stream",
     "stream, semantic ids",
 ]
-STREAM = StreamConfig(num_shards=5, buffer_rows=5, open_shards=2)
+STREAM = StreamConfig(lanes=5, window_rows=1)
 _open_store_once = functools.cache(open_store)
 
 
@@ -69,12 +65,6 @@ def codes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("codes") / "codes.npy"
     np.save(path, table)
     return path
-
-
-def _merged_state(loaders: Sequence[Any], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
-    """Merge the states of all ranks after a step, also of ranks that ran out of data before."""
-    latest = max((batch for batch in batches if batch is not None), key=lambda batch: batch.position)
-    return merge_stream_states([loader.state_dict(after=latest) for loader in loaders])
 
 
 def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) -> Loader[Any] | StreamLoader[Any]:
@@ -105,7 +95,6 @@ SEEDED = [(kind, seed) for kind in KINDS if "semantic" in kind for seed in range
 def test_after_a_stop_at_any_step_exactly_the_rest_comes(
     tiny_dataset: Path, small_dataset: Path, codes: Path, kind: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_state = _merged_state if kind.startswith("stream") else state_of_any_rank
     path, seeds, max_batch_size = (
         (tiny_dataset, [seed], 8) if seed is not None else (small_dataset, range(100, 400), 24)
     )
@@ -113,11 +102,11 @@ def test_after_a_stop_at_any_step_exactly_the_rest_comes(
     monkeypatch.setattr("evenrank.dataloader.loader.open_store", _open_store_once)
     for each in seeds:
         make_loader = functools.partial(_make_loader, kind, path, codes, each)
-        stop_and_resume_everywhere(make_loader, each, max_batch_size=max_batch_size, save_state=save_state)
+        stop_and_resume_everywhere(make_loader, each, max_batch_size=max_batch_size)
 
 
 def _link(path: Path, stream: StreamConfig, state: Any, rng: np.random.Generator, trained: dict[int, Any]) -> Any:
-    """Train some steps of an epoch on a random number of ranks, count their samples, and return the merged state."""
+    """Train some steps of an epoch on a random number of ranks, count their samples, and return the state."""
     world_size, batch_size = int(rng.integers(1, 6)), int(rng.integers(1, 40))
     config = LoaderConfig(batch_size=batch_size, num_workers=int(rng.integers(0, 2)), seed=3)
     build = functools.partial(build_stream_loader, path, config, stream, world_size=world_size)
@@ -127,24 +116,19 @@ def _link(path: Path, stream: StreamConfig, state: Any, rng: np.random.Generator
             loader.load_state_dict(state)
     num_steps, num_ahead = int(rng.integers(0, 9)), int(rng.integers(0, 4))
     if num_steps == 0:
-        return merge_stream_states([loader.state_dict() for loader in loaders])
-    steps: list[list[Any]] = []
-    while not steps:  # the rows that were left of an epoch may all be left out; then the next epoch follows
-        of_ranks = itertools.zip_longest(*loaders)
-        steps = [[*filter(None, batches)] for batches in itertools.islice(of_ranks, num_steps + num_ahead)]
+        return loaders[-1].state_dict()
+    steps = [*itertools.islice(zip(*loaders, strict=True), num_steps + num_ahead)]
     for batch in itertools.chain(*steps[:num_steps]):
         trained[batch.epoch].update(ids_of(batch))
     last = steps[:num_steps][-1][0]
-    return merge_stream_states([loader.state_dict(after=last) for loader in loaders])
+    return loaders[-1].state_dict(after=last)
 
 
 @settings(max_examples=6)
 @given(st.integers(0, 1 << 32), st.integers(10, 50))
 def test_any_number_of_stops_trains_each_sample_once(small_dataset: Path, seed: int, num_links: int) -> None:
     rng = np.random.default_rng(seed)
-    stream = StreamConfig(
-        num_shards=int(rng.integers(1, 9)), buffer_rows=int(rng.integers(1, 80)), open_shards=int(rng.integers(1, 4))
-    )
+    stream = StreamConfig(lanes=int(rng.integers(1, 9)), window_rows=int(rng.integers(1, 5)))
     trained: defaultdict[int, Counter[int]] = defaultdict(Counter)
     state: Any = None
     for _ in range(num_links):

@@ -4,6 +4,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pyarrow import fs
 
@@ -15,22 +16,18 @@ from evenrank.dataloader import (
     StreamLoader,
     build_loader,
     build_stream_loader,
-    merge_stream_states,
 )
-from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.stream_loader import FORMAT
+from evenrank.dataloader.sampling.steps import StepSampler
+from evenrank.dataloader.state.resume_point import SkippedSamples
 from evenrank.datasets import SequenceStore, open_store
+from evenrank.datasets.lanes import Span
 from evenrank.datasets.stream import StreamSource
-from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.dataloader.resuming import with_changes
 from tests.datasets.crafted import write_in_parts
-from tests.ranks import RankPool
 from tests.s3_server import S3
 
 Loader = StreamLoader[SequenceBatch]
-SMALL = StreamConfig(num_shards=6, buffer_rows=8, open_shards=2)
-UNEVEN = StreamConfig(num_shards=4, buffer_rows=16)
+SMALL = StreamConfig(lanes=6, window_rows=2)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +52,12 @@ def test_every_sample_comes_once_per_epoch(parts: Path, world_size: int, num_wor
     rows = len(open_store(parts))
     for epoch in epochs:
         assert sorted(sample for batches in epoch for batch in batches for sample in batch) == list(range(rows))
-        if world_size == 9:  # more ranks than shards
-            assert [len(batches) > 0 for batches in epoch] == [True] * 6 + [False] * 3
+        assert {len(batches) for batches in epoch} == {-(-rows // (8 * world_size))} == {len(loaders[0])}
     assert epochs[0] != epochs[1]
     assert [[_epoch(loader) for loader in same] for _ in range(2)] == epochs
     assert [_epoch(loader) for loader in _loaders(parts, world_size, seed=1)] != epochs[0]
-    if world_size == 1:  # a batch takes samples from both open shards
-        assert all(len({sample * 6 // rows for sample in batch}) >= 2 for batch in epochs[0][0][:3])
+    if world_size == 1:  # a batch takes samples from all lanes, wherever these begin
+        assert all(len({sample * 6 // rows for sample in batch}) > 3 for batch in epochs[0][0][:3])
     with pytest.raises(ConfigError, match="streams are always shuffled; order must be 'shuffle', got 'rows'"):
         _loaders(parts, 1, order="rows")
 
@@ -77,7 +73,7 @@ def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
             assert items[row] == store.columns["item_id"][span][-12:].tolist()
             for name in ("user_id", "segment"):
                 assert batch.features[name].values()[row] == store.columns[name][sample]
-        assert (batch.step, batch.position, batch.batch_size) == (step, step + 1, 8)
+        assert (batch.step, batch.position, batch.batch_size) == (step, min(8 * step + 8, len(store)), 8)
         seen += batch.num_real
     assert seen == (store.lengths >= 2).sum()
     assert loader.left_out == {"fewer events than 2 candidates": (store.lengths < 2).sum()}
@@ -100,51 +96,119 @@ def test_columns_of_every_kind_are_those_of_a_loader(rich_dataset: Path, tmp_pat
     assert same.float_features.keys() == ["share", "price"]
 
 
-def test_resuming_in_the_same_shape_yields_the_same_batches(parts: Path) -> None:
+def test_the_state_of_any_rank_resumes_all(parts: Path) -> None:
     whole = [_epoch(loader) for loader in _loaders(parts, 2)]
     for stop in range(1, 9):
         states = []
         for loader in _loaders(parts, 2):
             batches = list(itertools.islice(loader, stop + 2))  # two batches are pulled ahead
             states.append(loader.state_dict(after=batches[stop - 1]))
-        # Each of as many ranks may load the state that it saved.
-        for of_rank in ([merge_stream_states(states)] * 2, states):
-            for loader, state, batches_of_rank in zip(_loaders(parts, 2, num_workers=1), of_rank, whole, strict=True):
+        assert states[0] == states[1]
+        for loader, batches_of_rank in zip(_loaders(parts, 2, num_workers=1), whole, strict=True):
+            loader.load_state_dict(states[0])
+            assert (len(loader), loader.remaining_batches()) == (len(batches_of_rank), len(batches_of_rank) - stop)
+            rest = list(loader)
+            assert [ids_of(batch) for batch in rest] == batches_of_rank[stop:]
+            assert rest[0].position == 16 * (stop + 1)
+
+
+@pytest.mark.parametrize("ranks_of_jobs", [(1, 100, 3), (100, 7, 64), (24, 1, 99)])
+def test_jobs_on_1_to_100_ranks_read_each_row_once(parts: Path, ranks_of_jobs: tuple[int, ...]) -> None:
+    state, seen = None, list[int]()
+    for number, world_size in enumerate(ranks_of_jobs):
+        loaders = _loaders(parts, world_size, batch_size=1 + 40 // world_size)
+        of_ranks = []
+        for loader in loaders:
+            if state is not None:
                 loader.load_state_dict(state)
-                rest = list(loader)
-                assert [ids_of(batch) for batch in rest] == batches_of_rank[stop:]
-                assert rest[0].position == stop + 1
+            of_ranks.append([*itertools.islice(loader, None if number == 2 else 1)])
+        seen += [sample for batches in of_ranks for batch in batches for sample in ids_of(batch)]
+        state = loaders[-1].state_dict()
+        assert all(loader.state_dict() == state for loader in loaders)
+    assert sorted(seen) == list(range(len(open_store(parts))))
 
 
-def test_ranks_that_have_loaded_their_own_states_save_what_can_be_merged(parts: Path) -> None:
-    stopped, resumed = _loaders(parts, 2), _loaders(parts, 2)
-    batches = [next(iter(loader)) for loader in stopped]
-    states = [loader.state_dict() for loader in stopped]
-    for loader, state in zip(resumed, states, strict=True):
-        loader.load_state_dict(state)
-    assert [loader.state_dict() for loader in resumed] == states
-    (alone,) = _loaders(parts, 1)
-    alone.load_state_dict(merge_stream_states([loader.state_dict() for loader in resumed]))
-    rest = itertools.takewhile(lambda batch: batch.epoch == 0, alone)
-    assert sorted(i for batch in [*batches, *rest] for i in ids_of(batch)) == list(range(len(open_store(parts))))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pending_samples_of_a_window_of_steps_come_first(
+    parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = _loaders(parts, 2)[0]
+    next(iter(loader))
+    with monkeypatch.context() as patch:  # a Balancer has trained the even ones of positions 0..31
+        patch.setattr(StepSampler, "skipped", lambda *_, **__: SkippedSamples(np.arange(1, 32, 2)))
+        state = loader.state_dict()
+    rows = loader._order.rows(np.arange(len(open_store(parts))), seed=0, epoch=0)
+    rest = []
+    for world_size, num_steps in ((3, 1), (2, 1), (5, None)):
+        loaders = _loaders(parts, world_size, num_workers=num_workers, batch_size=2)
+        for each in loaders:
+            each.load_state_dict(state)
+            rest.append([sample for batch in itertools.islice(each, num_steps) for sample in ids_of(batch)])
+        state = loaders[0].state_dict()
+    pending = list(itertools.chain(*rest[:5]))
+    assert sorted(pending) == sorted(rows[np.arange(1, 2 * len(pending), 2)].tolist())
+    assert sorted(itertools.chain(*rest)) == sorted([*rows[1:32:2], *rows[32:]])
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (StreamConfig(lanes=6, window_rows=2), "9 ranks share 6 lanes, and read rows 2.0 times; set lanes to a multi"),
+        (StreamConfig(lanes=99, window_rows=3), "9 ranks share 3 lanes, and read rows 3.0 times; lower window_rows"),
+    ],
+)
+def test_ranks_that_read_rows_often_are_warned_of_once(
+    parts: Path, stream: StreamConfig, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _loaders(parts, 3, stream)
+    assert not caplog.messages
+    _loaders(parts, 9, stream)
+    (warned,) = caplog.messages
+    assert warned.startswith(message)
+
+
+@pytest.fixture
+def read_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows that were read."""
+    numbers: list[int] = []
+    read = StreamSource.read_spans
+
+    def read_and_count(self: StreamSource, spans: list[Span], *arguments: Any) -> SequenceStore:
+        store = read(self, spans, *arguments)
+        numbers.append(len(store))
+        return store
+
+    monkeypatch.setattr(StreamSource, "read_spans", read_and_count)
+    return numbers
+
+
+@pytest.mark.parametrize("world_size", [1, 7, 8, 23, 24])
+def test_up_to_24_ranks_read_few_rows_more_than_once(
+    small_dataset: Path, tmp_path: Path, world_size: int, read_rows: list[int]
+) -> None:
+    data = write_in_parts(small_dataset, tmp_path / "large", num_rows=4096, rows_per_file=1024, rows_per_group=256)
+    loaders = _loaders(data, world_size, StreamConfig(window_rows=2))
+    seen = [sample for loader in loaders for batch in loader for sample in ids_of(batch)]
+    assert sorted(seen) == list(range(4096))
+    assert sum(read_rows) <= (1 if world_size in (1, 8) else 1.25) * 4096
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_only_open_windows_are_in_memory(parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_two_windows_are_in_memory(parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: set[int] = set()
     most_alive = 0
     numbers = itertools.count()
-    read = StreamSource.read
+    read = StreamSource.read_spans
 
-    def read_and_track(self: StreamSource, first: int, end: int) -> SequenceStore:
-        store = read(self, first, end)
-        assert len(store) <= 8
+    def read_and_track(self: StreamSource, spans: list[Span], *arguments: Any) -> SequenceStore:
+        store = read(self, spans, *arguments)
+        assert len(store) <= 6 * 2
         number = next(numbers)
         alive.add(number)
         weakref.finalize(store.offsets, alive.discard, number)
         return store
 
-    monkeypatch.setattr(StreamSource, "read", read_and_track)
+    monkeypatch.setattr(StreamSource, "read_spans", read_and_track)
     (loader,) = _loaders(parts, 1, num_workers=num_workers)
     gc.freeze()  # collections then look at what the loader allocates, not at every object of every module
     try:
@@ -153,46 +217,20 @@ def test_only_open_windows_are_in_memory(parts: Path, num_workers: int, monkeypa
             most_alive = max(most_alive, len(alive))
     finally:
         gc.unfreeze()
-    # A window for each of 2 open shards, twice with reading ahead, and the windows of the batch just yielded.
-    assert 1 <= most_alive <= 2 * (2 if num_workers else 1) + 2
-
-
-def _balanced(rank: int, world_size: int, path: Path) -> list[list[int]]:
-    loader = _loaders(path, world_size, UNEVEN)[rank]
-    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
-        return [ids_of(batch) for batch in balancer]
-
-
-def test_a_balancer_accepts_ranks_that_end_at_different_steps(parts: Path, ranks: RankPool) -> None:
-    num_steps = [len(_epoch(loader)) for loader in _loaders(parts, 3, UNEVEN)]
-    assert len(set(num_steps)) > 1
-    balanced = ranks.run(3, _balanced, parts)
-    assert [len(batches) for batches in balanced] == [max(num_steps)] * 3
-    ids = [sample for batches in balanced for batch in batches for sample in batch]
-    assert sorted(ids) == list(range(len(open_store(parts))))
+    # A window and, in as many parts as there are workers, the next one; that of the batch just yielded; no rows.
+    assert 1 <= most_alive <= 3 * max(1, num_workers) + 1
 
 
 def test_states_that_cannot_be_loaded_are_refused_with_the_reason(parts: Path) -> None:
-    loaders = _loaders(parts, 2)
-    states = [loader.state_dict(after=next(iter(loader))) for loader in loaders]
-    with pytest.raises(StateError, match=r"lacks 3 of 6 shards, .*merge the states of all ranks"):
-        loaders[1].load_state_dict(states[0])
-    with pytest.raises(StateError, match="lacks 3 of 6 shards"):
-        merge_stream_states(states[:1])
-    with pytest.raises(StateError, match="cannot be merged: position is 1 and 2"):
-        merge_stream_states([states[0], with_changes(FORMAT, states[1], position=2)])
-    merged = merge_stream_states(states)
+    (loader,) = _loaders(parts, 1)
+    state = loader.state_dict(after=next(iter(loader)))
     for changed in (
         {"max_num_candidates": 1},
-        {"stream": StreamConfig(num_shards=6, buffer_rows=9)},
-        {"stream": StreamConfig(num_shards=5, buffer_rows=8)},
+        {"stream": StreamConfig(lanes=6, window_rows=1)},
+        {"stream": StreamConfig(lanes=5, window_rows=2)},
     ):
-        with pytest.raises(StateError, match="is of other data, codes, filters or shards"):
-            _loaders(parts, 1, **changed)[0].load_state_dict(merged)
-    batch = next(iter(loaders[0]))
-    batch.epoch = 7
-    with pytest.raises(StateError, match="position 1 of epoch 7 is no longer known; call state_dict within 256 steps"):
-        loaders[0].state_dict(after=batch)
+        with pytest.raises(StateError, match="is of other data, codes or filters"):
+            _loaders(parts, 1, **changed)[0].load_state_dict(state)
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +276,8 @@ def test_stream_that_drops_the_last_batch_goes_on_with_the_next_epoch(parts: Pat
     assert sum(len(batch) for batches in epochs[0] for batch in batches) < len(open_store(parts))
     stopped = _loaders(parts, world_size, drop_last=True)
     last = [list(loader)[-1] for loader in stopped]
-    step = max(batch.position for batch in last)
-    states = [loader.state_dict(after=max(last, key=lambda batch: batch.position)) for loader in stopped]
-    assert {state["position"] for state in states} == {step}
+    states = [loader.state_dict(after=batch) for loader, batch in zip(stopped, last, strict=True)]
     resumed = _loaders(parts, world_size, drop_last=True)
     for loader in resumed:
-        loader.load_state_dict(merge_stream_states(states))
+        loader.load_state_dict(states[0])
     assert [_epoch(loader) for loader in resumed] == epochs[1]

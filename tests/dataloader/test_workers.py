@@ -139,7 +139,7 @@ def _send_rest(iterator: Iterator[Any], pipe: Connection) -> None:
 @pytest.mark.parametrize("kind", ["loader", "loader with persistent workers", "stream", "Balancer"])
 def test_a_fork_goes_on_with_an_open_iterator_or_says_why_not(small_dataset: Path, kind: str) -> None:
     if kind == "stream":
-        stream = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
+        stream = StreamConfig(lanes=5, window_rows=2)
         config = LoaderConfig(batch_size=8, num_workers=2)
         loader: Any = build_stream_loader(small_dataset, config, stream, rank=0, world_size=1)
     else:

@@ -11,7 +11,9 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
-from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream, version_of, versions_of
+from evenrank.datasets.lanes import Span
+from evenrank.datasets.stream import Rest, StreamConfig, open_stream, version_of, versions_of
+from evenrank.datasets.unpack import read_row_group
 from tests.datasets.crafted import add_targets, change_table, set_columns, write_in_parts
 
 
@@ -34,28 +36,32 @@ def test_any_range_of_rows_equals_that_of_the_store(parts: Path, first: int, end
         assert read.columns[name].dtype == store.columns[name].dtype
 
 
-def test_shards_cover_all_rows_for_any_number_of_shards() -> None:
-    for num_rows, num_shards in ((10, 3), (3, 10), (7, 7), (0, 4)):
-        shards = cut_shards(num_rows, StreamConfig(num_shards=num_shards, buffer_rows=2))
-        rows = [row for shard in shards for row in range(shard.first, shard.end)]
-        assert rows == list(range(num_rows))
-        assert len(shards) == max(1, min(num_rows, num_shards))
+def test_spans_that_follow_each_other_read_each_row_group_once(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
 
+    def count_and_read(*arguments: Any) -> Any:
+        groups.append(1)
+        return read_row_group(*arguments)
 
-def test_windows_contain_every_row_of_a_shard_once_per_epoch_in_another_order() -> None:
-    for shard in cut_shards(53, StreamConfig(num_shards=2, buffer_rows=8)):
-        epochs = []
-        for epoch in range(5):
-            windows = [shard.window(position, seed=3, epoch=epoch) for position in range(shard.num_windows)]
-            sizes = [len(order) for _, order in windows]
-            assert max(sizes) <= 8
-            assert [shard.window_rows(p, seed=3, epoch=epoch) for p in range(shard.num_windows)] == sizes
-            for done in range(shard.num_windows + 1):
-                assert shard.rows_left(done, 0, seed=3, epoch=epoch) == sum(sizes[done:])
-            assert shard.rows_left(1, 1, seed=3, epoch=epoch) == sum(sizes[1:]) - 1
-            epochs.append(tuple(first + row for first, order in windows for row in order.tolist()))
-        assert all(sorted(rows) == list(range(shard.first, shard.end)) != list(rows) for rows in epochs)
-        assert len(set(epochs)) == 5
+    monkeypatch.setattr("evenrank.datasets.stream.read_row_group", count_and_read)
+    source = open_stream(parts, "train")
+    users = open_store(parts).columns["user_id"].tolist()
+    source.read(0, len(users))
+    num_groups = len(groups)
+    groups.clear()
+    rests: dict[int, Rest] = {}
+    found: list[int] = []
+    for first in range(0, len(users), 7):
+        found += source.read_spans([Span(first, min(first + 7, len(users)), 5)], rests).columns["user_id"].tolist()
+        assert len(rests) <= 1
+    assert found == users
+    assert len(groups) == num_groups
+    assert not rests
+    # Each lane goes on on its own, and from where it has ended alone.
+    for spans in ([Span(0, 3, 0), Span(9, 11, 1)], [Span(3, 5, 0), Span(12, 14, 1)]):
+        read = source.read_spans(spans, rests).columns["user_id"].tolist()
+        assert read == [user for span in spans for user in users[span.first : span.end]]
+    assert len(groups) == num_groups + 4  # of 10 rows: rows 3 and 4 are there, row 12 is not the next one
 
 
 def test_missing_data_and_invalid_settings_are_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:
@@ -70,7 +76,7 @@ def test_missing_data_and_invalid_settings_are_reported_in_one_line(small_datase
     ):
         with pytest.raises(DataError, match=message):
             open_stream(path, split)
-    for name in ("num_shards", "buffer_rows", "open_shards"):
+    for name in ("lanes", "window_rows"):
         with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
             StreamConfig(**{name: 0})
 

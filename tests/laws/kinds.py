@@ -1,12 +1,12 @@
 """All kinds of loader and all ways to make their batches: one table, which is all that the laws know of them."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenrank.dataloader import Requests, TimeWindows, merge_stream_states
+from evenrank.dataloader import Requests, TimeWindows
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
 from tests.laws import data as of_data
@@ -23,8 +23,6 @@ class Kind:
     """Return the samples that an epoch may have."""
     counts: Callable[[Path, Job, int], Counter[int]] | None = None
     """Return how often each comes in an epoch; None: once."""
-    join: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] | None = None
-    """Return the state of all ranks, given those of each; None: they are equal."""
     max_tokens: int = 300
     """Of a rank, in a step that is packed: of some steps that is the limit, of others the batch size is."""
 
@@ -76,7 +74,6 @@ KINDS: dict[str, Kind] = {
     "stream": Kind(
         make=lambda data, job, _: making.streamed(data, job, max_num_candidates=1),
         samples=lambda data, job, epoch: of_data.read_rows(data).whole(1),
-        join=merge_stream_states,
     ),
     "log": Kind(
         make=making.log,
@@ -110,8 +107,7 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("rows", "other epochs"): "samples come in the order of rows",
     ("requests", "other epochs"): "requests come in the order of time",
     ("log", "full steps"): "records that are no samples are padding of their step",
-    ("stream", "equal steps"): "ranks read their own shards, of which some have more samples",
-    ("stream", "length"): "which rows are samples is known once they are read",
+    ("stream", "full steps"): "rows that are no samples are padding of their step",
     ("log", "length"): "the log grows",
     ("log", "seeds"): "records come in their order",
     ("rows", "seeds"): "samples come in the order of rows",

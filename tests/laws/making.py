@@ -111,7 +111,7 @@ def own_order(data: Any, job: Job, balance: Any) -> Any:
         return built(data, job, balance, order="similar lengths", max_num_candidates=2)
 
 
-STREAM = StreamConfig(num_shards=5, buffer_rows=5, open_shards=2, poll_seconds=1e-4)
+STREAM = StreamConfig(lanes=5, window_rows=1, poll_seconds=1e-4)
 
 
 def streamed(data: Any, job: Job, follow: bool = False, **options: Any) -> Any:

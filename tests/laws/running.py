@@ -16,7 +16,7 @@ from evenrank.core.errors import one_line
 from evenrank.dataloader.balance.ranks import compared_steps
 from tests.dataloader.batch_helpers import ids_of
 from tests.laws.data import Values
-from tests.laws.kinds import KINDS, make
+from tests.laws.kinds import make
 from tests.laws.making import Job
 from tests.ranks import RankPool
 
@@ -164,11 +164,9 @@ def run(pool: Pool, data: Path, job: Job, part: Part = WHOLE, see: Callable[[Any
     return runs
 
 
-def state_of(job: Job, runs: Sequence[Ran]) -> Mapping[str, Any]:
+def state_of(runs: Sequence[Ran]) -> Mapping[str, Any]:
     """Return the state of all ranks."""
     states = [ran.state for ran in runs]
-    if (join := KINDS[job.kind].join) is not None:
-        return join(states)
     assert all(state == states[0] for state in states)
     return states[0]
 

@@ -30,7 +30,7 @@ CANNOT: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("log", "another iteration"): (ConfigError, "^a log is iterated over once; to go on, load_state_dict what state_"),
     **{
         (kind, "transform of balanced batches"): (ConfigError, "^balance plans from the lengths in the store, which a")
-        for kind in ("shuffle", "rows", "mixture", "windows of time", "requests")
+        for kind in ("shuffle", "rows", "mixture", "windows of time", "requests", "own order")
     },
 }
 # What others than loaders of ours do: a Dataset and its DataLoader transform; a Balancer balances what is read first.
@@ -180,7 +180,7 @@ def _left_out(data: Path, kind: str) -> None:
     left_out = loader.left_out
     assert isinstance(left_out, Mapping)
     assert {(type(reason), type(count)) for reason, count in left_out.items()} <= {(str, int)}
-    assert (sum(left_out.values()) > 0) == (kind in ("shuffle", "stream", "log"))  # which need a candidate
+    assert (sum(left_out.values()) > 0) == (kind in ("shuffle", "stream", "log", "own order"))  # which need a candidate
     whole = make(data, _job(kind, workers=1 if has(kind, "threads") else 0))
     _ids(whole)
     assert whole.left_out == left_out

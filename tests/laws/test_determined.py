@@ -29,7 +29,7 @@ def check(pool: Pool, data: Path, job: Job, stop: int, ahead: int) -> None:
         one_by_one = [run_rank(rank, job.world_size, data, job, whole, see_bits) for rank in range(job.world_size)]
         assert batches_of(one_by_one) == expected
     cut = run(pool, data, job, Part(stop=stop, ahead=ahead), see_bits)
-    state = state_of(job, cut)
+    state = state_of(cut)
     rest = batches_of(run(pool, data, job, whole._replace(state=state), see_bits))
     for before, after, of_rank in zip(batches_of(cut), rest, expected, strict=True):
         assert [*before, *after][: len(of_rank)] == of_rank

@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 
 SHAPES = st.fixed_dictionaries(
     {
-        "world_size": st.integers(1, 6),  # more than a stream has shards
+        "world_size": st.integers(1, 6),  # more than a stream has lanes
         "batch_size": st.integers(1, 9),
         "workers": st.sampled_from([0, 2]),
         "drop_last": st.booleans(),
@@ -39,9 +39,8 @@ def check(pool: Pool, data: Path, job: Job) -> None:
         else:
             assert seen == expected
         num_steps = {ran.lengths[epoch][1] for ran in runs}
-        if has(job.kind, "equal steps") or job.way == "Balancer":
-            assert len(num_steps) == 1
-            assert len({tuple(batch.position for batch in batches) for batches in of_ranks}) == 1
+        assert len(num_steps) == 1
+        assert len({tuple(batch.position for batch in batches) for batches in of_ranks}) == 1
         for ran, batches in zip(runs, of_ranks, strict=True):
             announced, came = ran.lengths[epoch]
             assert announced == came if has(job.kind, "length") else announced is None

@@ -53,7 +53,7 @@ def check(pool: Pool, data: Path, kind: str, chain: list[Link], seed: int) -> No
                 )
             for batch in ran.batches:
                 trained[batch.epoch].update(batch.ids)
-        state = through(state_of(job, runs))
+        state = through(state_of(runs))
     for epoch, samples in trained.items():
         assert samples == epoch_counts(data, job, epoch), f"epoch {epoch}"
     assert sorted(trained) == [*range(len(trained))]

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from evenrank.dataloader import merge_stream_states
 from tests.conftest import make_small_dataset
 from tests.soak import worker
 from tests.soak.worker import Datasets, Fault, Round, Shape
@@ -135,7 +134,7 @@ def _states_to_resume(plan: Round, job: Job) -> list[Any]:
     states = [pickle.loads(base64.b64decode(steps[job.num_steps - 1]["state"])) for steps in job.steps]
     if plan.loader == "StatefulDataLoader":
         return states
-    state = merge_stream_states(states) if plan.loader == "StreamLoader" else states[0]
+    state = states[0]
     return [state] * plan.resumed.world_size
 
 

@@ -120,7 +120,7 @@ LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of th
 SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
 Datasets = Mapping[str, Path]  # `data`, on which a job trains, and `other`, with the same users and other histories
 State = Mapping[str, Any]
-STREAM = StreamConfig(num_shards=7, buffer_rows=16, open_shards=2)
+STREAM = StreamConfig(lanes=7, window_rows=1)
 
 
 class InjectedError(Exception):

@@ -71,7 +71,7 @@ CONFIG = LoaderConfig(batch_size=32, max_num_candidates=2, num_tasks=2, user_id=
 KINDS: dict[str, Callable[[Path], Any]] = {
     "loader": lambda path: build_loader(path, CONFIG, **RANK),
     "semantic ids": lambda path: build_loader(path, SemanticIdConfig(batch_size=32, codes=CODES), **RANK),
-    "stream": lambda path: build_stream_loader(path, CONFIG, StreamConfig(buffer_rows=16), **RANK),
+    "stream": lambda path: build_stream_loader(path, CONFIG, StreamConfig(window_rows=16), **RANK),
     "random batches": lambda path: RandomBatches(CONFIG, num_batches=2, **RANK),
     "distinct random batches": lambda path: RandomBatches(CONFIG, num_batches=3, num_distinct=2, **RANK),
     "JaggedCollate": lambda path: [COLLATE(SAMPLES)],

@@ -150,7 +150,7 @@ def test_draws_depend_on_the_seed_the_epoch_and_the_sample_alone(small_dataset: 
         assert labels == expected[0][sample][1][len(expected[0][sample][1]) - len(labels) :]
     streams = [
         build_stream_loader(
-            small_dataset, _config(table, **options), StreamConfig(num_shards=6, buffer_rows=7), rank=rank, world_size=2
+            small_dataset, _config(table, **options), StreamConfig(lanes=6, window_rows=7), rank=rank, world_size=2
         )
         for rank in range(2)
     ]

@@ -303,7 +303,7 @@ def test_streams_draw_the_same_negatives_with_popularity_from_the_vocabulary(den
         stream = build_stream_loader(
             dense_dataset,
             _config(negatives=negatives),
-            StreamConfig(num_shards=4, buffer_rows=50),
+            StreamConfig(lanes=4, window_rows=20),
             rank=0,
             world_size=1,
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader import (
     LoaderConfig,
     Mixture,
@@ -15,7 +15,6 @@ from evenrank.dataloader import (
     StreamConfig,
     build_loader,
     build_stream_loader,
-    merge_stream_states,
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig
@@ -46,7 +45,7 @@ def _mixture(path: Path) -> Mixture:
 
 Maps = Mapping[str, KeyMap]
 WINDOWS = BalanceConfig(cost=COST, window=3)
-STREAM = StreamConfig(num_shards=4, buffer_rows=50)
+STREAM = StreamConfig(lanes=4, window_rows=20)
 DATA = RandomData(items=Uniform(high=502))
 CODES = random_codes(503, levels=2, codebook_size=8)
 KINDS: dict[str, Callable[[Path, Maps], Any]] = {
@@ -98,11 +97,9 @@ def test_ranks_must_map_keys_alike(small_dataset: Path) -> None:
         return [build(small_dataset, _config(each), rank=rank, world_size=2) for rank, each in enumerate(maps)]
 
     differing = [_maps(mode) for mode in MODES[1:]]
-    streams = of_ranks(build_stream_loader, *differing)
-    for loader in streams:
-        next(iter(loader))
-    with pytest.raises(StateError, match=r"^states 0 and 1 cannot be merged: dist_type is "):
-        merge_stream_states([loader.state_dict() for loader in streams])
+    for build in (build_loader, build_stream_loader):
+        with pytest.raises(RankError, match="key_maps differs between ranks"):
+            check_settings([loader.rank_invariants() for loader in of_ranks(build, *differing)])
     reordered = _maps("roundrobin"), dict(reversed(_maps("roundrobin").items()))
     check_settings([loader.rank_invariants() for loader in of_ranks(build_loader, *reordered)])
     assert hash(_config(reordered[0])) == hash(_config({}))

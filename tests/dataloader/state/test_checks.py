@@ -31,19 +31,16 @@ from evenrank.dataloader import (
     TimeWindows,
     build_loader,
     build_stream_loader,
-    merge_stream_states,
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.checks import decode, encode
-from evenrank.dataloader.stream_loader import FORMAT, encode_positions
-from evenrank.dataloader.stream_shuffle import ShardPosition
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import item_tokens
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.own_samples import COLLATE, nodes_over
-from tests.dataloader.resuming import through_json, through_torch, with_changes
+from tests.dataloader.resuming import through_json, through_torch
 from tests.datasets.crafted import copy_dataset
 from tests.datasets.logs import end_log
 
@@ -59,7 +56,7 @@ def _close(*loaders: Any) -> None:
 
 
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1}
-STREAM = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
+STREAM = StreamConfig(lanes=5, window_rows=2)
 STATEFUL: Any = partial(StatefulDataLoader, SAMPLES, batch_size=8, collate_fn=COLLATE)
 BALANCE, WINDOWS = BalanceConfig(cost=item_tokens), BalanceConfig(cost=item_tokens, window=3)
 
@@ -212,30 +209,6 @@ def test_a_state_with_one_other_character_never_loads(small_dataset: Path, kind:
             refused += 1
     assert loaded == 0 < refused
     _close(loader)
-
-
-def test_merged_states_are_checked(small_dataset: Path) -> None:
-    loaders = [build_stream_loader(small_dataset, CONFIG, STREAM, rank=rank, world_size=2) for rank in range(2)]
-    states = [loader.state_dict(after=next(iter(loader))) for loader in loaders]
-
-    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
-    @given(_damaged(states[1]))
-    def check(damaged: Any) -> None:
-        try:
-            merged = merge_stream_states([states[0], damaged])
-            loaders[0].load_state_dict(merged)
-        except StateError as error:
-            _check_message(error, "state")
-
-    check()
-    shard = next(iter(states[0]["places"]))
-    fingerprint = states[0]["fingerprint"]
-    elsewhere = encode_positions({int(shard): ShardPosition(1, 1)}, fingerprint=fingerprint, epoch=0)
-    twice = {**states[1], "places": {**states[1]["places"], **elsewhere}}
-    with pytest.raises(StateError, match=rf"state 1 has position \[1, 1\] in shard {shard}, an earlier one \["):
-        merge_stream_states([states[0], twice])
-    with pytest.raises(StateError, match="the state lacks 4611686018427387899 of 4611686018427387904 shards, among t"):
-        merge_stream_states([with_changes(FORMAT, state, num_shards=1 << 62) for state in states])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def _loader(path: Path, batch_size: int = 40, build: Any = build_loader) -> Any:
     return build(path, config, rank=0, world_size=1, **options)
 
 
-STREAM = StreamConfig(num_shards=3, buffer_rows=16, open_shards=2)
+STREAM = StreamConfig(lanes=3, window_rows=16)
 _stateful = partial(StatefulDataLoader, _SAMPLES, batch_size=3, collate_fn=COLLATE)
 _in_threads = partial(nodes.ParallelMapper, num_workers=2, method="thread")
 _stream = partial(_loader, build=build_stream_loader)

@@ -119,7 +119,7 @@ def test_a_stream_begins_after_the_stream_of_an_earlier_day(days: tuple[Path, Pa
     second.begin_after(first.state_dict())
     assert second.epoch == 1
     assert sum(batch.num_real for batch in second) == 4
-    with pytest.raises(StateError, match="the stream's state has item_id with the vocabulary"):
+    with pytest.raises(StateError, match="the loader's state has item_id with the vocabulary"):
         build_stream_loader(write_day(tmp_path, 1), CONFIG, rank=0, world_size=1).begin_after(first.state_dict())
 
 
