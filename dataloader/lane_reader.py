@@ -35,6 +35,8 @@ class StepRows(NamedTuple):
     """[n]: rows of the split."""
     left_out: Counter[str]
     """Rows that are no samples, per reason."""
+    is_last: bool
+    """Whether it is the last step that needs the window in memory."""
 
 
 def read_steps(
@@ -50,8 +52,7 @@ def read_steps(
     """Yield what a rank has in each step, given its `share` of the positions of each; any thread may call `read`.
 
     A step's positions come after those of earlier steps. `read` returns rows and, per reason, which of them are no
-    samples. One window is in memory and, if `submit` has a thread compute
-    it, the next one, in `num_parts` parts.
+    samples. One window is in memory and, if `submit` has a thread compute it, the next one, in `num_parts` parts.
     """
 
     def read_lanes(window: LaneWindow, lanes: Ints) -> _Part:
@@ -75,7 +76,7 @@ def read_steps(
         for number, positions in enumerate(pieces):
             step.add(*order.places(window, positions), parts)
             if number < len(pieces) - goes_on:
-                yield step.rows()
+                yield step.rows(is_last=number == len(pieces) - goes_on - 1)
                 step = _Step()
 
 
@@ -124,6 +125,6 @@ class _Step:
                 self._sample_ids.append(part.order.rows[indices][is_sample])
                 self._num_samples += len(rows)
 
-    def rows(self) -> StepRows:
+    def rows(self, *, is_last: bool) -> StepRows:
         """Return all that was taken, without rows that are no samples."""
-        return StepRows(self._groups, np.concatenate(self._sample_ids), self._left_out)
+        return StepRows(self._groups, np.concatenate(self._sample_ids), self._left_out, is_last)

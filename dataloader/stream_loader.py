@@ -10,7 +10,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -159,16 +158,15 @@ class StreamLoader(RankLoader[Batch]):
             reading: dict[str, Any] = {"read": read, "submit": submit, "num_parts": max(1, num_workers)}
             steps = map(own_positions, range(schedule.num_steps))
             of_steps = read_steps(self._order, steps, seed=seed, epoch=epoch, **reading)
-            # Batches are made up to `num_workers` steps ahead; None: only what is left is handed out.
-            for step, rows in enumerate(chain(of_steps, repeat(None, num_workers))):
-                if rows is not None:
-                    after = Position(epoch, schedule.position_after(step))
-                    make = partial(self._make_batch, rows.groups or [self._no_rows], rows.sample_ids, seed)
-                    make = partial(make, after.position, self._rank, step=step, **after._asdict())
-                    # Without its groups, so that they need not be in memory with the next window.
-                    ahead.append((submit(make), after, rows._replace(groups=[])))
-                    del make, rows
-                if len(ahead) > num_workers or (ahead and step >= schedule.num_steps):
+            for step, rows in enumerate(of_steps):
+                after = Position(epoch, schedule.position_after(step))
+                make = partial(self._make_batch, rows.groups or [self._no_rows], rows.sample_ids, seed)
+                make = partial(make, after.position, self._rank, step=step, **after._asdict())
+                # Without its groups, so that they need not be in memory with the next window.
+                ahead.append((submit(make), after, rows._replace(groups=[])))
+                num_ahead = 0 if rows.is_last else num_workers
+                del make, rows
+                while len(ahead) > num_ahead:
                     made, after, taken = ahead.popleft()
                     batch = made()
                     del made

@@ -224,14 +224,7 @@ MEMBERS: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-# Until streams are positions in epochs, of which these tests then tell.
-_SOON = {"len", "remaining_batches", "num_samples", "position", "state_dict", "load_state_dict"}
-_SOON |= {"begin_after", "damage", "num_workers"}
-CELLS = [
-    pytest.param(*cell, marks=[pytest.mark.xfail(strict=True)] if cell[0] == "stream" and cell[1] in _SOON else [])
-    for cell in itertools.product(KINDS, MEMBERS)
-    if cell not in NOT_ASKED
-]
+CELLS = [cell for cell in itertools.product(KINDS, MEMBERS) if cell not in NOT_ASKED]
 
 
 @pytest.mark.processes

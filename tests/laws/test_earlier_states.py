@@ -75,11 +75,7 @@ EARLIER: dict[str, dict[str, Any]] = {
 }
 
 
-# Until streams are positions in epochs.
-_KINDS = [*(kind for kind in KINDS if kind != "stream"), pytest.param("stream", marks=pytest.mark.xfail(strict=False))]
-
-
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_kinds_refuse_them_in_one_line_that_says_how_to_go_on(data: Path, kind: str) -> None:
     loader = make(data, Job(kind=kind))
     fresh = loader.state_dict()
@@ -92,7 +88,7 @@ def test_all_kinds_refuse_them_in_one_line_that_says_how_to_go_on(data: Path, ki
         assert loader.state_dict() == fresh
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("earlier", EARLIER)
 def test_the_epoch_after_them_begins(data: Path, kind: str, earlier: str) -> None:
     loader = make(data, Job(kind=kind))
