@@ -83,6 +83,11 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         """Return the samples of an epoch."""
 
     @property
+    def rows_follow_positions(self) -> bool:
+        """Whether a step's samples have its positions, rank by rank and row by row: not where ranks balance alone."""
+        return self._plan_check is None
+
+    @property
     def num_samples(self) -> int:
         """Samples of the next iteration's epoch, over all ranks."""
         return self._samples_of(self.epoch).order.num_samples
@@ -214,6 +219,10 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)
         samples, seed = self._samples_of(epoch), self._current.seed
+        if left := self._current.left_after(Position(epoch, position)):
+            skipped = left.skipped(point)
+        else:
+            skipped = samples.sampler.skipped(samples.order, point, position, seed=seed)
         entries = {
             "epoch": epoch,
             "position": position,
@@ -221,7 +230,7 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
             "num_samples": samples.order.num_samples,
             "fingerprint": samples.fingerprint,
             checks.VOCABULARY: checks.vocabulary_entry(self._ids),
-            "pending": samples.sampler.skipped(samples.order, point, position, seed=seed).to_text(),
+            "pending": skipped.to_text(),
             DIST_TYPE: dist_type(self._key_maps),
         }
         if samples.window is None:

@@ -76,6 +76,20 @@ class Position(NamedTuple):
     position: int
 
 
+class LeftPlaces(NamedTuple):
+    """What is left after a step within a window that a Balancer has in hand."""
+
+    places: Positions
+    """In the order of the iteration, ascending."""
+    end: int
+    """From which on everything is left."""
+
+    def skipped(self, point: ResumePoint) -> "SkippedSamples":
+        """Return the samples skipped, of an iteration that began at `point`."""
+        after_window = np.arange(self.end, max(self.end, point.frontier))
+        return SkippedSamples(np.sort(point.positions(np.concatenate([self.places, after_window]))))
+
+
 class CurrentPosition:
     """Where a loader is. Whoever pulls its batches ahead, such as a Balancer, has this one, and none of its own."""
 
@@ -83,7 +97,14 @@ class CurrentPosition:
         self.seed = seed  # of the order of samples, or that of a loaded state
         self.next = ResumePoint()  # where the next iteration begins
         self.after_last = Position(0, 0)  # after the batch that was handed out last
+        self.left: Snapshots[LeftPlaces | None] | None = None  # of steps that a Balancer makes of several
         self._has_epochs = has_epochs
+
+    def left_after(self, position: Position) -> "LeftPlaces | None":
+        """Return what is left before a position that was handed out; None: nothing but what the iteration skips."""
+        if self.left is None or not position.position:
+            return None
+        return self.left.at(position, is_exact=True)
 
     def after(self, batch: "JaggedBatch | Position | None") -> Position:
         """Return the position after a batch that was handed out; None: the last one."""
@@ -98,6 +119,8 @@ class CurrentPosition:
     def move_to(self, point: ResumePoint, *, is_over: bool = False) -> None:
         """Move to a point, where the next iteration begins, unless nothing is left of that epoch."""
         self.after_last = Position(point.epoch, point.position)
+        if self.left is not None:
+            self.left.add(self.after_last, None)
         self.next = ResumePoint(epoch=point.epoch + 1) if is_over else point
 
     def start_next(self, *, skip_rest: bool) -> None:
@@ -230,10 +253,11 @@ class Snapshots(Generic[Value]):
             self.entries.pop()
         self.entries.append((position, value))
 
-    def at(self, position: Position) -> Value:
+    def at(self, position: Position, *, is_exact: bool = False) -> Value:
         """Return the snapshot at a position or, if this rank ran out of data before the others, at its end."""
         for known, value in reversed(self.entries):
-            if known.epoch == position.epoch and known.position <= position.position:
+            is_before = known.epoch == position.epoch and known.position <= position.position
+            if known == position or (is_before and not is_exact):
                 return value
         raise StateError(
             f"the state after position {position.position} of epoch {position.epoch} is no longer known; call "

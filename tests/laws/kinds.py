@@ -94,7 +94,11 @@ WAYS: dict[str, Mapping[str, Any] | None] = {
     "packed": {"pack": True},
     "window": {"window": 3},
     "Balancer": {"lookahead": 3},
+    "Balancer, window": {"lookahead": 2, "window": 3},
+    "Balancer, packed": {"lookahead": 3, "pack": True},
 }
+ALONE = ("plain", "alone", "packed", "window")
+BALANCED = ("Balancer", "Balancer, window", "Balancer, packed")
 
 _READ_FIRST = "lengths are known once rows are read, on the rank that reads them"
 # What a kind does not have, and why. All others of KINDS x WAYS, and of what laws ask for, are there.
@@ -102,6 +106,11 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     **{("stream", way): _READ_FIRST for way in ("alone", "packed", "window")},
     **{("log", way): _READ_FIRST for way in ("alone", "packed", "window")},
     **{("random", way): "samples are drawn for a rank" for way in ("alone", "packed", "window")},
+    **{
+        (kind, f"{way} other shapes"): "rows that are no samples are padding, so the others do not tell their positions"
+        for kind in ("stream", "log", "random")
+        for way in ("Balancer, window", "Balancer, packed")
+    },
     ("log", "epochs"): "a log is iterated over once",
     ("log", "begin_after"): "a log is iterated over once",
     ("random", "begin_after"): "all epochs are the same",
@@ -143,11 +152,10 @@ def balance_of(job: Job) -> BalanceConfig | None:
     if (options := WAYS[job.way]) is None:
         return None
     cost: Any = making.FailingCost() if job.fault == "cost" and job.is_faulty else item_tokens
-    of_job: dict[str, dict[str, Any]] = {
-        "Balancer": {"exchange": job.exchange},
-        "packed": {"max_tokens_per_rank": KINDS[job.kind].max_tokens},
-    }
-    return BalanceConfig(cost=cost, **options, **of_job.get(job.way, {}))
+    of_job: dict[str, Any] = {"exchange": job.exchange} if job.way in BALANCED else {}
+    if "pack" in options:
+        of_job["max_tokens_per_rank"] = KINDS[job.kind].max_tokens
+    return BalanceConfig(cost=cost, **options, **of_job)
 
 
 def make(data: Path, job: Job) -> Any:
@@ -155,7 +163,7 @@ def make(data: Path, job: Job) -> Any:
     if job.fault == "seed" and job.is_faulty:
         job = replace(job, seed=job.seed + 1)
     make_kind, balance = KINDS[job.kind].make, balance_of(job)
-    if job.way == "Balancer":
+    if job.way in BALANCED:
         assert balance is not None
         return Balancer(make_kind(data, job, None), balance)
     return make_kind(data, job, balance)

@@ -148,7 +148,7 @@ def elastic(_: Path, job: Job, balance: Any) -> Any:
     collate: Any = _unreadable_collate if job.fault == "read" and job.is_faulty else of_data.OWN_COLLATE
     own: Any = of_data.OWN
     loader = DataLoader(own, batch_sampler=sampler, collate_fn=collate, num_workers=job.workers)
-    return loader if job.way == "Balancer" else ElasticLoader(loader)
+    return loader if job.way.startswith("Balancer") else ElasticLoader(loader)
 
 
 class FailingCost:
