@@ -127,6 +127,8 @@ class Loader(EpochPositions, RankLoader[Batch]):
     plans between ranks; unpickling maps the same files.
     """
 
+    _can_skip = True
+
     def __init__(
         self,
         stores: Sequence[SequenceStore],

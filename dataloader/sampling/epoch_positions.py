@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from evenrank.core.errors import StateError
 from evenrank.core.rules import Bounds, Seed
@@ -72,6 +72,7 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
     _begun: dict[int, ResumePoint]  # by epoch, where its latest iteration began within it
     _plan_check: PlanCheck | None  # None: not balanced
     _observe: Callable[[StepMetrics], None] | None
+    _can_skip: ClassVar = False  # whether an iteration can begin with any positions
 
     def _compare_plans(self, balance: BalanceConfig | None, members: Members | None, rank: int) -> None:
         """Compare plans with the other ranks, and observe steps: the last part of creating it, if it balances."""
@@ -84,8 +85,11 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
 
     @property
     def rows_follow_positions(self) -> bool:
-        """Whether a step's samples have its positions, rank by rank and row by row: not where ranks balance alone."""
-        return self._plan_check is None
+        """Whether samples have the positions of a step rank by rank, row by row, and can be loaded from any on.
+
+        Not where ranks balance alone.
+        """
+        return self._can_skip and self._plan_check is None
 
     @property
     def num_samples(self) -> int:

@@ -111,6 +111,7 @@ LEFT_OUT: dict[tuple[str, str], str] = {
         for kind in ("stream", "log", "random")
         for way in ("Balancer, window", "Balancer, packed")
     },
+    ("stream", "Balancer, packed"): "its positions count steps",
     ("log", "epochs"): "a log is iterated over once",
     ("log", "begin_after"): "a log is iterated over once",
     ("random", "begin_after"): "all epochs are the same",
@@ -151,7 +152,8 @@ def balance_of(job: Job) -> BalanceConfig | None:
     """Return how the steps of a job are balanced; None: they are not."""
     if (options := WAYS[job.way]) is None:
         return None
-    cost: Any = making.FailingCost() if job.fault == "cost" and job.is_faulty else item_tokens
+    calls = 0 if job.way in BALANCED[1:] else 2  # which are of many steps
+    cost: Any = making.FailingCost(calls) if job.fault == "cost" and job.is_faulty else item_tokens
     of_job: dict[str, Any] = {"exchange": job.exchange} if job.way in BALANCED else {}
     if "pack" in options:
         of_job["max_tokens_per_rank"] = KINDS[job.kind].max_tokens

@@ -152,15 +152,15 @@ def elastic(_: Path, job: Job, balance: Any) -> Any:
 
 
 class FailingCost:
-    """`item_tokens`, which fails some steps on."""
+    """`item_tokens`, which fails after some calls."""
 
     __qualname__ = item_tokens.__qualname__
 
-    def __init__(self) -> None:
-        self._calls = 0
+    def __init__(self, calls: int) -> None:
+        self._calls_left = calls
 
     def __call__(self, lengths: Lengths, num_candidates: Ints) -> Ints:
-        self._calls += 1
-        if self._calls > 2:
+        self._calls_left -= 1
+        if self._calls_left < 0:
             raise DataError("the cost is not known")
         return np.asarray(item_tokens(lengths, num_candidates))
