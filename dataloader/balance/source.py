@@ -40,7 +40,14 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
-from evenrank.dataloader.state.resume_point import CurrentPosition, LeftPlaces, Position, ResumePoint, Snapshots
+from evenrank.dataloader.state.resume_point import (
+    CurrentPosition,
+    LeftPlaces,
+    OpenWindow,
+    Position,
+    ResumePoint,
+    Snapshots,
+)
 from evenrank.dataloader.state.torchdata_nodes import BaseNode, Loader, batch_size_of, exact_length
 
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
@@ -252,6 +259,10 @@ class LoaderAdapter(Generic[Batch]):
         """Return what is left of loaded steps in which the next iteration begins; None: it begins before a step."""
         return self._resumed[1] if self._resumed is not None and self._resumed[0] is self.current.next else None
 
+    @property
+    def _samples_per_step(self) -> int:
+        return int(self.rank_invariants()["batch_size"]) * self._world_size
+
     def begin(self) -> Begin:
         """Return where the next iteration begins, if steps are made of several loaded ones."""
         assert self._config is not None
@@ -265,7 +276,7 @@ class LoaderAdapter(Generic[Batch]):
             position=point.position,
             seed=self.current.seed,
             trained=trained if self._config.pack and not self._has_positions else None,
-            untrained=None if left is None else left.untrained,
+            resumed=left,
             is_each_position=self._rows_follow,
         )
 
@@ -279,8 +290,11 @@ class LoaderAdapter(Generic[Batch]):
             saved = self._snapshots.at(Position(after.epoch, remaining.begin))
         self._made.add(after, (remaining, saved))
         if self.current.left is not None:
-            places = remaining.places
-            self.current.left.add(after, None if places is None else LeftPlaces(places, remaining.end))
+            left = None
+            if remaining.places is not None and self._config is not None:
+                shape = self._world_size, self._samples_per_step // self._world_size, self._config.window
+                left = LeftPlaces(OpenWindow(remaining.begin, *shape), remaining.places, remaining.end)
+            self.current.left.add(after, left)
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks; a loader of another world size is a ConfigError."""
@@ -365,8 +379,14 @@ class LoaderAdapter(Generic[Batch]):
         """Make the next iteration continue after the position of a state."""
         self._check_stateful()
         if self._has_positions and not (isinstance(state, Mapping) and "ranks" in state):
-            self._batches.load_state_dict(state)
-            self._state_at_start, self._resumed = None, None
+            self._state_at_start = self._resumed = None
+            if self.current.left is None or self._config is None:
+                self._batches.load_state_dict(state)
+            elif (window := self._batches.load_window(state, self._config.window)) is not None:
+                begin = self.current.next.position
+                num_steps = (self.current.after_last.position - begin) // self._samples_per_step
+                left = Remaining(begin, window.end, num_steps=num_steps, places=window.places)
+                self._resumed = self.current.next, left
             self._end = self.current.after_last  # if nothing is left of that epoch
             if not self._is_shared:
                 self.current.move_to(ResumePoint(epoch=getattr(self._batches, "epoch", 0)))

@@ -52,8 +52,8 @@ class Begin:
     seed: int = 0
     trained: int | None = None
     """Samples trained before, for positions in packed steps of a loader that does not count samples; None: it does."""
-    untrained: Rows | None = None
-    """Of a loaded state: see `Remaining`."""
+    resumed: Remaining | None = None
+    """What is left of the first steps, of a loaded state."""
     is_each_position: bool = False
     """Whether each position is a sample, unless a step has fewer."""
 
@@ -78,7 +78,7 @@ class StepsInHand:
         self._begin = begin
         self._position = begin.position  # before the steps in hand
         self._trained = begin.trained
-        self._resumed = begin.untrained
+        self._resumed = begin.resumed
         self._num_taken = 0  # of the samples in hand, if steps are packed
         self.known: StepMetadata | None = None  # [n, W]
         self.batches: list[JaggedBatch] = []  # [n], of this rank
@@ -93,18 +93,31 @@ class StepsInHand:
         if (known := self.known) is None:
             return []
         is_real = np.stack([real_rows(self._batch_size, len(step), step["num_real"]) for step in known])
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and (resumed.shape[1:] != is_real.shape[1:] or len(resumed) > len(is_real)):
-            _, ranks, rows = resumed.shape
-            raise StateError(
-                f"the state is in the middle of steps of {ranks} ranks with {rows} rows each, but batches have "
-                f"{is_real.shape[2]}; load it with the batch_size, and the data, that it was saved with"
-            )
+        untrained = self._untrained(known, is_real)
         if not self._config.pack:
-            return self._window(known, is_real, resumed)
-        if resumed is not None:
-            self._num_taken = int(np.count_nonzero(is_real[: len(resumed)] & ~resumed))
+            return self._window(known, is_real, untrained)
+        if untrained is not None:
+            self._num_taken = int(np.count_nonzero(is_real[: len(untrained)] & ~untrained))
         return self._pack(known, is_real, is_last=is_last or len(known) >= MOST_IN_HAND, is_end=is_last)
+
+    def _untrained(self, known: StepMetadata, is_real: Rows) -> Rows | None:
+        """Return what a loaded state says of the first steps in hand, when they come; None: nothing."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return None
+        if (rows := resumed.untrained) is not None:
+            if rows.shape[1:] == is_real.shape[1:] and len(rows) <= len(is_real):
+                return rows
+        elif np.array_equal(np.diff(self._positions(known)), np.count_nonzero(is_real, axis=(1, 2))):
+            untrained, places = np.zeros_like(is_real), self._position + np.arange(np.count_nonzero(is_real))
+            untrained[is_real] = np.isin(places, resumed.places if resumed.places is not None else ()) | (
+                places >= resumed.end
+            )
+            return untrained
+        raise StateError(
+            "the state is in the middle of steps that were made of other batches; load it with the data, the "
+            "batch_size and the transform that it was saved with"
+        )
 
     def drop(self) -> None:
         """Leave out the loaded steps that nothing is left of."""
@@ -167,7 +180,8 @@ class StepsInHand:
             if number < num_steps - 1:
                 places = begin + np.flatnonzero(is_left[is_real]) if is_each else None
                 left = Remaining(begin, end, is_left, number + 1, places)
-            made.append(MadeStep(np.flatnonzero(by_rank == number), int(positions[number + 1]), number, left))
+            position = end - int(np.count_nonzero(is_left)) if is_each else int(positions[number + 1])
+            made.append(MadeStep(np.flatnonzero(by_rank == number), position, number, left))
         return made
 
     def _pack(self, known: StepMetadata, is_real: Rows, *, is_last: bool, is_end: bool) -> list[MadeStep]:

@@ -21,6 +21,7 @@ from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
     HasEpoch,
+    LeftPlaces,
     Position,
     ResumePoint,
     SkippedSamples,
@@ -139,6 +140,30 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         self._begun[point.epoch] = point
         self._current.move_to(point, is_over=is_over)
 
+    def load_window(self, state: Mapping[str, Any], num_steps: int) -> LeftPlaces | None:
+        """Load a state and, if it is within a window of `num_steps` steps as these, go to its begin.
+
+        Returns what is left of that window, for a Balancer, which then makes its steps again.
+        """
+        self.load_state_dict(state)
+        epoch, position = state["epoch"], state["position"]
+        pending, window = SkippedSamples.from_text(
+            state["pending"], position=position, num_samples=state["num_samples"]
+        )
+        world_size, batch_size = (self.rank_invariants()[name] for name in ("world_size", "batch_size"))
+        if pending is None or window is None or self._current.left is None:
+            return None
+        is_as_here = (world_size, batch_size, num_steps) == (window.world_size, window.batch_size, window.steps)
+        if not is_as_here or (position - window.start) % (world_size * batch_size):
+            return None
+        point = ResumePoint(epoch=epoch, start=window.start, position=window.start, pending=window.pending)
+        left = LeftPlaces(window, point.places(pending), position + len(pending))
+        self._begun[epoch] = point
+        self._current.move_to(point)
+        self._current.after_last = Position(epoch, position)
+        self._current.left.add(self._current.after_last, left)
+        return left
+
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
 
@@ -223,10 +248,11 @@ class EpochPositions(HasEpoch, HasRankInvariants, ABC):
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)
         samples, seed = self._samples_of(epoch), self._current.seed
-        if left := self._current.left_after(Position(epoch, position)):
-            skipped = left.skipped(point)
-        else:
-            skipped = samples.sampler.skipped(samples.order, point, position, seed=seed)
+        left = self._current.left_after(Position(epoch, position))
+        first = position if left is None else left.window.start
+        skipped = samples.sampler.skipped(samples.order, point, first, seed=seed)
+        if left is not None:
+            skipped = left.skipped(point, skipped)
         entries = {
             "epoch": epoch,
             "position": position,

@@ -68,26 +68,19 @@ class ResumePoint:
         positions[is_pending] = self.pending[places[is_pending] - self.start]
         return positions
 
+    def places(self, positions: Positions) -> Positions:
+        """Return where these positions, each of which is still to come, are in that order: int64 of the same shape."""
+        if self.pending is None:
+            return positions
+        places = self.start + np.searchsorted(self.pending, positions)
+        return np.where(positions < self.frontier, places, positions)
+
 
 class Position(NamedTuple):
     """The position after a batch."""
 
     epoch: int
     position: int
-
-
-class LeftPlaces(NamedTuple):
-    """What is left after a step within a window that a Balancer has in hand."""
-
-    places: Positions
-    """In the order of the iteration, ascending."""
-    end: int
-    """From which on everything is left."""
-
-    def skipped(self, point: ResumePoint) -> "SkippedSamples":
-        """Return the samples skipped, of an iteration that began at `point`."""
-        after_window = np.arange(self.end, max(self.end, point.frontier))
-        return SkippedSamples(np.sort(point.positions(np.concatenate([self.places, after_window]))))
 
 
 class CurrentPosition:
@@ -97,7 +90,7 @@ class CurrentPosition:
         self.seed = seed  # of the order of samples, or that of a loaded state
         self.next = ResumePoint()  # where the next iteration begins
         self.after_last = Position(0, 0)  # after the batch that was handed out last
-        self.left: Snapshots[LeftPlaces | None] | None = None  # of steps that a Balancer makes of several
+        self.left: Snapshots[LeftPlaces | None] | None = None  # after steps of a Balancer's windows
         self._has_epochs = has_epochs
 
     def left_after(self, position: Position) -> "LeftPlaces | None":
@@ -173,6 +166,22 @@ class OpenWindow(NamedTuple):
     steps: int
     pending: Positions | None = None
     """`ResumePoint.pending` at the beginning of the window."""
+
+
+class LeftPlaces(NamedTuple):
+    """What is left after a step of a window that a Balancer has in hand."""
+
+    window: OpenWindow
+    places: Positions
+    """[n]: in the order of the iteration, ascending."""
+    end: int
+    """The place from which on everything is left."""
+
+    def skipped(self, point: ResumePoint, before: "SkippedSamples") -> "SkippedSamples":
+        """Return the samples skipped, of an iteration from `point` on; `before` are those before the window."""
+        after_window = np.arange(self.end, max(self.end, point.frontier))
+        pending = np.sort(point.positions(np.concatenate([self.places, after_window])))
+        return SkippedSamples(pending, self.window._replace(pending=before.pending))
 
 
 class SkippedSamples(NamedTuple):

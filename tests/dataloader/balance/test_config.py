@@ -70,7 +70,11 @@ PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
         (True, {"exchange": "pigeon"}, "BalanceConfig: exchange must be one of all-to-all, all-gather, got 'pigeon'"),
         (True, {"lookahead": 0}, "BalanceConfig: lookahead must be at least 1, got 0"),
         (True, {"batch_size": 0}, "BalanceConfig: batch_size must be at least 1, got 0"),
-        (True, {"window": 9}, "a Balancer has windows of at most 8 steps, whose metadata it gathers at once, got window=9"),
+        (
+            True,
+            {"window": 9},
+            "a Balancer has windows of at most 8 steps, whose metadata it gathers at once, got window=9",
+        ),
         (
             False,
             {"lookahead": 3},
