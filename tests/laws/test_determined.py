@@ -48,7 +48,8 @@ def test_batches_follow_from_seed_and_position(data: Path, kind: str, way: str) 
 
 @pytest.mark.parametrize(("kind", "way"), cells(*BALANCED))
 def test_batches_of_a_balancer_follow_from_seed_and_position(ranks: RankPool, data: Path, kind: str, way: str) -> None:
-    check(ranks, data, Job(kind=kind, way=way, world_size=2), stop=3, ahead=1)
+    stop = 3 if way == "Balancer" else 2  # in the middle of a window
+    check(ranks, data, Job(kind=kind, way=way, world_size=2), stop=stop, ahead=1)
 
 
 @pytest.mark.parametrize(("kind", "way"), cells(*ALONE))

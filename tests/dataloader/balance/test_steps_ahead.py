@@ -25,8 +25,8 @@ class _Recorder:
 
     def start(self, steps: Sequence[Handle]) -> None:
         self.groups.append(len(steps))
-        planned: Future[None] = Future()
-        planned.set_result(None)
+        planned: Future[Sequence[Handle]] = Future()
+        planned.set_result(steps)
         for step in steps:
             step.group = planned
 
