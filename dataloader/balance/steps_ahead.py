@@ -99,14 +99,18 @@ class StepsAhead:
 
     def take(self) -> Handle:
         """Return the next step. Collective: every rank must call this."""
-        if len(self.started) >= self._config.lookahead and len(self._loaded) < self._next_group - 1:
+        if self._num_ahead >= self._config.lookahead and len(self._loaded) < self._next_group - 1:
             self._load_one()
-        while len(self.started) < self._config.lookahead or not self._ready:
-            if len(self.started) >= self._config.lookahead:
-                self.await_group()
-            else:
+        while (is_short := self._num_ahead < self._config.lookahead) or not self._ready:
+            if is_short:
                 self._load_one()
+            else:
+                self.await_group()
         return self._ready.popleft()
+
+    @property
+    def _num_ahead(self) -> int:
+        return len(self._ready) + sum(map(len, self._groups))
 
     @property
     def started(self) -> list[Handle]:
