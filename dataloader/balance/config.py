@@ -53,7 +53,7 @@ class BalanceConfig:
     """Each step has as many samples as fit `max_tokens_per_rank`, at most `batch_size` per rank, so the number of
     samples varies and the rest of the rows are padding. A sample that is longer than the limit raises or, with
     `on_overflow="warn"`, has a rank to itself, apart from samples without tokens. With `build_loader`, `drop_last`
-    leaves out a last step that has room for more samples."""
+    leaves out a last step that has room for more samples; a Balancer packs 8 loaded batches at a time."""
     window: Count = 1
     """Number of consecutive steps whose samples may change steps among themselves, so that fewer steps wait for a long
     sample; of a Balancer, at most 8, all of which are loaded first. 1: samples stay in their steps."""

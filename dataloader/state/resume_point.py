@@ -169,11 +169,11 @@ class OpenWindow(NamedTuple):
 
 
 class LeftPlaces(NamedTuple):
-    """What is left after a step of a window that a Balancer has in hand."""
+    """What is left after a step within a window."""
 
     window: OpenWindow
     places: Positions
-    """[n]: in the order of the iteration, ascending."""
+    """[n]: of the window, in the order of the iteration."""
     end: int
     """The place from which on everything is left."""
 
