@@ -219,6 +219,8 @@ class ElasticLoader(EpochPositions, Generic[Batch]):
         ConfigError: it has another sampler, another number of samples, or yields batches out of order.
     """
 
+    _can_skip = True
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         sampler: Any = loader.batch_sampler
         if not isinstance(sampler, ElasticSampler):

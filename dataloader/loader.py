@@ -106,6 +106,8 @@ class Loader(StepLoader[Batch]):
     plans between ranks; unpickling maps the same files.
     """
 
+    _can_skip = True
+
     def __init__(
         self,
         order: Order,

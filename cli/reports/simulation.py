@@ -20,8 +20,8 @@ from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, unbalanced, warm_up
-from evenrank.dataloader.balance.step_samples import assign_to_steps
+from evenrank.dataloader.balance.partition.strategies import Assignment, unbalanced, warm_up
+from evenrank.dataloader.balance.plan import assign_to_steps, plan_step
 from evenrank.datasets.distributions import DISTRIBUTIONS, Distribution, parse_distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
 from evenrank.datasets.store import open_store
@@ -120,7 +120,7 @@ def simulated_steps(
     """Draw steps and plan each; the arguments are those of `simulate`."""
     warm_up(balance.strategy, limits_tokens=balance.max_tokens_per_rank is not None)
     rng = np.random.default_rng((seed, world_size))
-    shape, options = (-1, world_size, batch_size), balance.partition_options
+    shape = (-1, world_size, batch_size)
     per_window = balance.window * world_size * batch_size
     for first in range(0, steps, balance.window):
         lengths = np.concatenate([source.draw(rng, world_size * batch_size) for _ in range(balance.window)])
@@ -134,11 +134,12 @@ def simulated_steps(
         places = np.arange(per_window)
         if balance.window > 1:
             num_steps = balance.window
-            places = assign_to_steps(costs_in_window, tokens, num_steps, world_size, balance, seed=seed, epoch=first)
+            step_of = assign_to_steps(costs_in_window, tokens, num_steps, world_size, balance, seed=seed, epoch=first)
+            places = np.argsort(step_of, kind="stable")
         seconds = (time.perf_counter() - start) / balance.window
         for order, loaded in zip(places.reshape(shape)[: steps - first], costs.reshape(shape), strict=False):
             start = time.perf_counter()
-            assignment = partition(costs[order], world_size, tokens=tokens[order], **options)
+            assignment = plan_step(costs[order], tokens[order], balance)
             plan_seconds = seconds + time.perf_counter() - start
             before = unbalanced(assignment.rank_of >= 0, padded=assignment.padded).loads(loaded)
             yield SimulatedStep(lengths[order], costs[order], tokens[order], assignment, before, plan_seconds)

@@ -20,22 +20,23 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import RankError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.settings import check_types
-from evenrank.dataloader.balance.config import BalanceConfig, timeout_of
+from evenrank.dataloader.balance.config import MAX_STEPS, BalanceConfig, timeout_of
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.exchange.exchange import warm_up as warm_up_exchange
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
-from evenrank.dataloader.balance.ranks.connection import Connection
+from evenrank.dataloader.balance.ranks.connection import Connection, check_process
 from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
-from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import StepPlanner
+from evenrank.dataloader.balance.step_samples import warm_up as warm_up_packing
 from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain
+from evenrank.dataloader.balance.steps_in_hand import MOST_IN_HAND
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
 from evenrank.dataloader.state.node import EpochNode
@@ -52,9 +53,10 @@ def _check(
     config.check(exchanges=True)
     warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None)
     warm_up_exchange()
-    source = LoaderAdapter(
-        batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + MAX_STEPS
-    )
+    if config.pack:
+        warm_up_packing()
+    ahead = config.lookahead + MAX_STEPS + (MOST_IN_HAND if config.makes_steps else 0)
+    source = LoaderAdapter(batches, config, rank=members.rank, world_size=members.world_size, ahead=ahead)
     exchange_device = make_device(device)
     observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
     settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
@@ -119,7 +121,11 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         )
 
     def __len__(self) -> int:
-        """Return the steps of the next epoch: the batches of the rank with the most. A TypeError without a length."""
+        """Return the steps of the next epoch: the batches of the rank with the most. A TypeError without a length.
+
+        Packed steps are not counted, because their number follows from samples that are not loaded.
+        """
+        self._source.check_counted()
         if self._num_more is None:
             raise TypeError("the loader has no length, on this rank or on another one")
         return (self._source.length() or 0) + self._num_more
@@ -141,8 +147,10 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._connection.check_open()
         if self._source.is_left():
             warn_of_rest(self._current.after_last)
+        if self._config.makes_steps:
+            self._connection.submit(self._planner.begin, self._source.begin())
         source = iter(self._source)
-        ahead = StepsAhead(lambda: self._load(source), self._start, self._config.lookahead)
+        ahead = StepsAhead(lambda: self._load(source), self._start, self._config, self._await_steps)
         launched: deque[Handle] = deque()
         try:
             launched.append(self.launch(ahead.take()))
@@ -157,6 +165,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         except GeneratorExit:
             # Other ranks may go on, and wait for samples, up to the next all-gather, which tells them.
             with contextlib.suppress(Exception):
+                while ahead.await_group():
+                    pass
                 for prepared in [handle.await_plan() for handle in ahead.started]:
                     if prepared is not None:
                         self._exchange.launch(prepared)  # and not awaited, because a rank may be in another collective
@@ -177,9 +187,12 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
 
-        `batch` is this rank's, on the CPU; None once it has no more. A ConfigError if the Balancer is closed.
+        `batch` is this rank's, on the CPU; None once it has no more. A ConfigError if the Balancer is closed, or makes
+        steps of several batches.
         """
         self._connection.check_open()
+        if self._config.makes_steps:
+            raise ConfigError("start() plans one step alone; iterate over the Balancer, or leave out window and pack")
         if batch is not None:
             self._source.is_bypassed = True
             batch = batch.clone()  # the caller may fill its buffers again before the background reads them
@@ -246,6 +259,18 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         else:
             self._connection.abort()
 
+    def _await_steps(self, loaded: Handle) -> Sequence[Handle]:
+        """Wait for the steps that those which were started with a loaded one have become."""
+        started = time.perf_counter()
+        with self._connection.watching():
+            check_process(loaded.process)
+            made = loaded.group.result()
+        for step in made:
+            step.group = loaded.group
+        for step in made[:1]:
+            step.waited_seconds += time.perf_counter() - started
+        return made
+
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()
         with self._connection.watching():
@@ -275,7 +300,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         """Return the batch of a step, after which `state_dict` returns the position after it."""
         batch, metrics = cast(Batch, handle.batch), handle.metrics
         SCALING.watch()
-        self._current.after_last = Position(batch.epoch, batch.position)
+        self._source.hand_out(Position(batch.epoch, batch.position), handle.remaining)
         if is_last:
             self._source.end_epoch()
         if self._observe is not None and metrics is not None:

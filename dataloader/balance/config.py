@@ -23,6 +23,9 @@ from evenrank.dataloader.balance.partition.strategies import (
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 EXCHANGES = ("all-to-all", "all-gather")
 
+MAX_STEPS = 8
+"""Steps whose metadata a Balancer gathers at once: an all-gather takes about as long for 8 as for one."""
+
 BALANCER, BUILD_LOADER = Only("Balancer"), Only("build_loader")
 
 
@@ -46,14 +49,14 @@ class BalanceConfig:
     are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys."""
     on_overflow: OnOverflow = "raise"
     """Where that limit cannot be kept: `raise` on all ranks, or `warn` and exceed it."""
-    pack: Annotated[bool, BUILD_LOADER, Needs("max_tokens_per_rank")] = False
-    """`build_loader` only. Each step has as many samples as fit `max_tokens_per_rank`, at most the loader's
-    `batch_size` per rank, so the number of samples varies and the rest of the rows are padding. A sample that is longer
-    than the limit raises or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens.
-    `drop_last` leaves out a last step that has room for more samples."""
-    window: Annotated[Count, BUILD_LOADER] = 1
-    """`build_loader` only. Number of consecutive steps whose samples may change steps among themselves, so that fewer
-    steps wait for a long sample. 1: samples stay in their steps."""
+    pack: Annotated[bool, Needs("max_tokens_per_rank")] = False
+    """Each step has as many samples as fit `max_tokens_per_rank`, at most `batch_size` per rank, so the number of
+    samples varies and the rest of the rows are padding. A sample that is longer than the limit raises or, with
+    `on_overflow="warn"`, has a rank to itself, apart from samples without tokens. With `build_loader`, `drop_last`
+    leaves out a last step that has room for more samples; a Balancer packs 8 loaded batches at a time."""
+    window: Count = 1
+    """Number of consecutive steps whose samples may change steps among themselves, so that fewer steps wait for a long
+    sample; of a Balancer, at most 8, all of which are loaded first. 1: samples stay in their steps."""
     compare_every: Annotated[int, Bounds(at_least=2)] | None = None
     """Steps from one that stays unbalanced to the next, at least 2, so that a running job can show what it gains;
     another one in each epoch. See `training.StepTimer`. None: all are balanced."""
@@ -105,6 +108,11 @@ class BalanceConfig:
         if self.strategy == "none" and (self.window > 1 or self.pack):
             option = "pack=True" if self.pack else f"window={self.window}"
             raise ConfigError(f"{option} needs a strategy that assigns samples to ranks, got 'none'; choose another")
+        if exchanges and self.window > MAX_STEPS:
+            raise ConfigError(
+                f"a Balancer has windows of at most {MAX_STEPS} steps, whose metadata it gathers at once, got "
+                f"window={self.window}; lower it, or pass balance to build_loader"
+            )
         if self.pack and self.window > 1:
             raise ConfigError(f"pack=True decides which samples a step has; leave out window={self.window}")
         if self.compare_every is not None and (self.max_tokens_per_rank is not None or self.window > 1):
@@ -151,6 +159,11 @@ class BalanceConfig:
         """The options of `partition`, by name."""
         names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow")
         return {name: getattr(self, name) for name in names} | {"padded": isinstance(self.cost, PaddedCost)}
+
+    @property
+    def makes_steps(self) -> bool:
+        """Whether a step may have samples of several loaded ones."""
+        return self.pack or self.window > 1
 
     def balances(self, epoch: int, step: int) -> bool:
         """Return whether a step is balanced: one in `compare_every` is not, another one in each epoch."""

@@ -18,8 +18,8 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows, unbalanced, warm_up
-from evenrank.dataloader.balance.step_samples import assign_to_steps
+from evenrank.dataloader.balance.partition.strategies import Assignment, real_rows, unbalanced, warm_up
+from evenrank.dataloader.balance.plan import assign_to_steps, in_rows, plan_step
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.collate.gather import SampleLengths
@@ -87,7 +87,7 @@ class LocalPlanner:
                     assignment,
                     costs=costs,
                     tokens=tokens,
-                    sample_bytes=_in_rows(sample_bytes(self._schema, of_step.lengths), is_real),
+                    sample_bytes=in_rows(sample_bytes(self._schema, of_step.lengths), is_real),
                     epoch=epoch,
                     step=step,
                     is_balanced=self._config.balances(epoch, step),
@@ -105,17 +105,19 @@ class LocalPlanner:
             is_real = real_rows(self._schema.batch_size, self._world_size, loaded)
             of_step, costs = np.split(costs, [int(loaded.sum())])
             home = unbalanced(is_real, padded=self._config.partition_options["padded"])
-            loads.append(home.loads(_in_rows(of_step, is_real)))
+            loads.append(home.loads(in_rows(of_step, is_real)))
         return loads
 
     def assign_to_steps(
         self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
     ) -> NDArray[np.int64]:
-        """Assign the samples of a window of full steps to its steps; see `step_samples.assign_to_steps`."""
+        """Return the indices of the samples of a window of full steps, step by step, ascending in each: int64 [n]."""
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
         world_size, config = self._world_size, self._config
         num_steps = num_samples // (world_size * self._schema.batch_size)
-        return assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, seed=seed, epoch=epoch)
+        options = {"seed": seed, "epoch": epoch}
+        step_of = assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, **options)
+        return np.argsort(step_of.astype(np.min_scalar_type(num_steps)), kind="stable")  # narrow ones are faster
 
     def fingerprint(self, samples: SampleLengths, num_loaded: NDArray[np.int64]) -> str:
         """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains on them.
@@ -149,16 +151,11 @@ class LocalPlanner:
         self, known: "_Known", num_loaded: NDArray[np.int64], epoch: int = 0, step: int = 0
     ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
-        config, world_size, batch_size = self._config, self._world_size, self._schema.batch_size
+        world_size, batch_size = self._world_size, self._schema.batch_size
         num_real = None if len(known.costs) == world_size * batch_size else num_loaded
         is_real = real_rows(batch_size, world_size, num_real)
-        costs, tokens = (_in_rows(values, is_real) for values in (known.costs, known.tokens))
-        # Where steps are packed, a sample that is longer than the limit has a rank to itself.
-        limit = config.max_tokens_per_rank
-        limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
-        assignment = partition(
-            costs, world_size, tokens=limited, num_real=num_real, **config.options_of_step(epoch, step)
-        )
+        costs, tokens = (in_rows(values, is_real) for values in (known.costs, known.tokens))
+        assignment = plan_step(costs, tokens, self._config, num_real=num_real, epoch=epoch, step=step)
         return assignment, costs, tokens, is_real
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
@@ -176,15 +173,6 @@ class _Known(NamedTuple):
     tokens: NDArray[np.int64]  # [n]
     loss_tokens: NDArray[np.int64]  # [n]
     lengths: NDArray[np.int64]  # [K, n], or [0, n] where nothing is measured
-
-
-def _in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the values [n] of samples as int64 [W, B], with zeros at padding; a view if there is none."""
-    if len(values) == is_real.size:
-        return values.reshape(is_real.shape)
-    in_rows = np.zeros(is_real.shape, dtype=np.int64)
-    in_rows[is_real] = values
-    return in_rows
 
 
 def _by_name(samples: SampleLengths) -> dict[str, NDArray[np.int64]]:

@@ -6,20 +6,27 @@ DataLoader over an ElasticSampler               its ElasticLoader's         its 
 state_dict(), such as StatefulDataLoader's      counted here                a snapshot, taken when it was pulled
 neither, such as DataLoader's                   counted here                an error, once it is asked for
 
+Within a window, or a packed step, of a loader whose rows do not tell their positions, the state is that before the
+loaded steps which are partly trained, and which of their rows are left. The next iteration loads these steps again.
+
 A loader that has moved on cannot tell an earlier state, so each batch is pulled with a snapshot, which is kept while
 the step is in flight and for `_KEPT_STEPS` more. It is pickled at once, because loaders may change the returned object,
 and encoded as text only when that state is asked for.
 """
 
+import base64
 import contextlib
 import copy
 import inspect
 import io
+import json
+import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, NamedTuple, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
@@ -27,11 +34,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
 from evenrank.core.rules import Bounds
+from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.dataloader.balance.steps_in_hand import Begin, Remaining
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
-from evenrank.dataloader.state.resume_point import CurrentPosition, Position, ResumePoint, Snapshots
+from evenrank.dataloader.state.resume_point import (
+    CurrentPosition,
+    LeftPlaces,
+    OpenWindow,
+    Position,
+    ResumePoint,
+    Snapshots,
+)
 from evenrank.dataloader.state.torchdata_nodes import BaseNode, Loader, batch_size_of, exact_length
 
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
@@ -39,10 +55,11 @@ _KEPT_STEPS = 16
 
 _FORMAT = StateFormat(
     owner="the Balancer",
-    version=3,
+    version=4,
     fields={
         "epoch": Epoch,
         "position": Annotated[int, Bounds(at_least=0, at_most=1 << 62)],  # to which an epoch's steps are added
+        "left": Text,  # see `_Left`
         "is_end": bool,
         "world_size": Natural,
         "ranks": Mapping,
@@ -57,6 +74,44 @@ _FORMAT_OF_RANK = StateFormat(
 )
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+_Saved = tuple[bool, bytes | str]
+"""Whether a rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint."""
+
+
+class _Left(NamedTuple):
+    """What a state has of steps that are made of several loaded ones."""
+
+    begin: Annotated[int, Bounds(at_least=0, at_most=1 << 62)]
+    """Position of the loader, before which nothing is left."""
+    num_steps: Natural
+    window: Natural
+    """0: steps are packed."""
+    shape: Sequence[Natural]
+    """Of these rows: [n, W, B]; empty: there are none."""
+    rows: str
+    """Which of the rows loaded from `begin` on are left: a bit each."""
+
+    @classmethod
+    def of(cls, remaining: Remaining, config: BalanceConfig) -> Self:
+        """Return what is saved of a step."""
+        untrained, window = remaining.untrained, 0 if config.pack else config.window
+        if untrained is None:
+            return cls(remaining.begin, 0, window, (), "")
+        rows = base64.b64encode(np.packbits(untrained).tobytes()).decode("ascii")
+        return cls(remaining.begin, remaining.num_steps, window, untrained.shape, rows)
+
+    def remaining(self, config: BalanceConfig | None) -> Remaining:
+        """Return what `of` was given; a StateError if it can only be trained with another config."""
+        if not self.shape:
+            return Remaining(self.begin, self.begin)
+        if config is None or not config.makes_steps or self.window != (0 if config.pack else config.window):
+            saved = f"window={self.window}" if self.window else "pack=True"
+            raise StateError(
+                f"the state is in the middle of steps that were made of several with {saved}; load it with that, or a "
+                "state of another step"
+            )
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(self.rows), dtype=np.uint8), count=math.prod(self.shape))
+        return Remaining(self.begin, self.begin, bits.astype(np.bool_).reshape(self.shape), self.num_steps)
 
 
 class _StatePickler(pickle.Pickler):
@@ -74,8 +129,17 @@ class LoaderAdapter(Generic[Batch]):
     `ahead` batches are pulled ahead of the one handed out last.
     """
 
-    def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        config: BalanceConfig | None = None,
+        *,
+        rank: int,
+        world_size: int,
+        ahead: int = 0,
+    ) -> None:
         check_batches(batches)
+        self._config = config
         self._batches: Any = batches
         self.batch_size = batch_size_of(batches)  # rows that a batch can have; 0 if the loader does not tell
         if isinstance(sampler := getattr(batches, "batch_sampler", None), KnowsPositions):
@@ -96,9 +160,18 @@ class LoaderAdapter(Generic[Batch]):
         self._has_loaded = False  # a state, since the latest iteration
         self.is_bypassed = False  # the caller of the Balancer supplies batches itself
         self._end: Position | None = None  # the last one of an epoch over all ranks, once it is known
-        # Whether this rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint.
-        self._snapshots: Snapshots[tuple[bool, bytes | str]] = Snapshots(_KEPT_STEPS, ahead)
+        self._snapshots: Snapshots[_Saved] = Snapshots(_KEPT_STEPS, ahead)
         self._state_at_start: dict[str, Any] | None = None  # of a loader with a position of its own
+        # Of steps that are made of several loaded ones: what is left after each and, if it is kept here, the state.
+        self._made: Snapshots[tuple[Remaining, _Saved | None]] | None = None
+        self._resumed: tuple[ResumePoint, Remaining] | None = None  # where the next iteration begins, if it is there
+        self._rows_follow = self._is_shared and getattr(self._batches, "rows_follow_positions", False)
+        self.current.left = None
+        if config is not None and config.makes_steps:
+            self._made = Snapshots(_KEPT_STEPS)
+            if self._rows_follow:
+                self.current.left = Snapshots(_KEPT_STEPS)
+                self.current.left.add(self.current.after_last, None)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the next epoch, which moves `current` on once they are handed out."""
@@ -165,13 +238,63 @@ class LoaderAdapter(Generic[Batch]):
         except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
             return None
 
+    def check_counted(self) -> None:
+        """Raise a TypeError if steps are packed, whose number nobody knows."""
+        if self._config is not None and self._config.pack:
+            raise TypeError("packed steps have as many samples as fit, so their number is known once these are loaded")
+
     def remaining_batches(self) -> int | None:
         """Return the number of batches of the next iteration; None if unknown."""
+        self.check_counted()
         if self._has_positions:
             remaining = getattr(self._batches, "remaining_batches", None)
-            return None if remaining is None else int(remaining())
-        length = self.length()
-        return None if length is None else max(length - self.current.next.position, 0)
+            of_loader = None if remaining is None else int(remaining())
+        else:
+            of_loader = self.length()
+            of_loader = None if of_loader is None else max(of_loader - self.current.next.position, 0)
+        resumed = self._resumed_here()
+        return of_loader if of_loader is None or resumed is None else of_loader - resumed.num_steps
+
+    def _resumed_here(self) -> Remaining | None:
+        """Return what is left of loaded steps in which the next iteration begins; None: it begins before a step."""
+        return self._resumed[1] if self._resumed is not None and self._resumed[0] is self.current.next else None
+
+    @property
+    def _samples_per_step(self) -> int:
+        return int(self.rank_invariants()["batch_size"]) * self._world_size
+
+    def begin(self) -> Begin:
+        """Return where the next iteration begins, if steps are made of several loaded ones."""
+        assert self._config is not None
+        assert self._made is not None
+        point, after, left = self.current.next, self.current.after_last, self._resumed_here()
+        trained = after.position if after.epoch == point.epoch else 0
+        if left is None:
+            of_point = trained if self._config.pack and not self._has_positions else point.position
+            self._made.add(Position(point.epoch, of_point), (Remaining(point.position, point.position), None))
+        return Begin(
+            position=point.position,
+            seed=self.current.seed,
+            trained=trained if self._config.pack and not self._has_positions else None,
+            resumed=left,
+            is_each_position=self._rows_follow,
+        )
+
+    def hand_out(self, after: Position, remaining: Remaining | None) -> None:
+        """Move to the position after a step that is handed out, and keep what is left of those that it is made of."""
+        self.current.after_last = after
+        if remaining is None or self._made is None:
+            return
+        saved = None
+        if self._has_state and not self._has_positions:
+            saved = self._snapshots.at(Position(after.epoch, remaining.begin))
+        self._made.add(after, (remaining, saved))
+        if self.current.left is not None:
+            left = None
+            if remaining.places is not None and self._config is not None:
+                shape = self._world_size, self._samples_per_step // self._world_size, self._config.window
+                left = LeftPlaces(OpenWindow(remaining.begin, *shape), remaining.places, remaining.end)
+            self.current.left.add(after, left)
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks; a loader of another world size is a ConfigError."""
@@ -186,6 +309,9 @@ class LoaderAdapter(Generic[Batch]):
 
     def start_next(self, *, skip_rest: bool) -> None:
         """Make `state_after` return where the next iteration begins; see `EpochNode`."""
+        if not skip_rest and self._resumed_here() is not None:
+            return
+        self._resumed = None
         if self._is_shared:
             self.current.start_next(skip_rest=skip_rest)
         elif self._has_positions:
@@ -215,7 +341,11 @@ class LoaderAdapter(Generic[Batch]):
         """Return the state after a batch that was handed out; None: the last one."""
         self._check_stateful()
         position = self.current.after_last if batch is None else Position(batch.epoch, batch.position)
-        if self._has_positions:
+        left, saved = Remaining(position.position, position.position), None
+        # A position that nothing was kept at is one that the loader was moved to.
+        if self._made is not None and (batch is not None or position in dict(self._made.entries)) and position.position:
+            left, saved = self._made.at(position, is_exact=True)
+        if self._has_positions and (left.untrained is None or left.places is not None):
             if batch is None and (self._is_shared or not position.position):
                 return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
             return cast(dict[str, Any], self._batches.state_dict(after=position))
@@ -224,15 +354,22 @@ class LoaderAdapter(Generic[Batch]):
                 "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
                 "state of the loader; save that yourself, or iterate over the Balancer"
             )
-        if not self._snapshots.entries:
-            self._take_snapshot(position)
-        has_ended, text = self._snapshots.at(position)
+        begin = Position(position.epoch, left.begin)
+        if saved is None and self._has_positions:
+            saved = False, self._pickled(self._batches.state_dict(after=begin))
+        elif saved is None:
+            if not self._snapshots.entries:
+                self._take_snapshot(begin)
+            saved = self._snapshots.at(begin)
+        has_ended, text = saved
         # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
         if isinstance(text, bytes):
             text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=has_ended, state=pickle.loads(text)))
+        is_plain = left.untrained is None and begin == position
         return _FORMAT.make(
             epoch=position.epoch,
             position=position.position,
+            left="" if is_plain or self._config is None else json.dumps(_Left.of(left, self._config)),
             is_end=position == self._end,
             world_size=self._world_size,
             ranks={str(self._rank): text},
@@ -241,12 +378,19 @@ class LoaderAdapter(Generic[Batch]):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue after the position of a state."""
         self._check_stateful()
-        if self._has_positions:
-            self._batches.load_state_dict(state)
-            self._state_at_start = None
+        if self._has_positions and not (isinstance(state, Mapping) and "ranks" in state):
+            self._state_at_start = self._resumed = None
+            if self.current.left is None or self._config is None:
+                self._batches.load_state_dict(state)
+            elif (window := self._batches.load_window(state, self._config.window)) is not None:
+                begin = self.current.next.position
+                num_steps = (self.current.after_last.position - begin) // self._samples_per_step
+                left = Remaining(begin, window.end, num_steps=num_steps, places=window.places)
+                self._resumed = self.current.next, left
             self._end = self.current.after_last  # if nothing is left of that epoch
             if not self._is_shared:
                 self.current.move_to(ResumePoint(epoch=getattr(self._batches, "epoch", 0)))
+            self._keep_loaded(self.current.after_last, Remaining(self.current.after_last.position, 0), None)
             return
         state = _FORMAT.check(state)
         saved = state["ranks"].get(str(self._rank))
@@ -262,6 +406,10 @@ class LoaderAdapter(Generic[Batch]):
         if of_rank["rank"] != self._rank:
             found = f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}"
             raise StateError(f"{found}; load an intact one")
+        position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
+        left = Remaining(position.position, position.position)
+        if state["left"]:
+            left = _Left(*json.loads(state["left"])).remaining(self._config)
         if getattr(self._batches, "_iter_for_state_dict", False):
             # torchdata's Loader has made an iterator for `state_dict`, and would iterate over that, ignoring the state.
             iter(self._batches)
@@ -269,12 +417,20 @@ class LoaderAdapter(Generic[Batch]):
             self._batches.load_state_dict(of_rank["state"])
         except Exception as error:  # the loader's own
             raise self._refused_state(error) from error
-        position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
-        self._has_loaded, self._has_ended, self._begun = True, has_ended and not is_end, None
-        self.current.move_to(ResumePoint(epoch=position.epoch, position=position.position), is_over=is_end)
+        if not self._has_positions:
+            self._has_loaded, self._has_ended, self._begun = True, has_ended and not is_end, None
+            self.current.move_to(ResumePoint(epoch=position.epoch, position=left.begin), is_over=is_end)
+            self._snapshots.entries.clear()
+            self._snapshots.add(Position(position.epoch, left.begin), (has_ended, saved))
+        self.current.after_last = position
         self._end = position if is_end else None
-        self._snapshots.entries.clear()
-        self._snapshots.add(position, (has_ended, saved))
+        self._resumed = None if left.untrained is None else (self.current.next, left)
+        self._keep_loaded(position, left, (has_ended, saved))
+
+    def _keep_loaded(self, position: Position, left: Remaining, saved: _Saved | None) -> None:
+        if self._made is not None:
+            self._made.entries.clear()
+            self._made.add(position, (left, saved))
 
     def _check_stateful(self) -> None:
         if not self._has_state:
@@ -285,9 +441,12 @@ class LoaderAdapter(Generic[Batch]):
 
     def _take_snapshot(self, position: Position, *, has_ended: bool = False) -> None:
         if self._has_state:
-            pickled = io.BytesIO()
-            _StatePickler(pickled, pickle.HIGHEST_PROTOCOL).dump(self._batches.state_dict())
-            self._snapshots.add(position, (has_ended, pickled.getvalue()))
+            self._snapshots.add(position, (has_ended, self._pickled(self._batches.state_dict())))
+
+    def _pickled(self, state: Any) -> bytes:
+        pickled = io.BytesIO()
+        _StatePickler(pickled, pickle.HIGHEST_PROTOCOL).dump(state)
+        return pickled.getvalue()
 
 
 def check_batches(batches: object) -> None:

@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,12 @@ from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
-from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balance.partition.strategies import real_rows, unbalanced
+from evenrank.dataloader.balance.plan import in_rows, plan_step
 from evenrank.dataloader.balance.ranks import agree, compared_steps, metadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
 from evenrank.dataloader.balance.steps_ahead import Handle
+from evenrank.dataloader.balance.steps_in_hand import Begin, MadeStep, StepsInHand
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import BatchSchema, schema_of
@@ -38,51 +40,50 @@ class StepPlanner:
     _: KW_ONLY
     config: BalanceConfig
     group: FailFastGroup  # over which metadata is gathered
-    prepare: Callable[[JaggedBatch, BatchSchema, NDArray[np.int32], NDArray[np.int64]], PreparedStep]
+    prepare: Callable[..., PreparedStep]  # see `Exchange.prepare`
     batch_size: int  # rows that a batch of this rank's loader can have; 0 if it does not tell
     is_measured: bool  # whether steps have metrics: they are only computed where somebody reads them
     _schema: BatchSchema | None = field(default=None, init=False)
+    _begin: Begin = field(default_factory=Begin, init=False)
+    _hand: StepsInHand | None = field(default=None, init=False)  # of windows and packed steps
+    _num_made: int = field(default=0, init=False)
 
-    def plan(self, steps: Sequence[Handle]) -> None:
+    def begin(self, begin: Begin) -> None:
+        """Begin an iteration."""
+        self._begin, self._hand, self._num_made = begin, None, 0
+
+    def plan(self, steps: Sequence[Handle]) -> Sequence[Handle]:
         """All-gather the metadata of steps, plan and prepare them. Collective: every rank must call this.
 
-        The first step that fails, and those after it, get its error: on every rank, a RankError or its own.
+        Returns the steps to hand out: these or, of windows and packed steps, those that are made of them. The first one
+        that fails, and those after it, have its error: on every rank, a RankError or its own.
         """
         started = time.perf_counter()
         if self._schema is None and (schema := self._common_schema(steps[0])) is not None:
             self._schema = schema
         if self._schema is None:
-            return
+            return steps
         known, errors = self._gather_metadata(self._schema, steps)
         gather_seconds = (time.perf_counter() - started) / len(steps)
-        are_in_step = not errors and compared_steps.are_in_step(known)
+        num_steps, error = _steps_to_plan(known, errors)
+        known = known[:num_steps]
+        if self.config.makes_steps:
+            return self._make(steps, self._schema, known, error, gather_seconds)
         plans: list[NDArray[np.int32]] = []
-        error: Exception | None = None
         failure: Exception | None = None
-        num_steps = 0
-        for index, of_step in enumerate(known):
-            if not are_in_step:
-                try:
-                    agree.raise_reported_errors([of_rank[index] for of_rank in errors if index < len(of_rank)])
-                    compared_steps.check_headers(of_step)
-                except RankError as raised:  # on all ranks
-                    error = raised
-                    break
-                if of_step["ended"].all():
-                    break
-            num_steps += 1
-            if failure is None:
-                try:
-                    plans.append(self._plan(steps[index], self._schema, of_step, gather_seconds))
-                except Exception as raised:  # reported to all ranks
-                    failure = raised
-        if num_steps:
-            known = known[:num_steps]
-            if differing := compared_steps.confirm(self.group, plans, failure, known, self.config.strategy):
-                num_steps, error = differing
+        for step, of_step in zip(steps, known, strict=False):
+            try:
+                plans.append(self._plan(step, self._schema, of_step, gather_seconds))
+            except Exception as raised:  # reported to all ranks
+                failure = raised
+                break
+        strategy = self.config.strategy
+        if num_steps and (differing := compared_steps.confirm(self.group, plans, failure, known, strategy)):
+            num_steps, error = differing
         if error is not None:
             for step in steps[num_steps:]:
                 step.error = error
+        return steps
 
     def _plan(
         self, step: Handle, schema: BatchSchema, known: metadata.StepMetadata, gather_seconds: float
@@ -92,17 +93,12 @@ class StepPlanner:
         epoch, number = metadata.common_word(known, "epoch"), metadata.common_word(known, "step")
         names = ("costs", "tokens", "lengths")
         costs, tokens, lengths = (np.ascontiguousarray(known[name], dtype=np.int64) for name in names)
-        batch = step.loaded
-        if batch is None:
-            position = metadata.common_word(known, "position")
-            batch = empty_batch(schema).replace(epoch=epoch, step=number, position=position)
-        options = self.config.options_of_step(epoch, number)
-        assignment = partition(costs, len(costs), tokens=tokens, num_real=known["num_real"], **options)
-        step.prepared = self.prepare(batch, schema, assignment.rank_of, lengths)
+        batch = _own_batch(step, schema, known)
+        assignment = plan_step(costs, tokens, self.config, num_real=known["num_real"], epoch=epoch, step=number)
+        step.prepared = self.prepare([batch], schema, assignment.rank_of, lengths)
         plan_seconds = time.perf_counter() - started
         if self.is_measured:
-            by_key = lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
-            num_bytes = sample_bytes(schema, by_key).reshape(costs.shape)
+            num_bytes = sample_bytes(schema, _by_key(lengths)).reshape(costs.shape)
             step.metrics = measure_step(
                 assignment,
                 costs=costs,
@@ -115,6 +111,94 @@ class StepPlanner:
                 plan_seconds=plan_seconds,
             )
         return assignment.rank_of
+
+    def _make(
+        self,
+        loaded: Sequence[Handle],
+        schema: BatchSchema,
+        known: metadata.StepMetadata,
+        error: Exception | None,
+        gather_seconds: float,
+    ) -> Sequence[Handle]:
+        """Make steps of loaded ones, [n, W], after which `error` comes; see `plan`."""
+        num_steps, is_last = len(known), len(known) < len(loaded)
+        if (hand := self._hand) is None:
+            hand = self._hand = StepsInHand(self.config, schema.batch_size, self._begin)
+        first = known[:1] if num_steps or hand.known is None else hand.known[:1]
+        made: list[Handle] = []
+        plans: list[NDArray[np.int32]] = []
+        failure: Exception | None = None
+        try:
+            if num_steps:
+                own = zip(loaded, known, strict=False)
+                hand.add(known, [_own_batch(step, schema, of_step) for step, of_step in own])
+            started = time.perf_counter()
+            if steps := hand.make(is_last=is_last):
+                values = _InHand.of(hand)
+                seconds = (time.perf_counter() - started) / len(steps)
+                for step in steps:
+                    made.append(handle := Handle(None, remaining=step.remaining))
+                    plans.append(self._plan_made(handle, step, schema, values, gather_seconds, seconds))
+            hand.drop()
+        except Exception as raised:  # reported to all ranks
+            failure = raised
+        following = loaded[num_steps:]
+        if len(first):
+            # One plan of all these steps, because a rank that failed may not know how many there are.
+            of_all = (
+                [] if failure is not None else [np.concatenate([np.empty(0, dtype=np.int32), *map(np.ravel, plans)])]
+            )
+            if differing := compared_steps.confirm(self.group, of_all, failure, first, self.config.strategy):
+                _, error = differing
+                made, following = [], following or [Handle(None)]
+        if error is not None:
+            for failed in following:
+                failed.error = error
+        return [*made, *following]
+
+    def _plan_made(
+        self,
+        handle: Handle,
+        step: MadeStep,
+        schema: BatchSchema,
+        values: "_InHand",
+        gather_seconds: float,
+        seconds: float,
+    ) -> NDArray[np.int32]:
+        """Plan and prepare a step that is made of loaded ones; see `_plan`."""
+        started = time.perf_counter()
+        of_loaded, rows, world_size = values.known[step.loaded], step.rows, len(values.costs)
+        # The order of rows is that of the ranks that have loaded them, so most count as loaded by their own rank.
+        counts = np.diff(np.arange(world_size + 1) * len(rows) // world_size)
+        is_real = real_rows(schema.batch_size, world_size, counts)
+        costs, tokens = (in_rows(of_rows.reshape(-1)[rows], is_real) for of_rows in (values.costs, values.tokens))
+        assignment = plan_step(costs, tokens, self.config, num_real=counts)
+        rank_of = np.full(values.costs.shape, -1, dtype=np.int32)
+        rank_of.reshape(-1)[rows] = trained_by = assignment.rank_of[is_real]
+        place = {"epoch": metadata.common_word(of_loaded, "epoch"), "step": self._num_made}
+        fields = {**place, "position": step.position, "plan_hash": metadata.common_word(of_loaded, "plan_hash") or None}
+        handle.prepared = self.prepare(values.batches, schema, rank_of, values.lengths, **fields)
+        self._num_made += 1
+        plan_seconds = seconds + time.perf_counter() - started
+        if self.is_measured:
+            home = rows // values.costs.shape[1]
+            of_samples = sample_bytes(schema, _by_key(values.lengths)[:, rows])
+            metrics = measure_step(
+                assignment,
+                costs=costs,
+                tokens=tokens,
+                sample_bytes=in_rows(of_samples, is_real),
+                moved=in_rows((trained_by != home).astype(np.int64), is_real) > 0,
+                **place,
+                gather_seconds=gather_seconds,
+                plan_seconds=plan_seconds,
+            )
+            if not self.config.pack:  # else it was not loaded as a step
+                is_loaded = real_rows(schema.batch_size, world_size, of_loaded["num_real"])
+                before = unbalanced(is_loaded, padded=assignment.padded).loads(of_loaded["costs"])
+                metrics = dataclasses.replace(metrics, before=before)
+            handle.metrics = metrics
+        return rank_of
 
     def _common_schema(self, first: Handle) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
@@ -157,6 +241,57 @@ class StepPlanner:
         if not known[0]["status"].any() and (known[0]["loader_hash"] != loader_hash).any():
             agree.check_settings(metadata.all_gather_objects(self.group, invariants))
         return known, errors
+
+
+class _InHand(NamedTuple):
+    """The rows of all ranks in n loaded steps."""
+
+    known: metadata.StepMetadata  # [n, W]
+    batches: Sequence[JaggedBatch]  # [n], of this rank
+    costs: NDArray[np.int64]  # [W, n * B], as tokens
+    tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # [W, K, n * B]
+
+    @classmethod
+    def of(cls, hand: StepsInHand) -> "_InHand":
+        known = hand.known
+        assert known is not None
+        world_size = known.shape[1]
+        costs, tokens = (
+            known[name].transpose(1, 0, 2).reshape(world_size, -1).astype(np.int64) for name in ("costs", "tokens")
+        )
+        lengths = known["lengths"].transpose(1, 2, 0, 3).astype(np.int64)
+        return cls(known, hand.batches, costs, tokens, lengths.reshape(*lengths.shape[:2], -1))
+
+
+def _steps_to_plan(
+    known: metadata.StepMetadata, errors: Sequence[Sequence[str | None]]
+) -> tuple[int, Exception | None]:
+    """Return how many of n started steps, [n, W], can be planned, and the error of the next one, if it has one."""
+    if not errors and compared_steps.are_in_step(known):
+        return len(known), None
+    for index, of_step in enumerate(known):
+        try:
+            agree.raise_reported_errors([of_rank[index] for of_rank in errors if index < len(of_rank)])
+            compared_steps.check_headers(of_step)
+        except RankError as raised:  # on all ranks
+            return index, raised
+        if of_step["ended"].all():
+            return index, None
+    return len(known), None
+
+
+def _own_batch(step: Handle, schema: BatchSchema, known: metadata.StepMetadata) -> JaggedBatch:
+    """Return this rank's batch of a step that some rank has a batch of."""
+    if step.loaded is not None:
+        return step.loaded
+    place = {name: metadata.common_word(known, name) for name in ("epoch", "step", "position")}
+    return empty_batch(schema).replace(**place)
+
+
+def _by_key(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return lengths [W, K, rows] as [K, W * rows]."""
+    return lengths.transpose(1, 0, 2).reshape(lengths.shape[1], -1)
 
 
 def read_steps(

@@ -19,21 +19,7 @@ world_size = 2, batch_size = 3, max_tokens = 10
 The first step could take the 2 as well, as 6 4 and 5 3 2, but whether any assignment fits is bin packing, which is
 NP-hard. A step takes one sort of its samples, and O(n log W) for each of the few prefixes that are tried.
 
-Windows of several steps whose samples may change steps, so that an epoch waits less for its heaviest ranks.
-
-A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains on it. So the
-samples of the S steps of a window are assigned to these steps before each is balanced over its W ranks:
-
-1. The partition assigns them to S * W bins, as if these were the ranks of one step.
-2. The W heaviest bins go to one step, the next W to another, and so on: a step waits for its heaviest bin, so heavy
-   bins are together. Bins of about equal load are mixed, so that steps differ by chance alone.
-3. The steps come in a random order, so that no window begins with its heaviest step.
-
-W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has a rank with a load of 10. As a window,
-one step has the loads 10 10, the other one 2 2.
-
-Where samples are padded to the longest of their rank, the most expensive sample of a step sets its time. Then samples
-are sorted by cost and steps get neighbours, for which the sum of the steps' largest costs is the least possible.
+Windows of several steps whose samples may change steps, so that an epoch waits less for its heaviest ranks; see `plan`.
 """
 
 import warnings
@@ -46,19 +32,15 @@ from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt_with_room
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
-from evenrank.dataloader.balance.partition.strategies import OnOverflow, TokenLimitWarning, partition
-from evenrank.datasets.order import SampleOrder, StepSchedule, permute
+from evenrank.dataloader.balance.partition.strategies import OnOverflow, TokenLimitWarning
+from evenrank.datasets.order import SampleOrder, StepSchedule
 
 # Samples whose tokens are in memory at a time. Those after the last step of a block are read again with the next one.
 _SAMPLES_PER_BLOCK = 1 << 18
 _STEPS_PER_BLOCK = 8  # at least
 _MAX_TOTAL = 1 << 62  # of int64, so that one more sample does not overflow
-# Loads count as equal within this fraction of their mean. A step with bins of 0.99 to 1.01 times the mean waits 1 % for
-# the heaviest; sorting also within that would group samples by length: LPT fills bins with one long sample first.
-_EQUAL_WITHIN = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -139,6 +121,19 @@ def pack(
         ends.append(first + ends_in_block)
         first = num_samples if is_last else int(ends[-1][-1])
     return PackedSchedule(world_size=world_size, start=start, ends=np.concatenate(ends))
+
+
+def pack_in_hand(
+    tokens: NDArray[np.int64], world_size: int, batch_size: int, max_tokens: int, *, is_last: bool
+) -> NDArray[np.int64]:
+    """Return the end of each step of the samples in hand, of which more may follow unless `is_last`; see `pack`."""
+    ends, _ = _pack_block(tokens, world_size, batch_size, min(max_tokens, _MAX_TOTAL // world_size), is_last)
+    return ends
+
+
+def warm_up() -> None:
+    """Call the compiled functions of packing once, with its dtypes; see that of `partition`."""
+    pack_in_hand(np.array([1, 2, 3]), 2, 2, 3, is_last=True)
 
 
 @compiled
@@ -257,41 +252,3 @@ class WindowedOrder:
     def fingerprint(self) -> tuple[object, ...]:
         """Return everything that the order depends on, besides seed, epoch and costs."""
         return (*self.underlying.fingerprint(), "windows", self.windows)
-
-
-def assign_to_steps(
-    costs: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    num_steps: int,
-    world_size: int,
-    config: BalanceConfig,
-    *,
-    seed: int,
-    epoch: int,
-) -> NDArray[np.int64]:
-    """Return the indices of the n samples of a window, step by step, ascending in each: int64 [n].
-
-    `costs` and `tokens` are int64 [n] for full steps. Each window needs another seed.
-    """
-    order_of_steps = _shuffled(num_steps, seed=seed, epoch=2 * epoch + 1)
-    if config.partition_options["padded"]:
-        step_of = np.empty(len(costs), dtype=np.min_scalar_type(num_steps))
-        step_of[np.argsort(-costs, kind="stable")] = np.repeat(order_of_steps, len(costs) // num_steps)
-        return np.argsort(step_of, kind="stable")
-    num_bins = num_steps * world_size
-    # Nothing moves between ranks here, so tokens matter for the limit alone.
-    limited = None if config.max_tokens_per_rank is None else tokens
-    bins = partition(costs, num_bins, tokens=limited, **config.partition_options)
-    loads = bins.loads(costs)
-    mean = max(int(loads.sum()) // num_bins, 1)  # of integers: their sum does not depend on the order of adding
-    rounded = np.rint(loads / mean / _EQUAL_WITHIN)
-    by_chance = _shuffled(num_bins, seed=seed, epoch=2 * epoch)
-    by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
-    step_of_bin = np.empty(num_bins, dtype=np.min_scalar_type(num_steps))  # narrow integers are sorted faster
-    step_of_bin[by_load] = np.repeat(order_of_steps, world_size)
-    return np.argsort(step_of_bin[bins.rank_of.reshape(-1)], kind="stable")
-
-
-def _shuffled(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    # Of a few elements alone, `permute` yields some orders more often than others.
-    return np.argsort(permute(np.arange(count), 1 << 62, seed=seed, epoch=epoch))

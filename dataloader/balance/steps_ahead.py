@@ -8,6 +8,9 @@ ahead of it, one for each step that is handed out, and a step is started with th
     step 1            2 3                  2, 3
     step 3            4 .. 7               4 .. 7
     step 9            8 .. 15              8 .. 15, and so on in groups of 8
+
+Windows are groups of `window` steps, and packed steps are made of groups of 8. Which steps become of such a group is
+known once it is planned, so this is awaited when no other step is left.
 """
 
 import contextlib
@@ -19,10 +22,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.config import MAX_STEPS, BalanceConfig
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep, StepInFlight
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.connection import check_process
-from evenrank.dataloader.balance.ranks.metadata import MAX_STEPS
+from evenrank.dataloader.balance.steps_in_hand import Remaining
 from evenrank.dataloader.batches.batch import JaggedBatch
 
 State = Literal["started", "launched", "finished"]
@@ -38,8 +42,10 @@ class Handle:
     """What the loader has raised instead or, once the step is planned, what it ends with."""
     _: KW_ONLY
     state: State = "started"
-    group: Future[None] = field(init=False, repr=False)
-    """Once it is started: done once all steps that were started with it are planned, in the background."""
+    group: "Future[Sequence[Handle]]" = field(init=False, repr=False)
+    """Once it is started: the steps that all which were started with it have become, planned in the background."""
+    remaining: Remaining | None = None
+    """What is left after it, if it is made of several loaded steps."""
     prepared: PreparedStep | None = None
     """The exchange, ready to be launched, once it is planned; None if no rank has batches left."""
     metrics: StepMetrics | None = None
@@ -70,33 +76,69 @@ class Handle:
 
 
 class StepsAhead:
-    """The steps of an iteration, in order, of which `lookahead` are started ahead of the one that is taken."""
+    """The steps of an iteration, in order, of which `lookahead` are started ahead of the one that is taken.
 
-    def __init__(self, load: Callable[[], Handle], start: Callable[[Sequence[Handle]], None], lookahead: int) -> None:
+    `await_steps` returns what the steps of a group have become, where they make others.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Handle],
+        start: Callable[[Sequence[Handle]], None],
+        config: BalanceConfig,
+        await_steps: Callable[[Handle], Sequence[Handle]],
+    ) -> None:
         self._load = load
         self._start = start
-        self._lookahead = lookahead
+        self._config = config
+        self._await_steps = await_steps
         self._loaded: list[Handle] = []
         self._num_started = 0
-        self.started: deque[Handle] = deque()
+        self._ready: deque[Handle] = deque()
+        self._groups: deque[list[Handle]] = deque()  # started, of which steps are made
 
     def take(self) -> Handle:
         """Return the next step. Collective: every rank must call this."""
-        if len(self.started) >= self._lookahead and len(self._loaded) < self._next_group - 1:
+        if self._num_ahead >= self._config.lookahead and len(self._loaded) < self._next_group - 1:
             self._load_one()
-        while len(self.started) < self._lookahead:
-            self._load_one()
-        return self.started.popleft()
+        while (is_short := self._num_ahead < self._config.lookahead) or not self._ready:
+            if is_short:
+                self._load_one()
+            else:
+                self.await_group()
+        return self._ready.popleft()
+
+    @property
+    def _num_ahead(self) -> int:
+        return len(self._ready) + sum(map(len, self._groups))
+
+    @property
+    def started(self) -> list[Handle]:
+        """The steps that are not taken yet; of groups that are not awaited, those that were loaded."""
+        return [*self._ready, *(step for group in self._groups for step in group)]
+
+    def await_group(self) -> bool:
+        """Wait for what the next group has become; return whether there was one."""
+        if not self._groups:
+            return False
+        self._ready.extend(self._await_steps(self._groups[0][0]))
+        self._groups.popleft()
+        return True
 
     @property
     def _next_group(self) -> int:
+        if self._config.makes_steps:
+            return MAX_STEPS if self._config.pack else self._config.window
         return min(max(self._num_started, 1), MAX_STEPS)
 
     def _load_one(self) -> None:
         self._loaded.append(self._load())
         if len(self._loaded) == self._next_group:
             self._start(self._loaded)
-            self.started.extend(self._loaded)
+            if self._config.makes_steps:
+                self._groups.append(self._loaded)
+            else:
+                self._ready.extend(self._loaded)
             self._num_started += len(self._loaded)
             self._loaded = []
 

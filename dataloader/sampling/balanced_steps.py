@@ -15,7 +15,7 @@ from evenrank.dataloader.balance.no_exchange import LocalPlanner
 from evenrank.dataloader.balance.step_samples import PackedSchedule, WindowedOrder, Windows, clip_tokens, pack
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
-from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SkippedSamples
+from evenrank.dataloader.state.resume_point import LeftPlaces, OpenWindow, ResumePoint, SkippedSamples
 from evenrank.datasets.order import SampleOrder, derive_seed
 
 Value = TypeVar("Value")
@@ -177,11 +177,9 @@ class WindowedStepSampler(BalancedStepSampler):
         first, end = windowed.windows.bounds(position)
         if position == first:
             return super().skipped(order, point, position, seed=seed)
-        before = super().skipped(order, point, first, seed=seed).pending
-        window = OpenWindow(first, self._shape.world_size, self._shape.batch_size, self._balance.window, before)
-        in_window = windowed.positions(np.arange(position, end), seed=seed, epoch=point.epoch)
-        after_window = np.arange(end, max(end, point.frontier))
-        return SkippedSamples(np.sort(point.positions(np.concatenate([in_window, after_window]))), window)
+        window = OpenWindow(first, self._shape.world_size, self._shape.batch_size, self._balance.window)
+        places = windowed.positions(np.arange(position, end), seed=seed, epoch=point.epoch)
+        return LeftPlaces(window, places, end).skipped(point, super().skipped(order, point, first, seed=seed))
 
     def resume(self, order: SampleOrder, after: ResumePoint, skipped: SkippedSamples, *, seed: int) -> ResumePoint:
         """Return where to go on: within the window of a saved position, if this sampler assigns it in the same way."""

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.rules import Bounds, Seed
@@ -21,6 +21,7 @@ from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
     CurrentPosition,
+    LeftPlaces,
     Position,
     ResumePoint,
     SkippedSamples,
@@ -89,6 +90,7 @@ class EpochPositions(HasRankInvariants):
     _begun: dict[int, ResumePoint]  # by epoch, where its latest iteration began within it
     _plan_check: PlanCheck | None  # None: not balanced
     _observe: Callable[[StepMetrics], None] | None
+    _can_skip: ClassVar = False  # whether an iteration can begin with any positions
     _left_out: Mapping[str, int] = MappingProxyType({})
 
     def _set_up(
@@ -136,6 +138,14 @@ class EpochPositions(HasRankInvariants):
 
     def _go_to(self, position: Position, place: str) -> None:
         """Go to a place before the position moves there; a StateError if it is none."""
+
+    @property
+    def rows_follow_positions(self) -> bool:
+        """Whether samples have the positions of a step rank by rank, row by row, and can be loaded from any on.
+
+        Not where ranks balance alone.
+        """
+        return self._can_skip and self._plan_check is None
 
     @property
     def num_samples(self) -> int:
@@ -194,6 +204,30 @@ class EpochPositions(HasRankInvariants):
         self._current.seed = seed
         self._begun[point.epoch] = point
         self._current.move_to(point, is_over=is_over)
+
+    def load_window(self, state: Mapping[str, Any], num_steps: int) -> LeftPlaces | None:
+        """Load a state and, if it is within a window of `num_steps` steps as these, go to its begin.
+
+        Returns what is left of that window, for a Balancer, which then makes its steps again.
+        """
+        self.load_state_dict(state)
+        epoch, position = state["epoch"], state["position"]
+        pending, window = SkippedSamples.from_text(
+            state["pending"], position=position, num_samples=state["num_samples"]
+        )
+        world_size, batch_size = (self.rank_invariants()[name] for name in ("world_size", "batch_size"))
+        if pending is None or window is None or self._current.left is None:
+            return None
+        is_as_here = (world_size, batch_size, num_steps) == (window.world_size, window.batch_size, window.steps)
+        if not is_as_here or (position - window.start) % (world_size * batch_size):
+            return None
+        point = ResumePoint(epoch=epoch, start=window.start, position=window.start, pending=window.pending)
+        left = LeftPlaces(window, point.places(pending), position + len(pending))
+        self._begun[epoch] = point
+        self._current.move_to(point)
+        self._current.after_last = Position(epoch, position)
+        self._current.left.add(self._current.after_last, left)
+        return left
 
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
@@ -284,13 +318,18 @@ class EpochPositions(HasRankInvariants):
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)
         samples, seed = self._samples_of(epoch), self._current.seed
+        left = self._current.left_after(Position(epoch, position))
+        first = position if left is None else left.window.start
+        skipped = samples.sampler.skipped(samples.order, point, first, seed=seed)
+        if left is not None:
+            skipped = left.skipped(point, skipped)
         return _FORMAT.make(
             epoch=epoch,
             position=position,
             seed=seed,
             num_samples=samples.order.num_samples,
             fingerprint=samples.fingerprint,
-            pending=samples.sampler.skipped(samples.order, point, position, seed=seed).to_text(),
+            pending=skipped.to_text(),
             place=self._place(Position(epoch, position)),
             **self._meaning,
         )

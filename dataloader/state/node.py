@@ -48,7 +48,8 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
             self._start_next(skip_rest=self._current.next is self._reset_to)
             return
         self.load_state_dict(initial_state)
-        self._reset_to = self._current.next if self._current.next.position else None
+        after, following = self._current.after_last, self._current.next
+        self._reset_to = following if after.position and following.epoch == after.epoch else None
         if self._current.next.epoch > initial_state.get("epoch", math.inf):  # nothing is left of that epoch
             self._epoch_iterator = iter(())
 

@@ -68,6 +68,13 @@ class ResumePoint:
         positions[is_pending] = self.pending[places[is_pending] - self.start]
         return positions
 
+    def places(self, positions: Positions) -> Positions:
+        """Return where these positions, each of which is still to come, are in that order: int64 of the same shape."""
+        if self.pending is None:
+            return positions
+        places = self.start + np.searchsorted(self.pending, positions)
+        return np.where(positions < self.frontier, places, positions)
+
 
 class Position(NamedTuple):
     """The position after a batch."""
@@ -83,7 +90,14 @@ class CurrentPosition:
         self.seed = seed  # of the order of samples, or that of a loaded state
         self.next = ResumePoint()  # where the next iteration begins
         self.after_last = Position(0, 0)  # after the batch that was handed out last
+        self.left: Snapshots[LeftPlaces | None] | None = None  # after steps of a Balancer's windows
         self._has_epochs = has_epochs
+
+    def left_after(self, position: Position) -> "LeftPlaces | None":
+        """Return what is left before a position that was handed out; None: nothing but what the iteration skips."""
+        if self.left is None or not position.position:
+            return None
+        return self.left.at(position, is_exact=True)
 
     def after(self, batch: "JaggedBatch | Position | None") -> Position:
         """Return the position after a batch that was handed out; None: the last one."""
@@ -98,6 +112,8 @@ class CurrentPosition:
     def move_to(self, point: ResumePoint, *, is_over: bool = False) -> None:
         """Move to a point, where the next iteration begins, unless nothing is left of that epoch."""
         self.after_last = Position(point.epoch, point.position)
+        if self.left is not None:
+            self.left.add(self.after_last, None)
         self.next = ResumePoint(epoch=point.epoch + 1) if is_over else point
 
     def start_next(self, *, skip_rest: bool) -> None:
@@ -141,6 +157,22 @@ class OpenWindow(NamedTuple):
     steps: int
     pending: Positions | None = None
     """`ResumePoint.pending` at the beginning of the window."""
+
+
+class LeftPlaces(NamedTuple):
+    """What is left after a step within a window."""
+
+    window: OpenWindow
+    places: Positions
+    """[n]: of the window, in the order of the iteration."""
+    end: int
+    """The place from which on everything is left."""
+
+    def skipped(self, point: ResumePoint, before: "SkippedSamples") -> "SkippedSamples":
+        """Return the samples skipped, of an iteration from `point` on; `before` are those before the window."""
+        after_window = np.arange(self.end, max(self.end, point.frontier))
+        pending = np.sort(point.positions(np.concatenate([self.places, after_window])))
+        return SkippedSamples(pending, self.window._replace(pending=before.pending))
 
 
 class SkippedSamples(NamedTuple):
@@ -221,10 +253,11 @@ class Snapshots(Generic[Value]):
             self.entries.pop()
         self.entries.append((position, value))
 
-    def at(self, position: Position) -> Value:
+    def at(self, position: Position, *, is_exact: bool = False) -> Value:
         """Return the snapshot at a position or, if this rank ran out of data before the others, at its end."""
         for known, value in reversed(self.entries):
-            if known.epoch == position.epoch and known.position <= position.position:
+            is_before = known.epoch == position.epoch and known.position <= position.position
+            if known == position or (is_before and not is_exact):
                 return value
         raise StateError(
             f"the state after position {position.position} of epoch {position.epoch} is no longer known; call "

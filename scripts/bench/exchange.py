@@ -89,10 +89,10 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
     planned: list[PlannedBatch] = []
 
     def prepare(
-        batch: Any, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
+        batches: Any, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
     ) -> PreparedStep:
-        prepared = on_cpu.prepare(batch, schema, rank_of, lengths)
-        planned.append(PlannedBatch(batch, schema, rank_of, lengths, prepared.layout))
+        prepared = on_cpu.prepare(batches, schema, rank_of, lengths)
+        planned.append(PlannedBatch(batches[0], schema, rank_of, lengths, prepared.layout))
         return prepared
 
     planner = StepPlanner(
@@ -178,7 +178,7 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     for name in EXCHANGES:
         upload_once: Any = UploadOnce(exchange_device)
         exchange = Exchange(name, group, upload_once, rank=dist.get_rank())
-        prepared = [exchange.prepare(*plan[:-1]) for plan in plans]
+        prepared = [exchange.prepare([plan.batch], *plan[1:-1]) for plan in plans]
         for step in prepared:  # uploads all batches
             exchange.finish(exchange.launch(step))
         if name == "all-to-all":

@@ -92,7 +92,11 @@ WAYS: dict[str, Mapping[str, Any] | None] = {
     "packed": {"pack": True},
     "window": {"window": 3},
     "Balancer": {"lookahead": 3},
+    "Balancer, window": {"lookahead": 2, "window": 3},
+    "Balancer, packed": {"lookahead": 3, "pack": True},
 }
+ALONE = ("plain", "alone", "packed", "window")
+BALANCED = ("Balancer", "Balancer, window", "Balancer, packed")
 
 _READ_FIRST = "lengths are known once rows are read, on the rank that reads them"
 # What a kind does not have, and why. All others of KINDS x WAYS, and of what laws ask for, are there.
@@ -100,6 +104,12 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     **{("stream", way): _READ_FIRST for way in ("alone", "packed", "window")},
     **{("log", way): _READ_FIRST for way in ("alone", "packed", "window")},
     **{("random", way): "samples are drawn for a rank" for way in ("alone", "packed", "window")},
+    **{
+        (kind, f"{way} other shapes"): "rows that are no samples are padding, so the others do not tell their positions"
+        for kind in ("stream", "log", "random")
+        for way in ("Balancer, window", "Balancer, packed")
+    },
+    ("stream", "Balancer, packed"): "its positions count steps",
     ("log", "epochs"): "a log is iterated over once",
     ("random", "other shapes"): "an epoch has a number of batches per rank, of a size",
     ("random", "drop_last"): "there is no step that is not full of what it draws",
@@ -136,12 +146,12 @@ def balance_of(job: Job) -> BalanceConfig | None:
     """Return how the steps of a job are balanced; None: they are not."""
     if (options := WAYS[job.way]) is None:
         return None
-    cost: Any = making.FailingCost() if job.fault == "cost" and job.is_faulty else item_tokens
-    of_job: dict[str, dict[str, Any]] = {
-        "Balancer": {"exchange": job.exchange},
-        "packed": {"max_tokens_per_rank": KINDS[job.kind].max_tokens},
-    }
-    return BalanceConfig(cost=cost, **options, **of_job.get(job.way, {}))
+    calls = 0 if job.way in BALANCED[1:] else 2  # which are of many steps
+    cost: Any = making.FailingCost(calls) if job.fault == "cost" and job.is_faulty else item_tokens
+    of_job: dict[str, Any] = {"exchange": job.exchange} if job.way in BALANCED else {}
+    if "pack" in options:
+        of_job["max_tokens_per_rank"] = KINDS[job.kind].max_tokens
+    return BalanceConfig(cost=cost, **options, **of_job)
 
 
 def make(data: Path, job: Job) -> Any:
@@ -149,7 +159,7 @@ def make(data: Path, job: Job) -> Any:
     if job.fault == "seed" and job.is_faulty:
         job = replace(job, seed=job.seed + 1)
     make_kind, balance = KINDS[job.kind].make, balance_of(job)
-    if job.way == "Balancer":
+    if job.way in BALANCED:
         assert balance is not None
         return Balancer(make_kind(data, job, None), balance)
     return make_kind(data, job, balance)

@@ -181,19 +181,19 @@ def elastic(_: Path, job: Job, balance: Any) -> Any:
         collate = _Transformed(transform)
     workers: dict[str, Any] = {"num_workers": job.workers, "persistent_workers": job.keeps_workers}
     loader = DataLoader(own, batch_sampler=sampler, collate_fn=collate, **workers)
-    return loader if job.way == "Balancer" else ElasticLoader(loader)
+    return loader if job.way.startswith("Balancer") else ElasticLoader(loader)
 
 
 class FailingCost:
-    """`item_tokens`, which fails some steps on."""
+    """`item_tokens`, which fails after some calls."""
 
     __qualname__ = item_tokens.__qualname__
 
-    def __init__(self) -> None:
-        self._calls = 0
+    def __init__(self, calls: int) -> None:
+        self._calls_left = calls
 
     def __call__(self, lengths: Lengths, num_candidates: Ints) -> Ints:
-        self._calls += 1
-        if self._calls > 2:
+        self._calls_left -= 1
+        if self._calls_left < 0:
             raise DataError("the cost is not known")
         return np.asarray(item_tokens(lengths, num_candidates))

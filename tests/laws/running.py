@@ -167,6 +167,10 @@ def run(pool: Pool, data: Path, job: Job, part: Part = WHOLE, see: Callable[[Any
 def state_of(runs: Sequence[Ran]) -> Mapping[str, Any]:
     """Return the state of all ranks."""
     states = [ran.state for ran in runs]
+    if "ranks" in states[0]:  # as torch.distributed.checkpoint joins them
+        joined = {**states[0], "ranks": {name: text for state in states for name, text in state["ranks"].items()}}
+        assert all({**state, "ranks": joined["ranks"]} == joined for state in states)
+        return joined
     assert all(state == states[0] for state in states)
     return states[0]
 

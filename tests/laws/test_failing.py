@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.kinds import cells, has
+from tests.laws.kinds import ALONE, BALANCED, cells, has
 from tests.laws.making import Job
 from tests.laws.running import failure_of
 from tests.ranks import RankPool
@@ -19,7 +19,7 @@ _SLOW = {(kind, way, fault) for kind, way in cells("packed", "window") for fault
 _SLOW -= {("shuffle", "packed", "cost"), ("windows of time", "window", "cost"), ("elastic", "window", "read")}
 CASES = [
     (kind, way, fault)
-    for kind, way in cells("alone", "packed", "window", "Balancer")
+    for kind, way in cells(*ALONE[1:], *BALANCED)
     for fault in FAULTS
     if has(kind, fault) and has(kind, f"{way} {fault}") and (kind, way, fault) not in _SLOW
 ]

@@ -22,7 +22,7 @@ from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.own_samples import nodes_over
 from tests.dataloader.resuming import through_json
 from tests.laws.data import OWN, OWN_COLLATE
-from tests.laws.kinds import KINDS, balance_of, cells, has, make, moved_by
+from tests.laws.kinds import BALANCED, KINDS, balance_of, cells, has, make, moved_by
 from tests.laws.making import Job
 
 Epochs = list[list[list[int]]]
@@ -31,6 +31,10 @@ Epochs = list[list[list[int]]]
 OF_OTHERS: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader": lambda: StatefulDataLoader(OWN, batch_size=12, collate_fn=OWN_COLLATE),
     "nodes": lambda: nodes_over(OWN, 12),
+}
+OF_WAYS = {
+    "Balancer, window": BalanceConfig(cost=item_tokens, lookahead=2, window=3),
+    "Balancer, packed": BalanceConfig(cost=item_tokens, lookahead=3, pack=True, max_tokens_per_rank=90),
 }
 SIZES = {"requests": 30, "windows of time": 15}  # of batches, so that epochs have a few
 
@@ -44,6 +48,9 @@ class Case(NamedTuple):
 
 def _make(data: Path, kind: str, way: str = "plain", is_balanced: bool = False, batch_size: int | None = None) -> Case:
     job = Job(kind=kind, way=way, batch_size=batch_size or SIZES.get(kind, 10))
+    if way in BALANCED:
+        loader = OF_OTHERS[kind]() if kind in OF_OTHERS else KINDS[kind].make(data, job, None)
+        return Case(Balancer(loader, OF_WAYS[way]), moved_by(loader))
     if not is_balanced:
         loader = make(data, job)
         return Case(loader, moved_by(loader))
@@ -68,7 +75,8 @@ _EPOCHS: dict[tuple[str, str], Epochs] = {}
 def _epochs(data: Path, kind: str, way: str) -> Epochs:
     """Return the batches of each epoch of a loader that is never stopped."""
     if (kind, way) not in _EPOCHS:
-        loader = _make(data, kind, way).outer if kind in KINDS else nodes.Loader(nodes_over(OWN, 12))
+        is_made = kind in KINDS or way in BALANCED
+        loader = _make(data, kind, way).outer if is_made else nodes.Loader(nodes_over(OWN, 12))
         _EPOCHS[kind, way] = [_iterate(loader) for _ in range(4 if has(kind, "epochs") else 1)]
         assert all(len(epoch) > 1 for epoch in _EPOCHS[kind, way])
     return _EPOCHS[kind, way]
@@ -84,7 +92,8 @@ def _check_comes_next(loader: Any, epochs: Epochs, epoch: int, step: int = 0) ->
 
 OF_GROUPS = [("shuffle", "packed"), ("shuffle", "window"), ("windows of time", "window"), ("elastic", "window")]
 OWN_CASES = [(*cell, is_balanced) for cell in (*cells("plain"), *OF_GROUPS) for is_balanced in (False, True)]
-CASES = OWN_CASES + [(kind, "plain", True) for kind in OF_OTHERS]
+OF_SEVERAL = [(kind, way, True) for kind in (*KINDS, *OF_OTHERS) for way in OF_WAYS if has(kind, way)]
+CASES = OWN_CASES + [(kind, "plain", True) for kind in OF_OTHERS] + OF_SEVERAL
 NODES = [case for case in CASES if has(case[0], "epochs") and (case[0] != "elastic" or case[2])]
 
 

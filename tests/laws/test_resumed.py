@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataloader.resuming import through_json, through_torch
-from tests.laws.kinds import WAYS, cells, epoch_counts, has
+from tests.laws.kinds import ALONE, BALANCED, WAYS, cells, epoch_counts, has
 from tests.laws.making import Job
 from tests.laws.running import Part, Pool, run, state_of
 from tests.ranks import RankPool
@@ -45,7 +45,7 @@ def check(pool: Pool, data: Path, kind: str, chain: list[Link], seed: int) -> No
         stop, ahead = shape.pop("stop"), shape.pop("ahead")
         part = Part(state, epochs=2 if has(kind, "epochs") else 1) if link is None else Part(state, 1, stop, ahead)
         job = Job(kind=kind, seed=seed, **shape)
-        runs = run(pool if job.way == "Balancer" and job.world_size > 1 else None, data, job, part)
+        runs = run(pool if job.way in BALANCED and job.world_size > 1 else None, data, job, part)
         for ran in runs:
             for announced, came in ran.lengths:
                 assert announced is None or came == (
@@ -59,7 +59,7 @@ def check(pool: Pool, data: Path, kind: str, chain: list[Link], seed: int) -> No
     assert sorted(trained) == [*range(len(trained))]
 
 
-@pytest.mark.parametrize(("kind", "way"), cells("plain", "alone", "packed", "window"))
+@pytest.mark.parametrize(("kind", "way"), cells(*ALONE))
 def test_any_chain_of_jobs_trains_each_sample_once(data: Path, kind: str, way: str) -> None:
     """The first one in this way, the others in any."""
 
@@ -71,14 +71,20 @@ def test_any_chain_of_jobs_trains_each_sample_once(data: Path, kind: str, way: s
     of_chain()
 
 
-@pytest.mark.parametrize(("kind", "way"), cells("Balancer"))
+@pytest.mark.parametrize(("kind", "way"), cells(*BALANCED))
 def test_any_chain_of_jobs_with_balancers_trains_each_sample_once(
     ranks: RankPool, data: Path, kind: str, way: str
 ) -> None:
+    others = [other for other in WAYS if has(kind, f"{other} other shapes")]
+    same = links(kind, way)
+    second = links(kind, *others) if way in others else same
+
     @settings(max_examples=2)
-    @given(links(kind, way), links(kind, *WAYS), links(kind, way), st.integers(0, 3))
+    @given(same, second, same, st.integers(0, 3))
     def of_chain(first: Link, second: Link, last: Link, seed: int) -> None:
         chain = [link._replace(world_size=min(link.world_size, 3)) for link in (first, second, last)]
+        if way not in others:
+            chain = [link._replace(world_size=chain[0].world_size, batch_size=first.batch_size) for link in chain]
         check(ranks, data, kind, chain, seed)
 
     of_chain()

@@ -17,6 +17,7 @@ that was enqueued before the last batch was handed out; the training waits for a
 of that common order that is not complete waits for no other collective on any rank, so it completes; then the next one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ class PreparedStep:
     receive_bytes: list[int]
     views: Views  # of the new batch
     host_buffer: Tensor  # uint8 [host_bytes]
-    batch: JaggedBatch  # before the exchange
+    batch: JaggedBatch  # before the exchange, or the first one
     metadata: dict[str, Any]  # what the new batch has instead, besides its tensors
 
 
@@ -85,28 +86,29 @@ class Exchange:
         device.synchronize()
 
     def prepare(
-        self, batch: JaggedBatch, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
+        self,
+        batches: Sequence[JaggedBatch],
+        schema: BatchSchema,
+        rank_of: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        **fields: Any,
     ) -> PreparedStep:
         """Do all that needs no other rank and moves nothing on the device; on any thread.
 
-        `rank_of` is who trains on each row, [W, B], -1 for padding; `lengths` are those of all ranks' rows, [W, K, B].
-        The batch may have fewer rows than B.
+        `rank_of` is who trains on each row of the n batches of each rank, [W, n * B], -1 for nobody; `lengths` are
+        those of all ranks' rows, [W, K, n * B]. A batch may have fewer rows than B. `fields` are those of the new batch
+        that the first one has otherwise, besides tensors.
         """
-        sections, tile_bytes = sections_of(schema), self._device.tile_bytes
-        layout = lay_out(sections, rank_of, lengths, self._rank, self._sends_all, tile_bytes)
+        sections, tile_bytes, rank = sections_of(schema), self._device.tile_bytes, self._rank
+        chosen = (rank_of, lengths) if len(batches) == 1 else chosen_rows(rank_of, lengths)
+        layout = lay_out(sections, *chosen, schema.batch_size, rank, self._sends_all, tile_bytes)
         host_buffer = self._device.host_buffer(layout.host_bytes)
-        tensors = tensors_of(batch)  # kept while their addresses are used
-        write_host_buffer(
-            layout,
-            sections,
-            addresses_of(tensors),
-            lengths[self._rank],
-            rank_of[self._rank],
-            tile_bytes,
-            host_buffer.numpy(),
-        )
+        tensors = [tensors_of(batch) for batch in batches]  # kept while their addresses are used
+        addresses = np.stack([addresses_of(of_batch) for of_batch in tensors])
+        write_host_buffer(layout, sections, addresses, lengths[rank], rank_of[rank], tile_bytes, host_buffer.numpy())
         metadata = {
-            "batch_size": rank_of.shape[1],
+            **fields,
+            "batch_size": schema.batch_size,
             "num_real": layout.num_real,
             "loss_tokens": layout.loss_tokens,
             "world_loss_tokens": layout.world_loss_tokens,
@@ -119,7 +121,7 @@ class Exchange:
             receive_bytes=layout.receive_bytes.tolist(),
             views=plan_views(layout, schema),
             host_buffer=host_buffer,
-            batch=batch,
+            batch=batches[0],
             metadata=metadata,
         )
 
@@ -164,6 +166,16 @@ class Exchange:
                 work.wait()
 
 
+def chosen_rows(rank_of: NDArray[np.int32], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the rows that are trained, in their order: as many of each rank as of that with the most; see `prepare`.
+
+    Most rows of several batches are trained in other steps.
+    """
+    is_chosen = rank_of >= 0
+    chosen = np.argsort(~is_chosen, axis=1, kind="stable")[:, : max(1, int(is_chosen.sum(axis=1).max()))]
+    return np.take_along_axis(rank_of, chosen, axis=1), np.take_along_axis(lengths, chosen[:, np.newaxis], axis=2)
+
+
 def warm_up() -> None:
     """Call the compiled functions of an exchange once, with its dtypes; see that of `partition`."""
     none, one, rows = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 1), -1, dtype=np.int32)
@@ -171,6 +183,7 @@ def warm_up() -> None:
     sections = Sections(none, none, none, one, no_bytes, no_fields, none, none, -1, 0)
     lengths = np.zeros((1, 1, 1), dtype=np.int64)
     describe_lengths(lengths[0], 0)
-    layout = lay_out(sections, rows, lengths, 0, False, 0)
-    write_host_buffer(layout, sections, none, lengths[0], rows[0], 0, np.empty(layout.host_bytes, dtype=np.uint8))
+    layout = lay_out(sections, rows, lengths, 1, 0, False, 0)
+    no_tensors, buffer = none.reshape(1, 0), np.empty(layout.host_bytes, dtype=np.uint8)
+    write_host_buffer(layout, sections, no_tensors, lengths[0], rows[0], 0, buffer)
     copy_ranges(np.empty((0, 4), dtype=np.int64), one, 0)

@@ -40,7 +40,10 @@ class Sections(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The buffers of one rank in one step, in bytes. W ranks, B rows per rank; C chunks: W, or 1 with an all-gather."""
+    """The buffers of one rank in one step, in bytes. W ranks, B new rows of each; C chunks: W, or 1 with an all-gather.
+
+    The rows that ranks have loaded are R of each, which may be of several batches.
+    """
 
     num_real: int  # samples of this rank after the exchange
     loss_tokens: int  # of these samples
@@ -64,29 +67,31 @@ def lay_out(
     sections: Sections,
     rank_of: NDArray[np.int32],
     lengths: NDArray[np.int64],
+    batch_size: int,
     rank: int,
     sends_all: bool,
     tile_bytes: int,
 ) -> Layout:
-    """Lay out a step, given who trains on each row, [W, B], -1 for padding, and the lengths of all rows, [W, K, B].
+    """Lay out a step, given who trains on each row, [W, R], -1 for none, and the lengths of all rows, [W, K, R].
 
-    With `sends_all` it is an all-gather. `tile_bytes` 0: the host buffer has no tiles.
+    `batch_size` is B; R may be another one. With `sends_all` it is an all-gather. `tile_bytes` 0: the host buffer has
+    no tiles.
     """
-    num_real, loss_tokens, world_loss_tokens, new_lengths = new_rows(sections, rank_of, lengths, rank)
+    num_real, loss_tokens, world_loss_tokens, new_lengths = new_rows(sections, rank_of, lengths, batch_size, rank)
     length_per_key, max_lengths = np.zeros((2, len(new_lengths)), dtype=np.int64)
     for key in range(len(new_lengths)):
         length_per_key[key], max_lengths[key] = new_lengths[key].sum(), new_lengths[key].max()
     targets, starts, ends, output_data, output_bytes = output_parts(sections, new_lengths)
     send_bytes, chunk_starts, host_data = sent_chunks(sections, rank_of, lengths, rank, sends_all)
     receive_bytes, copies, num_copies = received_copies(
-        sections, rank_of, lengths, rank, sends_all, send_bytes, chunk_starts, targets
+        sections, rank_of, lengths, batch_size, rank, sends_all, send_bytes, chunk_starts, targets
     )
 
     # What the host knows about the new batch: lengths and offsets, and the padding rows of dense fields.
     end = host_data + output_bytes - output_data
     copies[num_copies] = (_UPLOADED, host_data, output_data, output_bytes - output_data)
     num_copies += 1
-    num_padding = rank_of.shape[1] - num_real
+    num_padding = batch_size - num_real
     for section in range(len(sections.key)):
         if sections.key[section] < 0 and num_padding:
             num_bytes = num_padding * sections.element_bytes[section]
@@ -117,17 +122,17 @@ def lay_out(
 
 @compiled
 def new_rows(
-    sections: Sections, rank_of: NDArray[np.int32], lengths: NDArray[np.int64], rank: int
+    sections: Sections, rank_of: NDArray[np.int32], lengths: NDArray[np.int64], batch_size: int, rank: int
 ) -> tuple[int, int, int, NDArray[np.int64]]:
     """Return the samples of a rank after the exchange, their loss tokens, those of all ranks, and the lengths, [K, B].
 
     The arguments are those of `lay_out`, as of the next three.
     """
-    world_size, batch_size = rank_of.shape
+    world_size, num_rows = rank_of.shape
     num_real, new_lengths = 0, np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
     loss_tokens = world_loss_tokens = 0
     for source in range(world_size):
-        for row in range(batch_size):
+        for row in range(num_rows):
             if rank_of[source, row] < 0:
                 continue
             tokens = 1
@@ -181,10 +186,10 @@ def sent_chunks(
 
     Returns `send_bytes` and `chunk_starts`, see `Layout`, and the end of the chunks.
     """
-    (world_size, batch_size), num_sections = rank_of.shape, len(sections.key)
+    (world_size, num_rows), num_sections = rank_of.shape, len(sections.key)
     num_chunks = 1 if sends_all else world_size
     sent = np.zeros((num_chunks, num_sections), dtype=np.int64)
-    for row in range(batch_size):
+    for row in range(num_rows):
         if rank_of[rank, row] >= 0:
             for section in range(num_sections):
                 chunk = 0 if sends_all else rank_of[rank, row]
@@ -214,6 +219,7 @@ def received_copies(
     sections: Sections,
     rank_of: NDArray[np.int32],
     lengths: NDArray[np.int64],
+    batch_size: int,
     rank: int,
     sends_all: bool,
     send_bytes: NDArray[np.int64],
@@ -225,7 +231,7 @@ def received_copies(
     `targets`, [S], is where the next sample of each section goes, and changes in place. Returns `receive_bytes`, see
     `Layout`; the copies, [n, 4], with room for those of what the host knows; and their number.
     """
-    (world_size, batch_size), num_sections = rank_of.shape, len(sections.key)
+    (world_size, num_rows), num_sections = rank_of.shape, len(sections.key)
     receive_bytes = np.zeros(world_size, dtype=np.int64)
     max_copies = (batch_size if sends_all else world_size) * num_sections + num_sections + 1
     copies = np.empty((max_copies, 4), dtype=np.int64)
@@ -235,7 +241,7 @@ def received_copies(
         is_own = source == rank and not sends_all
         for section in range(num_sections):
             start = position = chunk_starts[rank, section] if is_own else received
-            for row in range(batch_size):
+            for row in range(num_rows):
                 trained_by = rank_of[source, row]
                 if trained_by < 0 or (trained_by != rank and not sends_all):
                     continue
@@ -268,24 +274,29 @@ def write_host_buffer(
     tile_bytes: int,
     buffer: NDArray[np.uint8],
 ) -> None:
-    """Fill the host buffer, uint8 [host_bytes], given the addresses of the T tensors of a rank's batch.
+    """Fill the host buffer, uint8 [host_bytes], given the addresses of the T tensors of a rank's batches, [batches, T].
 
-    The lengths, [K, B], and who trains on each row, [B], are those of this rank before the exchange.
+    The lengths, [K, rows], and who trains on each row, [rows], are those of this rank before the exchange: equally many
+    rows of each batch, one batch after the other.
     """
     address = buffer.ctypes.data
     sends_all = len(layout.chunk_starts) == 1
     next_sample = layout.chunk_starts.copy()
-    source = 0
+    sources = np.zeros(len(tensors), dtype=np.int64)
+    rows_per_batch = len(trained_by) // len(tensors)
     for section in range(len(sections.key)):
         if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
-            source = tensors[sections.tensor[section]]
-        for row in range(len(trained_by)):
-            num_bytes = _row_bytes(sections, section, lengths, row)
-            if trained_by[row] >= 0:
-                chunk = 0 if sends_all else trained_by[row]
-                copy_bytes(address + next_sample[chunk, section], source, num_bytes)
-                next_sample[chunk, section] += num_bytes
-            source += num_bytes
+            sources = tensors[:, sections.tensor[section]].copy()
+        for batch in range(len(tensors)):
+            source = sources[batch]
+            for row in range(batch * rows_per_batch, (batch + 1) * rows_per_batch):
+                num_bytes = _row_bytes(sections, section, lengths, row)
+                if trained_by[row] >= 0:
+                    chunk = 0 if sends_all else trained_by[row]
+                    copy_bytes(address + next_sample[chunk, section], source, num_bytes)
+                    next_sample[chunk, section] += num_bytes
+                source += num_bytes
+            sources[batch] = source
 
     end = layout.host_data
     for i in range(len(sections.jagged_fields)):
@@ -303,10 +314,10 @@ def write_host_buffer(
             )
         end = end_of_offsets
     for section in range(len(sections.key)):
-        if sections.key[section] < 0 and layout.num_real < len(trained_by):
+        if sections.key[section] < 0 and layout.num_real < layout.lengths.shape[1]:
             start = end
             padding = sections.padding[sections.padding_starts[section] : sections.padding_starts[section + 1]]
-            for _ in range(layout.num_real, len(trained_by)):
+            for _ in range(layout.num_real, layout.lengths.shape[1]):
                 buffer[start : start + len(padding)] = padding
                 start += len(padding)
             end += _aligned(start - end)

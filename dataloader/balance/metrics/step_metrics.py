@@ -88,10 +88,14 @@ def measure_step(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
     sample_bytes: NDArray[np.int64],
+    moved: NDArray[np.bool_] | None = None,
     **others: Any,
 ) -> StepMetrics:
-    """Compare a step before and after balancing, given int64 [W, B] with 0 for padding, and further fields by name."""
-    moved = assignment.moved
+    """Compare a step before and after balancing, given int64 [W, B] with 0 for padding, and further fields by name.
+
+    `moved` None: rows are of the ranks that have loaded them.
+    """
+    moved = assignment.moved if moved is None else moved
     return StepMetrics(
         before=unbalanced(assignment.rank_of >= 0, padded=assignment.padded).loads(costs),
         after=assignment.loads(costs),

@@ -21,11 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenrank.dataloader.balance.config import MAX_STEPS
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
 from evenrank.dataloader.batches.schema import BatchSchema
-
-MAX_STEPS = 8
-"""Steps of a message: an all-gather takes about as long for 8 as for one."""
 
 HEADER = (
     "schema_hash",  # of the batches

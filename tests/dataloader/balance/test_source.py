@@ -177,7 +177,7 @@ def test_states_of_recent_batches_are_kept_whatever_was_pulled_ahead(lookahead: 
             balancer.state_dict(after=batches[0])
 
 
-OF_TWO_RANKS = _FORMAT.make(epoch=0, position=1, is_end=False, world_size=2, ranks={"0": "x"})
+OF_TWO_RANKS = _FORMAT.make(epoch=0, position=1, left="", is_end=False, world_size=2, ranks={"0": "x"})
 
 
 def _part(**changes: Any) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _part(**changes: Any) -> dict[str, Any]:
             {"epoch": None},
             "the state of the Balancer: epoch must be of type int, got None; load a state that state_dict returned",
         ),
-        ({"version": 2}, "the state of the Balancer has version 2, expected 3; load it with the version"),
+        ({"version": 2}, "the state of the Balancer has version 2, expected 4; load it with the version"),
         ({"ranks": {"0": b"x"}}, "the state of the Balancer: the part of rank 0 must be of type str, got b'x'"),
         (
             {"ranks": {"1": "x"}},
@@ -202,7 +202,7 @@ def _part(**changes: Any) -> dict[str, Any]:
         (OF_TWO_RANKS, "the state is of 2 ranks, with that of ranks 0; this is rank 0 of 1"),
         ({"ranks": {"0": "x"}}, "the loader's part of the state is damaged"),
         ({"ranks": {"0": "abcd"}}, "the loader's part of the state is damaged"),
-        ({"ranks": {"0": encode({})}}, "the state of a rank has version None, expected 3"),
+        ({"ranks": {"0": encode({})}}, "the state of a rank has version None, expected 4"),
         (_part(rank=1), "the state of the Balancer has that of rank 1 under rank 0; load an intact"),
         ({"ranks": {"0": encode(Position(1, 2))}}, r"contains evenrank\..*\.Position, which is not loaded from files"),
     ],

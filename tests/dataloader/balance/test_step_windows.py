@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, PaddedCost
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.step_samples import WindowedOrder, Windows, assign_to_steps
+from evenrank.dataloader.balance.plan import assign_to_steps
+from evenrank.dataloader.balance.step_samples import WindowedOrder, Windows
 from evenrank.datasets.distributions import Lognormal
 from evenrank.datasets.order import RowOrder, SampleOrder, Samples
 from tests.dataloader.balance.costs import Ints, one_per_sample
@@ -19,7 +20,8 @@ def _assign(costs: Ints, num_steps: int, world_size: int, tokens: Ints | None = 
     shape: dict[str, int] = {"num_steps": num_steps, "world_size": world_size}
     shape |= {name: options.pop(name, 0) for name in ("seed", "epoch")}
     config = BalanceConfig(**{"cost": one_per_sample, **options})
-    return assign_to_steps(costs, costs if tokens is None else tokens, config=config, **shape).reshape(num_steps, -1)
+    step_of = assign_to_steps(costs, costs if tokens is None else tokens, config=config, **shape)
+    return np.argsort(step_of, kind="stable").reshape(num_steps, -1)
 
 
 @settings(max_examples=60)

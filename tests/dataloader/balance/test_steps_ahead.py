@@ -3,7 +3,13 @@ from concurrent.futures import Future
 
 import pytest
 
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead
+from tests.dataloader.balance.costs import one_per_sample
+
+
+def _same(loaded: Handle) -> Sequence[Handle]:
+    return loaded.group.result()
 
 
 class _Recorder:
@@ -19,8 +25,8 @@ class _Recorder:
 
     def start(self, steps: Sequence[Handle]) -> None:
         self.groups.append(len(steps))
-        planned: Future[None] = Future()
-        planned.set_result(None)
+        planned: Future[Sequence[Handle]] = Future()
+        planned.set_result(steps)
         for step in steps:
             step.group = planned
 
@@ -28,7 +34,7 @@ class _Recorder:
 @pytest.mark.parametrize("lookahead", [1, 2, 5, 20])
 def test_steps_are_started_together_and_ahead_but_not_more_than_needed(lookahead: int) -> None:
     recorder = _Recorder()
-    ahead = StepsAhead(recorder.load, recorder.start, lookahead)
+    ahead = StepsAhead(recorder.load, recorder.start, BalanceConfig(cost=one_per_sample, lookahead=lookahead), _same)
     loads = []
     for step in range(100):
         before = recorder.num_loaded
@@ -50,7 +56,7 @@ def test_steps_come_in_order_with_the_plan_of_their_group() -> None:
         loaded.append(recorder.load())
         return loaded[-1]
 
-    ahead = StepsAhead(load, recorder.start, 2)
+    ahead = StepsAhead(load, recorder.start, BalanceConfig(cost=one_per_sample), _same)
     handles = [ahead.take() for _ in range(12)]
     assert handles == loaded[:12]
     groups = {id(handle.group): handle.group for handle in handles}
@@ -66,7 +72,7 @@ def test_the_error_of_a_step_is_raised_for_it_and_all_after_it() -> None:
         for step in steps[1:]:
             step.error = error
 
-    ahead = StepsAhead(lambda: Handle(None), start, 8)
+    ahead = StepsAhead(lambda: Handle(None), start, BalanceConfig(cost=one_per_sample, lookahead=8), _same)
     handles = [ahead.take() for _ in range(8)]
     of_group = [handle for handle in handles if handle.group is handles[-1].group]
     assert of_group[0].await_plan() is None

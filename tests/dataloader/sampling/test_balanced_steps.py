@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, PaddedCost, StepMetrics, no_exchange
-from evenrank.dataloader.balance.step_samples import assign_to_steps
+from evenrank.dataloader.balance.plan import assign_to_steps
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from tests.dataloader.balance.costs import COST, Ints, Lengths
 from tests.dataloader.batch_helpers import ids_of

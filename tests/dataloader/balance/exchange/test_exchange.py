@@ -61,7 +61,7 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
     group: Any = SimpleNamespace(is_alone=False)  # chunks are moved here, not by a group
     exchanges = [Exchange(collective, group, device(), rank=rank) for rank in range(len(batches))]
     prepared = [
-        exchange.prepare(batch, schema, assignment.rank_of, lengths)
+        exchange.prepare([batch], schema, assignment.rank_of, lengths)
         for exchange, batch in zip(exchanges, batches, strict=True)
     ]
     layouts = [step.layout for step in prepared]
@@ -96,7 +96,7 @@ def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: p
     batches = [rich_batch([[(2, 1), (1, 2)], [(3, 1), (1, 1)]], first_id=10 * rank) for rank in range(2)]
     schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
     rank_of = np.array([[1, 0], [0, 1]], dtype=np.int32)  # the first row that is received is not this rank's
-    arguments = (sections_of(schema), rank_of, lengths, 0, True, 0)
+    arguments = (sections_of(schema), rank_of, lengths, rank_of.shape[1], 0, True, 0)
     interpreted = lay_out.py_func  # type: ignore[attr-defined]
     expected = interpreted(*arguments).copies.tolist()  # compiles what it calls
     for value in range(1, 200):

@@ -34,7 +34,7 @@ CHUNKS = {(0, 0): [32, 16], (0, 1): [16, 16], (1, 0): [48, 16], (1, 1): [16, 16]
 
 def test_new_rows_are_in_the_order_of_the_ranks_they_come_from_then_of_rows() -> None:
     for rank, (rows, loss_tokens) in enumerate([([3, 5, 0], 2 + 4), ([1, 0, 2], 0 + 0 + 1)]):
-        num_real, of_rank, of_all, lengths = new_rows(SECTIONS, RANK_OF, LENGTHS, rank)
+        num_real, of_rank, of_all, lengths = new_rows(SECTIONS, RANK_OF, LENGTHS, 3, rank)
         assert (num_real, of_rank, of_all) == (2 + rank, loss_tokens, 7)
         assert lengths.tolist() == [rows]
 
@@ -67,12 +67,12 @@ def test_an_all_gather_sends_one_chunk_which_has_the_size_of_the_largest() -> No
 @pytest.mark.parametrize("sends_all", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_copies_fill_the_sections_of_the_output_without_a_gap(rank: int, sends_all: bool) -> None:
-    lengths = new_rows(SECTIONS, RANK_OF, LENGTHS, rank)[-1]
+    lengths = new_rows(SECTIONS, RANK_OF, LENGTHS, 3, rank)[-1]
     targets = output_parts(SECTIONS, lengths)[0]
     first_targets = targets.copy()
     send_bytes, chunk_starts, _ = sent_chunks(SECTIONS, RANK_OF, LENGTHS, rank, sends_all)
     received, copies, num_copies = received_copies(
-        SECTIONS, RANK_OF, LENGTHS, rank, sends_all, send_bytes, chunk_starts, targets
+        SECTIONS, RANK_OF, LENGTHS, 3, rank, sends_all, send_bytes, chunk_starts, targets
     )
     other = 1 - rank
     expected = [80, 80] if sends_all else [sum(CHUNKS[other, rank]) * (source == other) for source in range(2)]
@@ -87,7 +87,7 @@ def test_copies_fill_the_sections_of_the_output_without_a_gap(rank: int, sends_a
 
 
 def test_a_layout_has_what_the_host_knows_after_the_chunks_and_then_the_tiles() -> None:
-    layout = lay_out(SECTIONS, RANK_OF, LENGTHS, 0, False, 8192)
+    layout = lay_out(SECTIONS, RANK_OF, LENGTHS, 3, 0, False, 8192)
     assert layout.host_data == 16 + 16 + 32 + 16  # a chunk for rank 1, then its own
     assert layout.tiles == layout.host_data + 16 + 16 + 16  # lengths, offsets, a padding row
     assert layout.host_bytes == layout.tiles + 8 * layout.copies.size
