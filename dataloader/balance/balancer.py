@@ -67,8 +67,9 @@ def _check(
 class Balancer(EpochNode[Batch], Generic[Batch]):
     """Balances every step over the ranks of a process group; iterate over it instead of over the loader.
 
-    A step has the same samples as before balancing, each once; only the ranks that train on them change. Every rank of
-    the group must create its Balancer and iterate over it in the same way.
+    A step has the same samples as before balancing, each once; only the ranks that train on them change. With `window`
+    or `pack` they may change steps too. Every rank of the group must create its Balancer and iterate over it in the
+    same way.
 
     Args:
         batches: this rank's batches on the CPU, pinned or not: dataclasses derived from JaggedBatch, with one schema;
@@ -227,7 +228,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         If the loader's `state_dict` takes `after` as well, as a Loader's does, this is its state, which resumes on any
         number of ranks. Otherwise it is the state that the loader had when the batch was pulled; every rank saves and
-        loads its own, on the same number of ranks.
+        loads its own, on the same number of ranks. So it is in the middle of a window, or within a batch that packed
+        steps divide, unless samples are those of `build_loader` or of an ElasticSampler.
 
         Args:
             after: the batch, of which only `epoch` and `position` are used; the one trained last if something pulls

@@ -169,7 +169,7 @@ class LoaderAdapter(Generic[Batch]):
         self.current.left = None
         if config is not None and config.makes_steps:
             self._made = Snapshots(_KEPT_STEPS)
-            if self._rows_follow:
+            if self._is_shared:
                 self.current.left = Snapshots(_KEPT_STEPS)
                 self.current.left.add(self.current.after_last, None)
 
@@ -289,12 +289,15 @@ class LoaderAdapter(Generic[Batch]):
         if self._has_state and not self._has_positions:
             saved = self._snapshots.at(Position(after.epoch, remaining.begin))
         self._made.add(after, (remaining, saved))
-        if self.current.left is not None:
-            left = None
-            if remaining.places is not None and self._config is not None:
-                shape = self._world_size, self._samples_per_step // self._world_size, self._config.window
-                left = LeftPlaces(OpenWindow(remaining.begin, *shape), remaining.places, remaining.end)
-            self.current.left.add(after, left)
+        if (kept := self.current.left) is None or self._config is None:
+            return
+        if remaining.untrained is None:
+            kept.add(after, None)
+        elif remaining.places is None:
+            kept.add(Position(after.epoch, remaining.begin), None)  # the loader knows no other one
+        else:
+            shape = self._world_size, self._samples_per_step // self._world_size, self._config.window
+            kept.add(after, LeftPlaces(OpenWindow(remaining.begin, *shape), remaining.places, remaining.end))
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks; a loader of another world size is a ConfigError."""
@@ -380,7 +383,7 @@ class LoaderAdapter(Generic[Batch]):
         self._check_stateful()
         if self._has_positions and not (isinstance(state, Mapping) and "ranks" in state):
             self._state_at_start = self._resumed = None
-            if self.current.left is None or self._config is None:
+            if self._made is None or self._config is None or not self._rows_follow:
                 self._batches.load_state_dict(state)
             elif (window := self._batches.load_window(state, self._config.window)) is not None:
                 begin = self.current.next.position
