@@ -265,6 +265,30 @@ def received_copies(
 
 
 @compiled
+def _write_samples(
+    sections: Sections,
+    tensors: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    trained_by: NDArray[np.int32],
+    address: int,
+    next_sample: NDArray[np.int64],
+) -> None:
+    """Write the samples of a batch to the buffer at an address, and move on where the next ones go."""
+    sends_all = len(next_sample) == 1
+    source = 0
+    for section in range(len(sections.key)):
+        if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
+            source = tensors[sections.tensor[section]]
+        for row in range(len(trained_by)):
+            num_bytes = _row_bytes(sections, section, lengths, row)
+            if trained_by[row] >= 0:
+                chunk = 0 if sends_all else trained_by[row]
+                copy_bytes(address + next_sample[chunk, section], source, num_bytes)
+                next_sample[chunk, section] += num_bytes
+            source += num_bytes
+
+
+@compiled
 def write_host_buffer(
     layout: Layout,
     sections: Sections,
@@ -279,24 +303,12 @@ def write_host_buffer(
     The lengths, [K, rows], and who trains on each row, [rows], are those of this rank before the exchange: equally many
     rows of each batch, one batch after the other.
     """
-    address = buffer.ctypes.data
-    sends_all = len(layout.chunk_starts) == 1
     next_sample = layout.chunk_starts.copy()
-    sources = np.zeros(len(tensors), dtype=np.int64)
     rows_per_batch = len(trained_by) // len(tensors)
-    for section in range(len(sections.key)):
-        if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
-            sources = tensors[:, sections.tensor[section]].copy()
-        for batch in range(len(tensors)):
-            source = sources[batch]
-            for row in range(batch * rows_per_batch, (batch + 1) * rows_per_batch):
-                num_bytes = _row_bytes(sections, section, lengths, row)
-                if trained_by[row] >= 0:
-                    chunk = 0 if sends_all else trained_by[row]
-                    copy_bytes(address + next_sample[chunk, section], source, num_bytes)
-                    next_sample[chunk, section] += num_bytes
-                source += num_bytes
-            sources[batch] = source
+    for batch in range(len(tensors)):
+        rows = slice(batch * rows_per_batch, (batch + 1) * rows_per_batch)
+        of_batch = tensors[batch], lengths[:, rows], trained_by[rows]
+        _write_samples(sections, *of_batch, buffer.ctypes.data, next_sample)
 
     end = layout.host_data
     for i in range(len(sections.jagged_fields)):
