@@ -306,7 +306,9 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     names = [*(column.name for column in columns), LENGTH]
     check_columns(names, present, path, REMEDY)
     table = file.read_row_group(group, columns=names)
-    arrays = {name: table.column(name).combine_chunks() for name in names}
+    chunks = {name: table.column(name) for name in names}
+    # Combining copies, even a single one.
+    arrays = {name: each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for name, each in chunks.items()}
     lengths = flat_values(arrays[LENGTH], "int32", LENGTH, path).astype(np.int64)
     _check_range(lengths, 0, None, LENGTH, path)
     values: dict[str, NDArray[Any]] = {}
