@@ -215,8 +215,7 @@ class StreamSource:
                 raise DataError(f"{path} has {footer.num_rows:,} rows, its manifest says {num_rows:,}; {REMEDY}")
             group = int(np.searchsorted(ends, first, side="right"))
             block = read_row_group(file, group, self.manifest, path)
-            size = len(block.lengths)
-            return block.rows(first - (int(ends[group]) - size), size)
+            return block.split(first - (int(ends[group]) - len(block.lengths)))[1]
 
     def _check_versions(self, read: Mapping[str, DataFile]) -> None:
         """Raise a DataError if one of these files, by path, is no longer that of the manifest."""
