@@ -58,7 +58,11 @@ def read_steps(
     def read_lanes(window: LaneWindow, lanes: Ints) -> _Part:
         of_lanes = order.window_of(window, lanes, seed=seed, epoch=epoch)
         store, unusable = read(of_lanes.spans)
-        left_out = {reason: np.isin(of_lanes.places, rows) for reason, rows in unusable.items()}
+        left_out = {}
+        for reason, rows in unusable.items():
+            is_left_out = np.zeros(len(store), dtype=bool)
+            is_left_out[rows] = True
+            left_out[reason] = is_left_out[of_lanes.places]
         return _Part(lanes, of_lanes, store, left_out)
 
     def begin(piece: _Pieces) -> tuple[_Pieces, list[Callable[[], _Part]]]:
@@ -69,14 +73,16 @@ def read_steps(
     begun = map(begin, _by_window(order, steps))
     step, parts, following = _Step(), list[_Part](), next(begun, None)
     while following is not None:
-        (window, pieces, goes_on), waiting = following
+        piece, waiting = following
         parts = []  # so that they need not be in memory with the next ones
         parts = [wait() for wait in waiting]
         following = next(begun, None)
-        for number, positions in enumerate(pieces):
-            step.add(*order.places(window, positions), parts)
-            if number < len(pieces) - goes_on:
-                yield step.rows(is_last=number == len(pieces) - goes_on - 1)
+        last = len(piece.positions) - piece.goes_on - 1
+        for number, taken in enumerate(_take(order, piece, parts)):
+            step.add(*taken)
+            del taken
+            if number <= last:
+                yield step.rows(is_last=number == last)
                 step = _Step()
 
 
@@ -101,6 +107,38 @@ def _by_window(order: LaneOrder, steps: Iterable[Ints]) -> Iterator[_Pieces]:
         yield _Pieces(window, pieces, False)
 
 
+def _take(order: LaneOrder, piece: _Pieces, parts: list[_Part]) -> Iterator[tuple[list[StoreRows], Ints, Counter[str]]]:
+    """Yield what a window has of each step: samples by part, numbered from 0, their ids, and rows that are none."""
+    if not parts:
+        yield from ([([], np.empty(0, dtype=np.int64), Counter[str]())] * len(piece.positions))
+        return
+    lanes, places = order.places(piece.window, np.concatenate(piece.positions))
+    indices = np.searchsorted(np.concatenate([part.lanes for part in parts]), lanes), places
+    rows, in_store = (np.concatenate(each)[indices] for each in zip(*(part.order[:2] for part in parts), strict=True))
+    steps = np.repeat(np.arange(len(piece.positions)), [len(positions) for positions in piece.positions])
+    # By step and part, in which order positions are already.
+    keys = steps * len(parts) + np.searchsorted([part.lanes[0] for part in parts], lanes, side="right") - 1
+    left_out = [Counter[str]() for _ in piece.positions]
+    is_sample = np.ones(len(keys), dtype=bool)
+    for reason in parts[0].left_out:
+        is_left_out = np.concatenate([part.left_out[reason] for part in parts])[indices]
+        is_sample &= ~is_left_out
+        for of_step, count in zip(
+            left_out, np.bincount(steps[is_left_out], minlength=len(left_out)).tolist(), strict=True
+        ):
+            of_step[reason] += count
+    rows, in_store, keys = rows[is_sample], in_store[is_sample], keys[is_sample]
+    bounds = np.searchsorted(keys, np.arange(len(left_out) * len(parts) + 1)).tolist()
+    for step, of_step in enumerate(left_out):
+        begin, *ends = bounds[step * len(parts) : (step + 1) * len(parts) + 1]
+        groups, first = [], begin
+        for part, end in zip(parts, ends, strict=True):
+            if first < end:
+                groups.append(StoreRows(part.store, in_store[first:end], np.arange(first, end) - begin))
+            first = end
+        yield groups, rows[begin:first], of_step
+
+
 class _Step:
     """What was taken for a step, from one window after the other."""
 
@@ -110,20 +148,12 @@ class _Step:
         self._left_out: Counter[str] = Counter()
         self._num_samples = 0
 
-    def add(self, lanes: Ints, places: Ints, parts: list[_Part]) -> None:
-        """Take rows of a window, given by their lanes, ascending, and their places in these."""
-        for part in parts:
-            own = slice(*np.searchsorted(lanes, (part.lanes[0], part.lanes[-1] + 1)))
-            indices = np.searchsorted(part.lanes, lanes[own]), places[own]
-            is_sample = np.ones(len(indices[1]), dtype=bool)
-            for reason, is_left_out in part.left_out.items():
-                self._left_out[reason] += int(is_left_out[indices].sum())
-                is_sample &= ~is_left_out[indices]
-            if is_sample.any():
-                rows = part.order.places[indices][is_sample]
-                self._groups.append(StoreRows(part.store, rows, self._num_samples + np.arange(len(rows))))
-                self._sample_ids.append(part.order.rows[indices][is_sample])
-                self._num_samples += len(rows)
+    def add(self, groups: list[StoreRows], sample_ids: Ints, left_out: Counter[str]) -> None:
+        """Add what a window has."""
+        self._groups += (StoreRows(store, rows, self._num_samples + indices) for store, rows, indices in groups)
+        self._sample_ids.append(sample_ids)
+        self._left_out.update(left_out)
+        self._num_samples += len(sample_ids)
 
     def rows(self, *, is_last: bool) -> StepRows:
         """Return all that was taken, without rows that are no samples."""

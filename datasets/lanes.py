@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.order import derive_seed, permute
+from evenrank.datasets.order import derive_seed, permute, permute_each
 
 Ints = NDArray[np.int64]
 
@@ -51,7 +51,7 @@ class LaneRows(NamedTuple):
     rows: Ints
     """[lanes, window_rows]: rows of the split; undefined after the last one of a lane."""
     places: Ints
-    """[lanes, window_rows]: where each of them is among what the spans have."""
+    """[lanes, window_rows]: where each of them is among what the spans have; any of these after the last one."""
     spans: list[Span]
     """What to read."""
 
@@ -120,8 +120,8 @@ class LaneOrder:
         """Return the rows that lanes, ascending, have in a window."""
         if window.round == self._num_rounds:
             blocks = self._num_blocks + lanes
-            sizes = self._rows_in(self.num_samples - self._num_blocks * self._block_rows, np.arange(self.num_lanes))
-            firsts = self._num_blocks * self._block_rows + (np.cumsum(sizes) - sizes)[lanes]
+            rest = self._rows_in(self.num_samples - self._num_blocks * self._block_rows, np.arange(self.num_lanes))
+            firsts = self._num_blocks * self._block_rows + (np.cumsum(rest) - rest)[lanes]
         else:
             blocks = permute(window.round * self.num_lanes + lanes, self._num_blocks, seed=seed, epoch=epoch)
             firsts = blocks * self._block_rows
@@ -129,16 +129,16 @@ class LaneOrder:
         # So that blocks, and what is left after them, are others in each epoch.
         offset = permute(np.zeros(1, np.int64), self.num_samples, seed=derive_seed(seed, _OFFSET), epoch=epoch)
         firsts = (firsts + window.row + offset) % self.num_samples
-        rows, places = np.zeros((2, len(lanes), self._window_rows), dtype=np.int64)
+        sizes, all_rows = counts.tolist(), np.arange(self._window_rows)
+        seeds = [derive_seed(seed, block) + window.row + 1 for block in blocks.tolist()]
+        shuffled = np.zeros((len(lanes), self._window_rows), dtype=np.int64)
+        permuted = permute_each([all_rows[:size] for size in sizes], sizes, seeds=seeds, epoch=epoch)
+        for index, each in enumerate(permuted):
+            shuffled[index, : len(each)] = each
+        rows = (firsts[:, None] + shuffled) % self.num_samples
+        places = (np.cumsum(counts) - counts)[:, None] + shuffled
         spans: list[Span] = []
-        num_read = 0
-        of_lanes = (values.tolist() for values in (lanes, blocks, firsts, counts))
-        for index, (lane, block, first, count) in enumerate(zip(*of_lanes, strict=True)):
-            row_seed = derive_seed(seed, block) + window.row + 1
-            shuffled = permute(np.arange(count), count, seed=row_seed, epoch=epoch)
-            rows[index, :count] = (first + shuffled) % self.num_samples
-            places[index, :count] = num_read + shuffled
-            num_read += count
+        for lane, first, count in zip(lanes.tolist(), firsts.tolist(), sizes, strict=True):
             for begin, end in ((first, min(first + count, self.num_samples)), (0, first + count - self.num_samples)):
                 if spans and spans[-1].end == begin < end:
                     spans[-1] = Span(spans[-1].first, end, lane)

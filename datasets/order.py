@@ -41,13 +41,21 @@ def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch:
     outside 0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002): fewer than
     two passes on average.
     """
-    words = np.array(positions, dtype=np.uint64)
-    bits = max(2, (num_samples - 1).bit_length())
-    key = mix64(np.array([seed & _WORD_MASK], dtype=np.uint64))
-    key = mix64(key ^ np.uint64((epoch * _GOLDEN) & _WORD_MASK))
-    round_keys = mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
-    _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(bits), round_keys)
-    return words.view(np.int64)
+    return permute_each([positions], [num_samples], seeds=[seed], epoch=epoch)[0]
+
+
+def permute_each(
+    positions: Sequence[NDArray[np.int64]], nums_samples: Sequence[int], *, seeds: Sequence[int], epoch: int
+) -> list[NDArray[np.int64]]:
+    """Return what `permute` does for each of several permutations."""
+    keys = mix64(np.array([[seed & _WORD_MASK] for seed in seeds], dtype=np.uint64))
+    keys = mix64(keys ^ np.uint64((epoch * _GOLDEN) & _WORD_MASK))
+    keys = mix64(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    words = [np.array(each, dtype=np.uint64) for each in positions]
+    for each, num_samples, round_keys in zip(words, nums_samples, keys, strict=True):
+        bits = max(2, (num_samples - 1).bit_length())
+        _permute_in_place(each.reshape(-1), np.uint64(num_samples), np.uint64(bits), round_keys)
+    return [each.view(np.int64) for each in words]
 
 
 def derive_seed(seed: int, index: int) -> int:

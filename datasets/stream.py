@@ -189,12 +189,14 @@ class StreamSource:
             if block is None:
                 read[path] = file
                 block = self._read_group(path, rest.file, file.rows, first)
-            count, size = min(end - first, len(block.lengths)), len(block.lengths)
-            yield block.rows(0, count)
-            first += count
-            block = block.rows(count, size) if count < size else None
-            if block is not None and is_new:
-                block = block.copy()  # so that the rest of the row group is not kept too
+            if (count := end - first) < len(block.lengths):
+                taken, block = block.split(count)
+                if is_new:
+                    taken, block = taken.copy(), block.copy()  # so that neither keeps all of the row group
+            else:
+                taken, block = block, None
+            yield taken
+            first += len(taken.lengths)
         if first < file.rows:
             rests[lane] = Rest(path, rest.file, first, block)
 
@@ -213,8 +215,7 @@ class StreamSource:
                 raise DataError(f"{path} has {footer.num_rows:,} rows, its manifest says {num_rows:,}; {REMEDY}")
             group = int(np.searchsorted(ends, first, side="right"))
             block = read_row_group(file, group, self.manifest, path)
-            size = len(block.lengths)
-            return block.rows(first - (int(ends[group]) - size), size)
+            return block.split(first - (int(ends[group]) - len(block.lengths)))[1]
 
     def _check_versions(self, read: Mapping[str, DataFile]) -> None:
         """Raise a DataError if one of these files, by path, is no longer that of the manifest."""

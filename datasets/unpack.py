@@ -183,12 +183,17 @@ class RowBlock(NamedTuple):
 
     def rows(self, first: int, end: int) -> "RowBlock":
         """Return rows first..end-1."""
+        return self.split(end)[0].split(first)[1]
 
-        def cut(values: NDArray[Any], counts: NDArray[np.int64] | None) -> NDArray[Any]:
-            return values[first:end] if counts is None else values[counts[:first].sum() : counts[:end].sum()]
-
-        columns = {name: cut(values, self.counts.get(name)) for name, values in self.columns.items()}
-        return RowBlock(columns, {name: counts[first:end] for name, counts in self.counts.items()})
+    def split(self, row: int) -> "tuple[RowBlock, RowBlock]":
+        """Return the rows before a row, and the others."""
+        parts = RowBlock({}, {}), RowBlock({}, {})
+        ends = {name: int(counts[:row].sum()) for name, counts in self.counts.items()}
+        for of_all, before, after in zip(self, *parts, strict=True):
+            for name, values in of_all.items():
+                end = ends.get(name, row) if of_all is self.columns else row
+                before[name], after[name] = values[:end], values[end:]
+        return parts
 
     def copy(self) -> "RowBlock":
         """Return these rows, which take no more memory than they need."""
@@ -301,7 +306,9 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     names = [*(column.name for column in columns), LENGTH]
     check_columns(names, present, path, REMEDY)
     table = file.read_row_group(group, columns=names)
-    arrays = {name: table.column(name).combine_chunks() for name in names}
+    chunks = {name: table.column(name) for name in names}
+    # Combining copies, even a single one.
+    arrays = {name: each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for name, each in chunks.items()}
     lengths = flat_values(arrays[LENGTH], "int32", LENGTH, path).astype(np.int64)
     _check_range(lengths, 0, None, LENGTH, path)
     values: dict[str, NDArray[Any]] = {}
