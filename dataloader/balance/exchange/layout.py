@@ -303,12 +303,12 @@ def write_host_buffer(
     The lengths, [K, rows], and who trains on each row, [rows], are those of this rank before the exchange: equally many
     rows of each batch, one batch after the other.
     """
-    next_sample = layout.chunk_starts.copy()
+    address, next_sample = buffer.ctypes.data, layout.chunk_starts.copy()
     rows_per_batch = len(trained_by) // len(tensors)
     for batch in range(len(tensors)):
         rows = slice(batch * rows_per_batch, (batch + 1) * rows_per_batch)
-        of_batch = tensors[batch], lengths[:, rows], trained_by[rows]
-        _write_samples(sections, *of_batch, buffer.ctypes.data, next_sample)
+        lengths_of_rows = np.ascontiguousarray(lengths[:, rows])  # loops over contiguous arrays are faster
+        _write_samples(sections, tensors[batch], lengths_of_rows, trained_by[rows], address, next_sample)
 
     end = layout.host_data
     for i in range(len(sections.jagged_fields)):
