@@ -156,9 +156,10 @@ def _init_moments(model: DistributedModelParallel, optimizer: KeyedOptimizer, sa
     for part in parts:
         if part is not model.fused_optimizer and not part.state:
             part.init_state()
+            moments: Any = part.state  # a dict, whatever its annotation says
             for name, parameter in part.params.items():
                 if not any(key.startswith(f"optimizer.{name}.") for key in saved):  # of parameters without gradients
-                    part.state.pop(parameter, None)
+                    moments.pop(parameter, None)
 
 
 def _state_of(model: DistributedModelParallel, optimizer: KeyedOptimizer, values: str = "") -> dict[str, Any]:

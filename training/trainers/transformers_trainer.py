@@ -167,9 +167,9 @@ class BalancedTrainer(Trainer):  # type: ignore[misc]
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **options)
         if self._evaluated is None:
             return output
-        num_samples = self.accelerator.reduce(torch.tensor(inputs.num_samples, device=self.args.device), "sum").item()
+        num_samples: Any = self.accelerator.reduce(torch.tensor(inputs.num_samples, device=self.args.device), "sum")
         metrics = {**output.metrics, f"{metric_key_prefix}_loss": inputs.average.compute()[0]}
-        return output._replace(metrics=metrics, num_samples=num_samples)
+        return output._replace(metrics=metrics, num_samples=int(num_samples))
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Add the loss of a batch of a loader, or predict as the Trainer does."""
@@ -177,7 +177,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc]
             return super().prediction_step(model, inputs, *args, **options)
         batch = inputs["batch"]
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs)
+            loss: Any = self.compute_loss(model, inputs)
         self._evaluated.average.update(loss.detach() * (batch.world_loss_tokens / batch.dp_size), batch)
         return None, None, None  # nothing that the Trainer would gather
 
