@@ -302,7 +302,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         """Return the batch of a step, after which `state_dict` returns the position after it."""
         batch, metrics = cast(Batch, handle.batch), handle.metrics
         SCALING.watch()
-        self._source.hand_out(Position(batch.epoch, batch.position), handle.remaining)
+        self._source.hand_out(Position(batch.epoch, batch.position), handle.left)
         if is_last:
             self._source.end_epoch()
         if self._observe is not None and metrics is not None:

@@ -14,40 +14,27 @@ the step is in flight and for `_KEPT_STEPS` more. It is pickled at once, because
 and encoded as text only when that state is asked for.
 """
 
-import base64
 import contextlib
 import copy
 import inspect
 import io
-import json
-import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, Self, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Annotated, Any, Generic, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
 from evenrank.core.rules import Bounds
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.steps_in_hand import Begin, Remaining
+from evenrank.dataloader.balance.steps_in_hand import Begin
 from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.checks import check_batch, check_batches
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
 from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
-from evenrank.dataloader.state.resume_point import (
-    CurrentPosition,
-    LeftPlaces,
-    OpenWindow,
-    Position,
-    ResumePoint,
-    Snapshots,
-)
+from evenrank.dataloader.state.resume_point import CurrentPosition, Left, Position, ResumePoint, Snapshots
 from evenrank.dataloader.state.torchdata_nodes import BaseNode, Loader, batch_size_of, exact_length
 
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
@@ -59,7 +46,7 @@ _FORMAT = StateFormat(
     fields={
         "epoch": Epoch,
         "position": Annotated[int, Bounds(at_least=0, at_most=1 << 62)],  # to which an epoch's steps are added
-        "left": Text,  # see `_Left`
+        "left": Text,  # see `Left`
         "is_end": bool,
         "world_size": Natural,
         "ranks": Mapping,
@@ -76,42 +63,6 @@ _FORMAT_OF_RANK = StateFormat(
 Batch = TypeVar("Batch", bound=JaggedBatch)
 _Saved = tuple[bool, bytes | str]
 """Whether a rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint."""
-
-
-class _Left(NamedTuple):
-    """What a state has of steps that are made of several loaded ones."""
-
-    begin: Annotated[int, Bounds(at_least=0, at_most=1 << 62)]
-    """Position of the loader, before which nothing is left."""
-    num_steps: Natural
-    window: Natural
-    """0: steps are packed."""
-    shape: Sequence[Natural]
-    """Of these rows: [n, W, B]; empty: there are none."""
-    rows: str
-    """Which of the rows loaded from `begin` on are left: a bit each."""
-
-    @classmethod
-    def of(cls, remaining: Remaining, config: BalanceConfig) -> Self:
-        """Return what is saved of a step."""
-        untrained, window = remaining.untrained, 0 if config.pack else config.window
-        if untrained is None:
-            return cls(remaining.begin, 0, window, (), "")
-        rows = base64.b64encode(np.packbits(untrained).tobytes()).decode("ascii")
-        return cls(remaining.begin, remaining.num_steps, window, untrained.shape, rows)
-
-    def remaining(self, config: BalanceConfig | None) -> Remaining:
-        """Return what `of` was given; a StateError if it can only be trained with another config."""
-        if not self.shape:
-            return Remaining(self.begin, self.begin)
-        if config is None or not config.makes_steps or self.window != (0 if config.pack else config.window):
-            saved = f"window={self.window}" if self.window else "pack=True"
-            raise StateError(
-                f"the state is in the middle of steps that were made of several with {saved}; load it with that, or a "
-                "state of another step"
-            )
-        bits = np.unpackbits(np.frombuffer(base64.b64decode(self.rows), dtype=np.uint8), count=math.prod(self.shape))
-        return Remaining(self.begin, self.begin, bits.astype(np.bool_).reshape(self.shape), self.num_steps)
 
 
 class _StatePickler(pickle.Pickler):
@@ -163,8 +114,8 @@ class LoaderAdapter(Generic[Batch]):
         self._snapshots: Snapshots[_Saved] = Snapshots(_KEPT_STEPS, ahead)
         self._state_at_start: dict[str, Any] | None = None  # of a loader with a position of its own
         # Of steps that are made of several loaded ones: what is left after each and, if it is kept here, the state.
-        self._made: Snapshots[tuple[Remaining, _Saved | None]] | None = None
-        self._resumed: tuple[ResumePoint, Remaining] | None = None  # where the next iteration begins, if it is there
+        self._made: Snapshots[tuple[Left, _Saved | None]] | None = None
+        self._resumed: tuple[ResumePoint, Left] | None = None  # where the next iteration begins, if it is there
         self._rows_follow = self._is_shared and getattr(self._batches, "rows_follow_positions", False)
         self.current.left = None
         if config is not None and config.makes_steps:
@@ -253,15 +204,11 @@ class LoaderAdapter(Generic[Batch]):
             of_loader = self.length()
             of_loader = None if of_loader is None else max(of_loader - self.current.next.position, 0)
         resumed = self._resumed_here()
-        return of_loader if of_loader is None or resumed is None else of_loader - resumed.num_steps
+        return of_loader if of_loader is None or resumed is None else of_loader - resumed.num_trained
 
-    def _resumed_here(self) -> Remaining | None:
+    def _resumed_here(self) -> Left | None:
         """Return what is left of loaded steps in which the next iteration begins; None: it begins before a step."""
         return self._resumed[1] if self._resumed is not None and self._resumed[0] is self.current.next else None
-
-    @property
-    def _samples_per_step(self) -> int:
-        return int(self.rank_invariants()["batch_size"]) * self._world_size
 
     def begin(self) -> Begin:
         """Return where the next iteration begins, if steps are made of several loaded ones."""
@@ -271,7 +218,7 @@ class LoaderAdapter(Generic[Batch]):
         trained = after.position if after.epoch == point.epoch else 0
         if left is None:
             of_point = trained if self._config.pack and not self._has_positions else point.position
-            self._made.add(Position(point.epoch, of_point), (Remaining(point.position, point.position), None))
+            self._made.add(Position(point.epoch, of_point), (Left(point.position), None))
         return Begin(
             position=point.position,
             seed=self.current.seed,
@@ -280,24 +227,18 @@ class LoaderAdapter(Generic[Batch]):
             is_each_position=self._rows_follow,
         )
 
-    def hand_out(self, after: Position, remaining: Remaining | None) -> None:
+    def hand_out(self, after: Position, left: Left | None) -> None:
         """Move to the position after a step that is handed out, and keep what is left of those that it is made of."""
         self.current.after_last = after
-        if remaining is None or self._made is None:
+        if left is None or self._made is None:
             return
-        saved = None
+        begin, saved = Position(after.epoch, left.begin), None
         if self._has_state and not self._has_positions:
-            saved = self._snapshots.at(Position(after.epoch, remaining.begin))
-        self._made.add(after, (remaining, saved))
-        if (kept := self.current.left) is None or self._config is None:
-            return
-        if remaining.untrained is None:
-            kept.add(after, None)
-        elif remaining.places is None:
-            kept.add(Position(after.epoch, remaining.begin), None)  # the loader knows no other one
-        else:
-            shape = self._world_size, self._samples_per_step // self._world_size, self._config.window
-            kept.add(after, LeftPlaces(OpenWindow(remaining.begin, *shape), remaining.places, remaining.end))
+            saved = self._snapshots.at(begin)
+        self._made.add(after, (left, saved))
+        if self.current.left is not None:
+            knows_after = left.rows is None or left.has_positions  # else the loader knows that before it alone
+            self.current.left.add(after if knows_after else begin, left if left.has_positions else None)
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks; a loader of another world size is a ConfigError."""
@@ -344,11 +285,11 @@ class LoaderAdapter(Generic[Batch]):
         """Return the state after a batch that was handed out; None: the last one."""
         self._check_stateful()
         position = self.current.after_last if batch is None else Position(batch.epoch, batch.position)
-        left, saved = Remaining(position.position, position.position), None
+        left, saved = Left(position.position), None
         # A position that nothing was kept at is one that the loader was moved to.
         if self._made is not None and (batch is not None or position in dict(self._made.entries)) and position.position:
             left, saved = self._made.at(position, is_exact=True)
-        if self._has_positions and (left.untrained is None or left.places is not None):
+        if self._has_positions and (left.rows is None or left.has_positions):
             if batch is None and (self._is_shared or not position.position):
                 return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
             return cast(dict[str, Any], self._batches.state_dict(after=position))
@@ -368,11 +309,11 @@ class LoaderAdapter(Generic[Batch]):
         # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
         if isinstance(text, bytes):
             text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=has_ended, state=pickle.loads(text)))
-        is_plain = left.untrained is None and begin == position
+        is_plain = left.rows is None and begin == position
         return _FORMAT.make(
             epoch=position.epoch,
             position=position.position,
-            left="" if is_plain or self._config is None else json.dumps(_Left.of(left, self._config)),
+            left="" if is_plain else left.to_text(),
             is_end=position == self._end,
             world_size=self._world_size,
             ranks={str(self._rank): text},
@@ -385,15 +326,12 @@ class LoaderAdapter(Generic[Batch]):
             self._state_at_start = self._resumed = None
             if self._made is None or self._config is None or not self._rows_follow:
                 self._batches.load_state_dict(state)
-            elif (window := self._batches.load_window(state, self._config.window)) is not None:
-                begin = self.current.next.position
-                num_steps = (self.current.after_last.position - begin) // self._samples_per_step
-                left = Remaining(begin, window.end, num_steps=num_steps, places=window.places)
+            elif (left := self._batches.load_window(state, self._config.window)) is not None:
                 self._resumed = self.current.next, left
             self._end = self.current.after_last  # if nothing is left of that epoch
             if not self._is_shared:
                 self.current.move_to(ResumePoint(epoch=getattr(self._batches, "epoch", 0)))
-            self._keep_loaded(self.current.after_last, Remaining(self.current.after_last.position, 0), None)
+            self._keep_loaded(self.current.after_last, Left(self.current.after_last.position), None)
             return
         state = _FORMAT.check(state)
         saved = state["ranks"].get(str(self._rank))
@@ -410,9 +348,14 @@ class LoaderAdapter(Generic[Batch]):
             found = f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}"
             raise StateError(f"{found}; load an intact one")
         position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
-        left = Remaining(position.position, position.position)
-        if state["left"]:
-            left = _Left(*json.loads(state["left"])).remaining(self._config)
+        left = Left.from_text(state["left"]) if state["left"] else Left(position.position)
+        window = 0 if self._config is None or self._config.pack else self._config.window
+        if left.rows is not None and (self._made is None or left.window != window):
+            saved_with = f"window={left.window}" if left.window else "pack=True"
+            raise StateError(
+                f"the state is in the middle of steps that were made of several with {saved_with}; load it with that, "
+                "or a state of another step"
+            )
         if getattr(self._batches, "_iter_for_state_dict", False):
             # torchdata's Loader has made an iterator for `state_dict`, and would iterate over that, ignoring the state.
             iter(self._batches)
@@ -427,10 +370,10 @@ class LoaderAdapter(Generic[Batch]):
             self._snapshots.add(Position(position.epoch, left.begin), (has_ended, saved))
         self.current.after_last = position
         self._end = position if is_end else None
-        self._resumed = None if left.untrained is None else (self.current.next, left)
+        self._resumed = None if left.rows is None else (self.current.next, left)
         self._keep_loaded(position, left, (has_ended, saved))
 
-    def _keep_loaded(self, position: Position, left: Remaining, saved: _Saved | None) -> None:
+    def _keep_loaded(self, position: Position, left: Left, saved: _Saved | None) -> None:
         if self._made is not None:
             self._made.entries.clear()
             self._made.add(position, (left, saved))
@@ -450,36 +393,3 @@ class LoaderAdapter(Generic[Batch]):
         pickled = io.BytesIO()
         _StatePickler(pickled, pickle.HIGHEST_PROTOCOL).dump(state)
         return pickled.getvalue()
-
-
-def check_batches(batches: object) -> None:
-    """Raise a ConfigError with the remedy if an object cannot be an iterable of batches."""
-    if isinstance(batches, str | Path):
-        path = repr(str(batches))
-        raise ConfigError(f"batches is a path, {path}; pass build_loader(path, config, rank=..., world_size=...)")
-    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
-        raise ConfigError(
-            f"batches is a {type(batches).__name__}, a Dataset of samples; pass "
-            "DataLoader(dataset, batch_size=..., collate_fn=JaggedCollate({...}))"
-        )
-    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if isinstance(batches, JaggedBatch | Mapping | Tensor) or not is_iterable:
-        kind = type(batches).__name__
-        raise ConfigError(f"batches must be an iterable of JaggedBatches, such as a loader; got a {kind}")
-
-
-def check_batch(batch: object) -> None:
-    """Raise a ConfigError with the remedy if a loader yields something else than batches."""
-    if isinstance(batch, JaggedBatch):
-        return
-    if isinstance(batch, KeyedJaggedTensor):
-        raise ConfigError(
-            "the loader yields KeyedJaggedTensors; derive a dataclass from JaggedBatch with a field for them, and "
-            "yield that"
-        )
-    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-    raise ConfigError(
-        f"the loader yields a {type(batch).__name__}{names} instead of a JaggedBatch; pass its DataLoader "
-        "collate_fn=JaggedCollate({...}), or, if these are samples, pass PaddedBatches(samples, batch_size=..., "
-        "collate=JaggedCollate({...}))"
-    )

@@ -137,7 +137,7 @@ class StepPlanner:
                 values = _InHand.of(hand)
                 seconds = (time.perf_counter() - started) / len(steps)
                 for step in steps:
-                    made.append(handle := Handle(None, remaining=step.remaining))
+                    made.append(handle := Handle(None, left=step.left))
                     plans.append(self._plan_made(handle, step, schema, values, gather_seconds, seconds))
             hand.drop()
         except Exception as raised:  # reported to all ranks

@@ -26,8 +26,8 @@ from evenrank.dataloader.balance.config import MAX_STEPS, BalanceConfig
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep, StepInFlight
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.connection import check_process
-from evenrank.dataloader.balance.steps_in_hand import Remaining
 from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.state.resume_point import Left
 
 State = Literal["started", "launched", "finished"]
 
@@ -44,7 +44,7 @@ class Handle:
     state: State = "started"
     group: "Future[Sequence[Handle]]" = field(init=False, repr=False)
     """Once it is started: the steps that all which were started with it have become, planned in the background."""
-    remaining: Remaining | None = None
+    left: Left | None = None
     """What is left after it, if it is made of several loaded steps."""
     prepared: PreparedStep | None = None
     """The exchange, ready to be launched, once it is planned; None if no rank has batches left."""

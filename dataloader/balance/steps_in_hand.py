@@ -19,6 +19,7 @@ from evenrank.dataloader.balance.plan import assign_to_steps
 from evenrank.dataloader.balance.ranks.metadata import StepMetadata, common_word
 from evenrank.dataloader.balance.step_samples import clip_tokens, pack_in_hand
 from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.state.resume_point import Left
 from evenrank.datasets.order import derive_seed
 
 MOST_IN_HAND = 64
@@ -26,21 +27,6 @@ MOST_IN_HAND = 64
 
 Rows = NDArray[np.bool_]
 """bool [n, W, B]: of the rows of n loaded steps."""
-
-
-class Remaining(NamedTuple):
-    """What is left after a step that was made of several loaded ones."""
-
-    begin: int
-    """Position of the loader, before which nothing is left."""
-    end: int
-    """From which on everything is left."""
-    untrained: Rows | None = None
-    """Which rows of the steps loaded in between are left; None: there are none."""
-    num_steps: int = 0
-    """Steps of a window that are trained."""
-    places: NDArray[np.int64] | None = None
-    """Their positions, if each position in between is a sample, in the order of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +38,7 @@ class Begin:
     seed: int = 0
     trained: int | None = None
     """Samples trained before, for positions in packed steps of a loader that does not count samples; None: it does."""
-    resumed: Remaining | None = None
+    resumed: Left | None = None
     """What is left of the first steps, of a loaded state."""
     is_each_position: bool = False
     """Whether each position is a sample, unless a step has fewer."""
@@ -66,7 +52,8 @@ class MadeStep(NamedTuple):
     position: int
     loaded: int
     """Index of the loaded step in whose place it comes."""
-    remaining: Remaining
+    left: Left
+    """After it."""
 
 
 class StepsInHand:
@@ -97,23 +84,19 @@ class StepsInHand:
         if not self._config.pack:
             return self._window(known, is_real, untrained)
         if untrained is not None:
-            self._num_taken = int(np.count_nonzero(is_real[: len(untrained)] & ~untrained))
+            self._num_taken = int(np.count_nonzero(is_real & ~untrained))
         return self._pack(known, is_real, is_last=is_last or len(known) >= MOST_IN_HAND, is_end=is_last)
 
     def _untrained(self, known: StepMetadata, is_real: Rows) -> Rows | None:
         """Return what a loaded state says of the first steps in hand, when they come; None: nothing."""
         resumed, self._resumed = self._resumed, None
-        if resumed is None:
+        if resumed is None or (rows := resumed.rows) is None:
             return None
-        if (rows := resumed.untrained) is not None:
-            if rows.shape[1:] == is_real.shape[1:] and len(rows) <= len(is_real):
-                return rows
-        elif np.array_equal(np.diff(self._positions(known)), np.count_nonzero(is_real, axis=(1, 2))):
-            untrained, places = np.zeros_like(is_real), self._position + np.arange(np.count_nonzero(is_real))
-            untrained[is_real] = np.isin(places, resumed.places if resumed.places is not None else ()) | (
-                places >= resumed.end
-            )
-            return untrained
+        if rows.shape[1:] == is_real.shape[1:] and not rows[len(is_real) :].any():
+            untrained = is_real.copy()
+            untrained[: len(rows)] = rows[: len(is_real)]
+            if not (untrained & ~is_real).any():
+                return untrained
         raise StateError(
             "the state is in the middle of steps that were made of other batches; load it with the data, the "
             "batch_size and the transform that it was saved with"
@@ -162,24 +145,20 @@ class StepsInHand:
             assign(is_real & np.isin(np.arange(num_steps), joint)[:, np.newaxis, np.newaxis], joint)
         first = 0
         if resumed is not None:
-            untrained = np.zeros_like(is_real)
-            untrained[: len(resumed)] = resumed
-            untrained &= is_real
-            firsts = [number for number in range(num_steps + 1) if np.array_equal(step_of >= number, untrained)]
+            firsts = [number for number in range(num_steps + 1) if np.array_equal(step_of >= number, resumed)]
             if firsts:
                 first = firsts[0]
             else:  # the job that saved the state has assigned them differently
-                first = num_steps - -(-int(np.count_nonzero(untrained)) // per_step)
+                first = num_steps - -(-int(np.count_nonzero(resumed)) // per_step)
                 step_of[:] = -1
-                assign(untrained, np.arange(first, num_steps))
+                assign(resumed, np.arange(first, num_steps))
         by_rank = step_of.transpose(1, 0, 2).reshape(-1)
         made = []
         for number in range(first, num_steps):
             begin, end, is_left = self._position, int(positions[-1]), step_of > number
-            left = Remaining(end, end)
+            left = Left(end)
             if number < num_steps - 1:
-                places = begin + np.flatnonzero(is_left[is_real]) if is_each else None
-                left = Remaining(begin, end, is_left, number + 1, places)
+                left = Left(begin, self._config.window, is_left, number + 1, has_positions=is_each)
             position = end - int(np.count_nonzero(is_left)) if is_each else int(positions[number + 1])
             made.append(MadeStep(np.flatnonzero(by_rank == number), position, number, left))
         return made
@@ -209,10 +188,10 @@ class StepsInHand:
                 position = int(positions[-1]) if is_end and taken == ends_of_steps[-1] else after
             else:
                 position = before + done
-            left = Remaining(position, position)
+            left = Left(position)
             if done < num_real and not (self._begin.is_each_position and after - before == num_real):
                 untrained = is_real[loaded] & (np.cumsum(is_real[loaded]).reshape(is_real[0].shape) > done)
-                left = Remaining(before, after, untrained[np.newaxis])
+                left = Left(before, rows=untrained[np.newaxis])
             if self._trained is not None:
                 self._trained += end - first
                 position = self._trained

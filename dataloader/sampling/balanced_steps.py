@@ -15,7 +15,7 @@ from evenrank.dataloader.balance.no_exchange import LocalPlanner
 from evenrank.dataloader.balance.step_samples import PackedSchedule, WindowedOrder, Windows, clip_tokens, pack
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
-from evenrank.dataloader.state.resume_point import LeftPlaces, OpenWindow, ResumePoint, SkippedSamples
+from evenrank.dataloader.state.resume_point import Left, ResumePoint, SkippedSamples
 from evenrank.datasets.order import SampleOrder, derive_seed
 
 Value = TypeVar("Value")
@@ -177,9 +177,11 @@ class WindowedStepSampler(BalancedStepSampler):
         first, end = windowed.windows.bounds(position)
         if position == first:
             return super().skipped(order, point, position, seed=seed)
-        window = OpenWindow(first, self._shape.world_size, self._shape.batch_size, self._balance.window)
-        places = windowed.positions(np.arange(position, end), seed=seed, epoch=point.epoch)
-        return LeftPlaces(window, places, end).skipped(point, super().skipped(order, point, first, seed=seed))
+        is_left = np.zeros(end - first, dtype=np.bool_)
+        is_left[windowed.positions(np.arange(position, end), seed=seed, epoch=point.epoch) - first] = True
+        rows = is_left.reshape(-1, self._shape.world_size, self._shape.batch_size)
+        before = super().skipped(order, point, first, seed=seed)
+        return Left(first, self._balance.window, rows).skipped(point, before)
 
     def resume(self, order: SampleOrder, after: ResumePoint, skipped: SkippedSamples, *, seed: int) -> ResumePoint:
         """Return where to go on: within the window of a saved position, if this sampler assigns it in the same way."""

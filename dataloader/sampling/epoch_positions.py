@@ -21,7 +21,7 @@ from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
     CurrentPosition,
-    LeftPlaces,
+    Left,
     Position,
     ResumePoint,
     SkippedSamples,
@@ -205,16 +205,14 @@ class EpochPositions(HasRankInvariants):
         self._begun[point.epoch] = point
         self._current.move_to(point, is_over=is_over)
 
-    def load_window(self, state: Mapping[str, Any], num_steps: int) -> LeftPlaces | None:
+    def load_window(self, state: Mapping[str, Any], num_steps: int) -> Left | None:
         """Load a state and, if it is within a window of `num_steps` steps as these, go to its begin.
 
         Returns what is left of that window, for a Balancer, which then makes its steps again.
         """
         self.load_state_dict(state)
-        epoch, position = state["epoch"], state["position"]
-        pending, window = SkippedSamples.from_text(
-            state["pending"], position=position, num_samples=state["num_samples"]
-        )
+        epoch, position, num_samples = (state[name] for name in ("epoch", "position", "num_samples"))
+        pending, window = SkippedSamples.from_text(state["pending"], position=position, num_samples=num_samples)
         world_size, batch_size = (self.rank_invariants()[name] for name in ("world_size", "batch_size"))
         if pending is None or window is None or self._current.left is None:
             return None
@@ -222,7 +220,7 @@ class EpochPositions(HasRankInvariants):
         if not is_as_here or (position - window.start) % (world_size * batch_size):
             return None
         point = ResumePoint(epoch=epoch, start=window.start, position=window.start, pending=window.pending)
-        left = LeftPlaces(window, point.places(pending), position + len(pending))
+        left = window.left(pending, position, num_samples)
         self._begun[epoch] = point
         self._current.move_to(point)
         self._current.after_last = Position(epoch, position)
@@ -319,7 +317,7 @@ class EpochPositions(HasRankInvariants):
             point = ResumePoint(epoch=epoch)
         samples, seed = self._samples_of(epoch), self._current.seed
         left = self._current.left_after(Position(epoch, position))
-        first = position if left is None else left.window.start
+        first = position if left is None else left.begin
         skipped = samples.sampler.skipped(samples.order, point, first, seed=seed)
         if left is not None:
             skipped = left.skipped(point, skipped)

@@ -17,6 +17,7 @@ import base64
 import hashlib
 import json
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,10 +91,10 @@ class CurrentPosition:
         self.seed = seed  # of the order of samples, or that of a loaded state
         self.next = ResumePoint()  # where the next iteration begins
         self.after_last = Position(0, 0)  # after the batch that was handed out last
-        self.left: Snapshots[LeftPlaces | None] | None = None  # after steps of a Balancer's windows
+        self.left: Snapshots[Left | None] | None = None  # after steps of a Balancer's windows
         self._has_epochs = has_epochs
 
-    def left_after(self, position: Position) -> "LeftPlaces | None":
+    def left_after(self, position: Position) -> "Left | None":
         """Return what is left before a position that was handed out; None: nothing but what the iteration skips."""
         if self.left is None or not position.position:
             return None
@@ -158,21 +159,56 @@ class OpenWindow(NamedTuple):
     pending: Positions | None = None
     """`ResumePoint.pending` at the beginning of the window."""
 
+    def left(self, pending: Positions, position: int, num_samples: int) -> "Left":
+        """Return what is left of the window, given the positions pending at a position within it."""
+        point = ResumePoint(start=self.start, position=self.start, pending=self.pending)
+        is_left = np.zeros(self.steps * self.world_size * self.batch_size, dtype=np.bool_)
+        is_left[position + len(pending) - self.start : num_samples - self.start] = True
+        places = point.places(pending) - self.start
+        is_left[places[places < len(is_left)]] = True
+        num_trained = (position - self.start) // (self.world_size * self.batch_size)
+        rows = is_left.reshape(self.steps, self.world_size, self.batch_size)
+        return Left(self.start, self.steps, rows, num_trained, has_positions=True)
 
-class LeftPlaces(NamedTuple):
-    """What is left after a step within a window."""
 
-    window: OpenWindow
-    places: Positions
-    """[n]: of the window, in the order of the iteration."""
-    end: int
-    """The place from which on everything is left."""
+class Left(NamedTuple):
+    """What is left after a step that was made of several loaded ones."""
+
+    begin: int
+    """Position of the loader, before which nothing is left."""
+    window: int = 0
+    """Loaded steps of a window; 0: samples of these are packed."""
+    rows: NDArray[np.bool_] | None = None
+    """[n, W, B]: which rows of the n steps loaded from `begin` on are left; None: all of them."""
+    num_trained: int = 0
+    """Steps of the window that are trained."""
+    has_positions: bool = False
+    """Whether rows, in their order, are the positions from `begin` on, which any loader can go on with."""
 
     def skipped(self, point: ResumePoint, before: "SkippedSamples") -> "SkippedSamples":
         """Return the samples skipped, of an iteration from `point` on; `before` are those before the window."""
-        after_window = np.arange(self.end, max(self.end, point.frontier))
-        pending = np.sort(point.positions(np.concatenate([self.places, after_window])))
-        return SkippedSamples(pending, self.window._replace(pending=before.pending))
+        assert self.rows is not None
+        end = self.begin + self.rows.size
+        places = self.begin + np.flatnonzero(self.rows)
+        pending = np.sort(point.positions(np.concatenate([places, np.arange(end, max(end, point.frontier))])))
+        _, world_size, batch_size = self.rows.shape
+        window = OpenWindow(self.begin, world_size, batch_size, self.window, before.pending)
+        return SkippedSamples(pending, window)
+
+    def to_text(self) -> str:
+        """Return it as text, which every format of checkpoints can hold."""
+        bits = "" if self.rows is None else base64.b64encode(np.packbits(self.rows).tobytes()).decode("ascii")
+        shape = () if self.rows is None else self.rows.shape
+        return json.dumps([self.begin, self.num_trained, self.window, shape, bits])
+
+    @classmethod
+    def from_text(cls, text: str) -> "Left":
+        """Return what `to_text` was called of."""
+        begin, num_trained, window, shape, bits = json.loads(text)
+        if not shape:
+            return cls(begin, window)
+        flat = np.unpackbits(np.frombuffer(base64.b64decode(bits), dtype=np.uint8), count=math.prod(shape))
+        return cls(begin, window, flat.astype(np.bool_).reshape(shape), num_trained)
 
 
 class SkippedSamples(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -19,6 +20,7 @@ from evenrank.dataloader.balance import BalanceConfig
 from evenrank.training import LossAverage, scale_loss
 from evenrank.training.dmp import load_dmp, make_dmp_optimizer, save_dmp
 from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, ids_of
+from tests.examples.sharded_model import skip_without_kernels
 from tests.ranks import RankPool
 
 DIM = 4
@@ -49,16 +51,21 @@ class Scores(nn.Module):
 class Job:
     """A sharded model, its optimizer and its data."""
 
-    def __init__(self, rank: int, world_size: int, path: Path) -> None:
+    def __init__(self, rank: int, world_size: int, path: Path, store: Path | None = None) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
         warnings.simplefilter("ignore")  # of TorchRec about PyTorch
         torch.manual_seed(0)
         model, device = Scores(), torch.device("cpu")
+        if store is not None:  # on GPUs, where a job's only group is one of NCCL
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+            dist.destroy_process_group()
+            dist.init_process_group("nccl", f"file://{store}", world_size=world_size, rank=rank)
         fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
         sharder = EmbeddingCollectionSharder(fused_params=fused)
         by_rows = row_wise(compute_kernel="fused")
-        plan = construct_module_sharding_plan(model.tables, {"item_table": by_rows}, sharder, device_type="cpu")
+        plan = construct_module_sharding_plan(model.tables, {"item_table": by_rows}, sharder, device_type=device.type)
         self.model = DistributedModelParallel(
             model, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder]
         )
@@ -66,12 +73,14 @@ class Job:
         config, balance = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), BalanceConfig(cost=COST)
         self.loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
         self.batches: Any = None
+        self.device = device
 
     def train(self, num_steps: int) -> list[Step]:
         """Return this rank's samples of each step, and its loss over all ranks."""
         steps, average = [], LossAverage()
         self.batches = self.batches or iter(self.loader)
-        for batch in islice(self.batches, num_steps):
+        for loaded in islice(self.batches, num_steps):
+            batch = loaded.to(self.device)
             self.optimizer.zero_grad()
             loss_sum = self.model(batch)
             scale_loss(loss_sum, batch).backward()
@@ -83,9 +92,9 @@ class Job:
         return steps
 
 
-def _train_and_save(rank: int, world_size: int, path: Path, folder: Path) -> list[Step]:
+def _train_and_save(rank: int, world_size: int, path: Path, folder: Path, store: Path | None = None) -> list[Step]:
     """Save after 1 and 3 steps, with another learning rate from then on; return the steps after that."""
-    job = Job(rank, world_size, path)
+    job = Job(rank, world_size, path, store)
     assert load_dmp(folder, job.model, job.optimizer) is None
     for count in (1, 2):
         job.train(count)
@@ -95,8 +104,8 @@ def _train_and_save(rank: int, world_size: int, path: Path, folder: Path) -> lis
     return job.train(3)
 
 
-def _resume(rank: int, world_size: int, path: Path, folder: Path) -> list[Step]:
-    job = Job(rank, world_size, path)
+def _resume(rank: int, world_size: int, path: Path, folder: Path, store: Path | None = None) -> list[Step]:
+    job = Job(rank, world_size, path, store)
     values = load_dmp(folder, job.model, job.optimizer)
     assert values is not None
     assert values["count"] == 2
@@ -163,6 +172,21 @@ def test_a_job_goes_on_with_tables_moments_learning_rates_and_data(
         resumed_samples, resumed = _of_all_ranks(ranks.run(world_size, _resume, small_dataset, folder))
         assert resumed_samples == samples
         assert resumed == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.multi_gpu
+def test_on_gpus_a_job_goes_on_with_tables_moments_learning_rates_and_data(
+    gpu_ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    skip_without_kernels()
+    folder, most = tmp_path / "checkpoint", torch.cuda.device_count()
+    going_on = gpu_ranks.run(2, _train_and_save, small_dataset, folder, tmp_path / "store")
+    samples, losses = _of_all_ranks(going_on)
+    for world_size in sorted({1, 2, min(3, most)}):
+        store = tmp_path / f"store{world_size}"
+        resumed_samples, resumed = _of_all_ranks(gpu_ranks.run(world_size, _resume, small_dataset, folder, store))
+        assert resumed_samples == samples
+        assert resumed == pytest.approx(losses, rel=1e-5)
 
 
 def test_an_optimizer_that_has_not_stepped_is_saved_as_it_is(
