@@ -27,6 +27,7 @@ from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_dev
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.exchange.exchange import warm_up as warm_up_exchange
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.packing import warm_up as warm_up_packing
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
 from evenrank.dataloader.balance.ranks.connection import Connection, check_process
@@ -34,7 +35,6 @@ from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import StepPlanner
-from evenrank.dataloader.balance.step_samples import warm_up as warm_up_packing
 from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain
 from evenrank.dataloader.balance.steps_in_hand import MOST_IN_HAND
 from evenrank.dataloader.batches.batch import JaggedBatch

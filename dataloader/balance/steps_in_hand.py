@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from evenrank.core.errors import StateError
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import COST_BITS, cost_shift
+from evenrank.dataloader.balance.packing import clip_tokens, pack_in_hand
 from evenrank.dataloader.balance.partition.strategies import real_rows
 from evenrank.dataloader.balance.plan import assign_to_steps
 from evenrank.dataloader.balance.ranks.metadata import StepMetadata, common_word
-from evenrank.dataloader.balance.step_samples import clip_tokens, pack_in_hand
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.state.resume_point import Left
 from evenrank.datasets.order import derive_seed

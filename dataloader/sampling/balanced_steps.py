@@ -1,20 +1,32 @@
-"""Step samplers that balance: planned alone by each rank, packed to a number of tokens, or assigned in windows."""
+"""Step samplers that balance with no exchange, where every rank can read every sample.
 
+A step is planned from the lengths of its samples, which are known without reading them, by the same partition as a
+Balancer's. So each rank comes to the same assignment alone, and reads just the samples that it trains on.
+"""
+
+import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.hashing import mix64
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.no_exchange import LocalPlanner
-from evenrank.dataloader.balance.step_samples import PackedSchedule, WindowedOrder, Windows, clip_tokens, pack
-from evenrank.dataloader.collate.gather import SampleLengths
+from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
+from evenrank.dataloader.balance.exchange.fields import sample_bytes
+from evenrank.dataloader.balance.metrics.step_metrics import measure_step
+from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
+from evenrank.dataloader.balance.partition.strategies import Assignment, real_rows, unbalanced, warm_up
+from evenrank.dataloader.balance.plan import assign_to_steps, in_rows, plan_step
+from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
+from evenrank.dataloader.sampling.windows import WindowedOrder, Windows
 from evenrank.dataloader.state.resume_point import Left, ResumePoint, SkippedSamples
 from evenrank.datasets.order import SampleOrder, derive_seed
 
@@ -62,50 +74,112 @@ class Memo(Generic[Value]):
 
 
 class BalancedStepSampler(StepSampler):
-    """Each rank plans the step of all ranks, from lengths, and trains on its part."""
+    """Each rank plans the step of all ranks, from lengths, and trains on its part.
+
+    It raises ConfigErrors if the cost or the strategy returns something invalid, or `max_tokens_per_rank` cannot be
+    kept.
+    """
 
     def __init__(self, samples: KnownLengths, shape: StepShape, balance: BalanceConfig) -> None:
         super().__init__(shape)
+        balance.check(exchanges=False)
+        warm_up(balance.strategy, limits_tokens=balance.max_tokens_per_rank is not None)
         self._samples = samples
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
-        self._planner = LocalPlanner(balance, samples.schema, rank=shape.rank, world_size=shape.world_size)
+        self._multipliers = mix64(np.arange(shape.samples_per_step, dtype=np.uint64)) | np.uint64(1)  # of `_hash`
         # Of windows: those of all steps in flight, of which the first and the last may be within theirs, and one for
         # states. Of schedules: the rest of an epoch and all of it, for the epoch that is iterated over and the next.
         self._memo: Memo[Any] = Memo(-(-shape.in_flight // balance.window) + 2 if balance.window > 1 else 4)
 
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
-        """Return a hash of the costs and the plan of a first step."""
+        """Return a hash of the costs of the first step and, without a limit to tokens, of who trains on its samples.
+
+        Ranks compare it, because costs and strategies that are functions have nothing else but names.
+        """
         iteration = StepSampler.begin(self, order, ResumePoint(), seed=seed)
         schedule = iteration.schedule
         if schedule.num_steps == 0:
             return {}
-        lengths = self._samples.lengths(iteration.rows(schedule.positions_of_all(range(1))))
-        return {"costs and plan of the first step": self._planner.fingerprint(lengths, schedule.num_loaded(0))}
+        known = self._known(iteration.rows(schedule.positions_of_all(range(1))))
+        digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
+        if self._balance.max_tokens_per_rank is None:
+            digest.update(self._assign(known, schedule.num_loaded(0))[0].rank_of.tobytes())
+        return {"costs and plan of the first step": digest.hexdigest()[:16]}
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
         """Return the samples of these steps; with metrics if `is_measured`."""
-        sampled = []
         at_once = max(1, _SAMPLES_AT_ONCE // self._shape.samples_per_step)
-        for run in (steps[first : first + at_once] for first in range(0, len(steps), at_once)):
-            sample_ids = iteration.rows(iteration.schedule.positions_of_all(run))
-            plans = self._planner.plan(
-                self._lengths(sample_ids),
-                run,
-                np.stack([iteration.schedule.num_loaded(step) for step in run]),
-                sample_ids=sample_ids,
-                epoch=iteration.point.epoch,
-                is_measured=is_measured,
-            )
-            for plan in plans:
-                fields = {"world_loss_tokens": plan.world_loss_tokens, "plan_hash": plan.plan_hash}
-                fields["dp_size"] = self._shape.world_size
-                sampled.append(StepSamples(sample_ids[plan.indices], fields, plan.metrics))
-        return sampled
+        runs = (steps[first : first + at_once] for first in range(0, len(steps), at_once))
+        return [samples for run in runs for samples in self._sample(iteration, run, is_measured=is_measured)]
 
-    def _lengths(self, sample_ids: NDArray[np.int64]) -> Iterator[SampleLengths]:
-        """Yield the lengths of these samples, in blocks."""
+    def _sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> Iterator[StepSamples]:
+        epoch, first = iteration.point.epoch, 0
+        sample_ids = iteration.rows(iteration.schedule.positions_of_all(steps))
+        started = time.perf_counter()
+        known = self._known(sample_ids, with_lengths=is_measured)
+        seconds = (time.perf_counter() - started) / len(steps)
+        for step in steps:
+            num_loaded = iteration.schedule.num_loaded(step)
+            of_step = slice(first, first := first + int(num_loaded.sum()))
+            ids, own = sample_ids[of_step], _Known(*(values[..., of_step] for values in known))
+            started = time.perf_counter()
+            assignment, costs, tokens, is_real = self._assign(own, num_loaded, epoch, step)
+            trained_by = assignment.rank_of[is_real]
+            fields = {
+                "world_loss_tokens": int(own.loss_tokens.sum()),
+                "plan_hash": self._hash(ids, trained_by),
+                "dp_size": self._shape.world_size,
+            }
+            samples = StepSamples(ids[trained_by == self._shape.rank], fields)
+            plan_seconds = seconds + time.perf_counter() - started
+            if is_measured:
+                metrics = measure_step(
+                    assignment,
+                    costs=costs,
+                    tokens=tokens,
+                    sample_bytes=in_rows(sample_bytes(self._samples.schema, own.lengths), is_real),
+                    epoch=epoch,
+                    step=step,
+                    is_balanced=self._balance.balances(epoch, step),
+                    plan_seconds=plan_seconds,
+                )
+                samples = samples._replace(metrics=metrics)
+            yield samples
+
+    def _known(
+        self, sample_ids: NDArray[np.int64], *, with_lengths: bool = False, num_summed: int | None = None
+    ) -> "_Known":
+        """Return costs that can be summed over `num_summed` samples (None: over a step) and the rest of `_Known`."""
+        cost, schema, blocks = self._balance.cost, self._samples.schema, []
+        num_summed = num_summed or self._shape.samples_per_step
         for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
-            yield self._samples.lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
+            block = self._samples.lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
+            by_name = dict(zip(name_keys(tuple(block.of_keys)), block.of_keys.values(), strict=True))
+            n = len(block.num_candidates)
+            costs = scaled_costs(cost, by_name, block.num_candidates, samples_per_step=num_summed)
+            of_loss = loss_tokens(schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_))
+            lengths = np.array([*block.of_keys.values()] if with_lengths else np.empty((0, n)), dtype=np.int64)
+            blocks.append(_Known(costs, count_tokens(cost, by_name, n), of_loss, lengths))
+        if len(blocks) == 1:
+            return blocks[0]
+        return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
+
+    def _assign(
+        self, known: "_Known", num_loaded: NDArray[np.int64], epoch: int = 0, step: int = 0
+    ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
+        num_real = None if len(known.costs) == self._shape.samples_per_step else num_loaded
+        is_real = real_rows(self._shape.batch_size, self._shape.world_size, num_real)
+        costs, tokens = (in_rows(values, is_real) for values in (known.costs, known.tokens))
+        assignment = plan_step(costs, tokens, self._balance, num_real=num_real, epoch=epoch, step=step)
+        return assignment, costs, tokens, is_real
+
+    def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
+        """Return a 63-bit hash of which rank trains on which sample."""
+        # Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
+        words = sample_ids * self._shape.world_size
+        words += trained_by
+        return int(np.dot(words.view(np.uint64), self._multipliers[: len(words)])) >> 1
 
 
 class PackedStepSampler(BalancedStepSampler):
@@ -123,7 +197,7 @@ class PackedStepSampler(BalancedStepSampler):
 
         def tokens_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
             sample_ids = iteration.rows(positions)
-            tokens = np.concatenate([self._planner.count_tokens(block) for block in self._lengths(sample_ids)])
+            tokens = self._known(sample_ids).tokens
             name = self._samples.name
             return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: name(sample_ids[i]))
 
@@ -154,7 +228,7 @@ class WindowedStepSampler(BalancedStepSampler):
             samples_per_step=samples_per_step,
             steps=self._balance.window,
         )
-        return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign))
+        return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign_window))
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
         """Return the samples of these steps; with metrics if `is_measured`, of loads before also without windows."""
@@ -162,12 +236,16 @@ class WindowedStepSampler(BalancedStepSampler):
         if is_measured:
             assert isinstance(iteration.order, WindowedOrder)
             loaded = replace(iteration, order=iteration.order.underlying)
-            rows = loaded.rows(iteration.schedule.positions_of_all(steps))
-            num_loaded = np.stack([iteration.schedule.num_loaded(step) for step in steps])
-            loads = self._planner.loads_before(self._lengths(rows), num_loaded)
-            for index, (of_step, before) in enumerate(zip(sampled, loads, strict=True)):
-                assert of_step.metrics is not None
-                sampled[index] = of_step._replace(metrics=replace(of_step.metrics, before=before))
+            costs = self._known(loaded.rows(iteration.schedule.positions_of_all(steps))).costs
+            for index, step in enumerate(steps):
+                num_loaded, metrics = iteration.schedule.num_loaded(step), sampled[index].metrics
+                assert metrics is not None
+                of_step, costs = np.split(costs, [int(num_loaded.sum())])
+                is_real = real_rows(self._shape.batch_size, self._shape.world_size, num_loaded)
+                home = unbalanced(is_real, padded=self._balance.partition_options["padded"])
+                sampled[index] = sampled[index]._replace(
+                    metrics=replace(metrics, before=home.loads(in_rows(of_step, is_real)))
+                )
         return sampled
 
     def skipped(self, order: SampleOrder, point: ResumePoint, position: int, *, seed: int) -> SkippedSamples:
@@ -195,15 +273,30 @@ class WindowedStepSampler(BalancedStepSampler):
         again = self.skipped(order, within, after.position, seed=seed).pending
         return within if pending is not None and again is not None and np.array_equal(again, pending) else after
 
-    def _assign(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
+    def _assign_window(
+        self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int
+    ) -> NDArray[np.integer[Any]]:
         def assign() -> NDArray[np.integer[Any]]:
-            sample_ids = order.rows(np.arange(first, end), seed=seed, epoch=epoch)
-            lengths, count = self._lengths(sample_ids), len(sample_ids)
-            indices = self._planner.assign_to_steps(lengths, count, seed=derive_seed(seed, first), epoch=epoch)
+            sample_ids, count = order.rows(np.arange(first, end), seed=seed, epoch=epoch), end - first
+            known, num_steps = self._known(sample_ids, num_summed=count), count // self._shape.samples_per_step
+            options = {"seed": derive_seed(seed, first), "epoch": epoch}
+            world_size, config = self._shape.world_size, self._balance
+            step_of = assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, **options)
+            # Step by step, ascending in each; narrow integers are sorted faster.
+            indices = np.argsort(step_of.astype(np.min_scalar_type(num_steps)), kind="stable")
             return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
 
         indices: NDArray[np.integer[Any]] = self._memo.get((order.fingerprint(), first, end, seed, epoch), assign)
         return indices
+
+
+class _Known(NamedTuple):
+    """The values of n samples that are known without reading them."""
+
+    costs: NDArray[np.int64]  # [n]
+    tokens: NDArray[np.int64]  # [n]
+    loss_tokens: NDArray[np.int64]  # [n]
+    lengths: NDArray[np.int64]  # [K, n], or [0, n] where nothing is measured
 
 
 def make_step_sampler(samples: KnownLengths | None, shape: StepShape, balance: BalanceConfig | None) -> StepSampler:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, StepMetrics, TokenLimitWarning, partition, step_samples
-from evenrank.dataloader.balance.step_samples import PackedSchedule, pack
+from evenrank.dataloader.balance import BalanceConfig, StepMetrics, TokenLimitWarning, packing, partition
+from evenrank.dataloader.balance.packing import PackedSchedule, pack
 from tests.dataloader.balance.costs import COST, Ints
 from tests.dataloader.batch_helpers import ids_of
 
@@ -94,8 +94,8 @@ def test_a_step_ends_where_samples_no_longer_fit_however_many_are_too_many() -> 
 def test_steps_do_not_depend_on_the_blocks_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(0, 90, 3000)
     whole = _pack(tokens, 3, 5, 100).ends
-    monkeypatch.setattr(step_samples, "_SAMPLES_PER_BLOCK", 1)
-    monkeypatch.setattr(step_samples, "_STEPS_PER_BLOCK", 1)
+    monkeypatch.setattr(packing, "_SAMPLES_PER_BLOCK", 1)
+    monkeypatch.setattr(packing, "_STEPS_PER_BLOCK", 1)
     assert len(whole) > 200
     assert _pack(tokens, 3, 5, 100).ends.tolist() == whole.tolist()
 

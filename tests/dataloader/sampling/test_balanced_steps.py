@@ -1,4 +1,4 @@
-"""Loaders with windows; see `balance/test_no_exchange.py` and `balance/test_packing.py` for other balanced steps."""
+"""Loaders with windows; see `test_no_exchange.py` and `balance/test_packing.py` for other balanced steps."""
 
 import itertools
 import pickle
@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, PaddedCost, StepMetrics, no_exchange
+from evenrank.dataloader.balance import BalanceConfig, PaddedCost, StepMetrics
 from evenrank.dataloader.balance.plan import assign_to_steps
+from evenrank.dataloader.sampling import balanced_steps
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from tests.dataloader.balance.costs import COST, Ints, Lengths
 from tests.dataloader.batch_helpers import ids_of
@@ -226,7 +227,7 @@ def test_threads_plan_each_window_once(small_dataset: Path, monkeypatch: pytest.
         assigned.append(num_steps)
         return assign_to_steps(costs, tokens, num_steps, *arguments, **named)
 
-    monkeypatch.setattr(no_exchange, "assign_to_steps", assign_and_count)
+    monkeypatch.setattr(balanced_steps, "assign_to_steps", assign_and_count)
     loader = _loaders(small_dataset, 2, {"window": 7}, **options)[1]
     assert _iterate([loader]) == expected[1:]
     num_full = loader.num_samples // 8

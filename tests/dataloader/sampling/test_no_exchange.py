@@ -19,7 +19,7 @@ from evenrank.dataloader import (
     build_loader,
     random_codes,
 )
-from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, no_exchange
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.sampling import balanced_steps
 from tests.dataloader.balance.batch_bits import bits_of
@@ -143,7 +143,7 @@ def test_steps_can_be_planned_together(small_dataset: Path, monkeypatch: pytest.
 
 
 def test_nothing_is_measured_unless_on_step_is_given(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_exchange, "measure_step", None)
+    monkeypatch.setattr(balanced_steps, "measure_step", None)
     assert len(list(_loaders(small_dataset, 2)[0])) > 10
     with pytest.raises(TypeError):
         _steps(small_dataset)

@@ -10,7 +10,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, PaddedCost
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.plan import assign_to_steps
-from evenrank.dataloader.balance.step_samples import WindowedOrder, Windows
+from evenrank.dataloader.sampling.windows import WindowedOrder, Windows
 from evenrank.datasets.distributions import Lognormal
 from evenrank.datasets.order import RowOrder, SampleOrder, Samples
 from tests.dataloader.balance.costs import Ints, one_per_sample

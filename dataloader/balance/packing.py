@@ -1,6 +1,4 @@
-"""Which samples a step has, where that depends on them: packing, and windows of steps.
-
-Packing: steps of as many samples as fit a number of tokens per rank.
+"""Packing: steps of as many samples as fit a number of tokens per rank.
 
 A step takes a prefix of the remaining order, so the rest of an epoch is still a position. Its end follows from the
 tokens of the samples alone, by a rule that is the same on every rank:
@@ -18,14 +16,11 @@ world_size = 2, batch_size = 3, max_tokens = 10
 
 The first step could take the 2 as well, as 6 4 and 5 3 2, but whether any assignment fits is bin packing, which is
 NP-hard. A step takes one sort of its samples, and O(n log W) for each of the few prefixes that are tried.
-
-Windows of several steps whose samples may change steps, so that an epoch waits less for its heaviest ranks; see `plan`.
 """
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +30,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt_with_room
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
 from evenrank.dataloader.balance.partition.strategies import OnOverflow, TokenLimitWarning
-from evenrank.datasets.order import SampleOrder, StepSchedule
+from evenrank.datasets.order import StepSchedule
 
 # Samples whose tokens are in memory at a time. Those after the last step of a block are read again with the next one.
 _SAMPLES_PER_BLOCK = 1 << 18
@@ -193,62 +188,3 @@ def _fits(
     # The most tokens of a rank depend neither on the numbering of the slots nor on slots without tokens.
     rank_of = lpt_with_room(first_tokens, order[order < num_samples], world_size, batch_size, 0, IGNORE_HOME)
     return bool(sums_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Windows:
-    """The windows of the positions of an epoch."""
-
-    start: int
-    # End of the first windows: they have the pending samples of a window that a job was resumed in, up to the end of a
-    # step.
-    first_end: int
-    end: int  # end of the last full step; a step that is not full has no window
-    samples_per_step: int
-    steps: int  # of a window; the last one may have fewer
-
-    def bounds(self, position: int) -> tuple[int, int]:
-        """Return the start and the end of the window that has this position; from `end` on, the position twice."""
-        if position >= self.end:
-            return position, position
-        size = self.steps * self.samples_per_step
-        start, end = (self.start, self.first_end) if position < self.first_end else (self.first_end, self.end)
-        first = position - (position - start) % size
-        return first, min(first + size, end)
-
-
-AssignWindow = Callable[..., NDArray[np.integer[Any]]]
-"""Called as `(order, first, end, *, seed, epoch)`: assigns the samples of a window of an order to its steps.
-
-Returns the indices of the samples at positions first..end-1, step by step: integers [end - first]."""
-
-
-class WindowedOrder:
-    """An order in which the samples of each window come step by step, as `assign_window` assigns them."""
-
-    def __init__(self, order: SampleOrder, windows: Windows, assign_window: AssignWindow) -> None:
-        self.windows = windows
-        self.underlying = order
-        self.num_samples = order.num_samples
-        self._assign_window = assign_window
-
-    def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the positions in the underlying order of the samples at these places: int64 of the same shape."""
-        positions = places.copy()
-        left = np.flatnonzero(places < self.windows.end)
-        while len(left):
-            first, end = self.windows.bounds(int(places[left[0]]))
-            in_window = (first <= places[left]) & (places[left] < end)
-            of_window, left = left[in_window], left[~in_window]
-            indices = self._assign_window(self.underlying, first, end, seed=seed, epoch=epoch)
-            positions[of_window] = indices[places[of_window] - first]
-            positions[of_window] += first
-        return positions
-
-    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at these positions."""
-        return self.underlying.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return everything that the order depends on, besides seed, epoch and costs."""
-        return (*self.underlying.fingerprint(), "windows", self.windows)
