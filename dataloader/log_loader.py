@@ -106,7 +106,11 @@ class LogLoader(RankLoader[Batch]):
         """Return the batch of the records of a step, from `first` on, and how many of them are no samples."""
         left_out: Counter[str] = Counter()
         store = store.remapped(self._config.key_maps)
-        rows = np.flatnonzero(self._find_samples(store, left_out))
+        is_sample = np.ones(len(store), dtype=np.bool_)
+        for reason, unusable in self._collate.unusable(store).items():
+            left_out[reason] += len(unusable)
+            is_sample[unusable] = False
+        rows = np.flatnonzero(is_sample)
         groups = [StoreRows(store, rows, np.arange(len(rows)))]
         return self._make_batch(groups, first + rows, seed, of_step["position"], self._rank, **of_step), left_out
 

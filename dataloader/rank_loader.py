@@ -4,7 +4,6 @@
 """
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -111,14 +110,6 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         """Raise a ConfigError unless the settings fit the columns of a store, whose rows are read later."""
         self._collate.check(store)
         remapped_stores([store], self._collate, self._config.key_maps)
-
-    def _find_samples(self, store: SequenceStore, left_out: Counter[str]) -> NDArray[np.bool_]:
-        """Return whether each row of a store is a sample, bool [rows], and count the others, per reason."""
-        is_sample = np.ones(len(store), dtype=bool)
-        for reason, rows in self._collate.unusable(store).items():
-            left_out[reason] += len(rows)
-            is_sample[rows] = False
-        return is_sample
 
     @outside_inference_mode()
     def _make_batch(
