@@ -56,7 +56,7 @@ test-long: $(INSTALLED)-test
 	@$(BIN)/pytest -m long --timeout 3600
 
 test-gpu:
-	@$(GPU_PYTHON) -P -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/examples tests/scripts tests/soak
+	@$(GPU_PYTHON) -P -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/checkpoints tests/dataloader tests/training tests/examples tests/scripts tests/soak
 
 check: $(INSTALLED)-check
 	@$(BIN)/ruff format --check .

@@ -25,6 +25,7 @@ from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pac
 from evenrank.dataloader.balance.partition.strategies import Assignment, real_rows, unbalanced, warm_up
 from evenrank.dataloader.balance.plan import assign_to_steps, in_rows, plan_step
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
+from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
 from evenrank.dataloader.sampling.windows import WindowedOrder, Windows
 from evenrank.dataloader.state.resume_point import Left, ResumePoint, SkippedSamples
@@ -152,9 +153,7 @@ class BalancedStepSampler(StepSampler):
         """Return costs that can be summed over `num_summed` samples (None: over a step) and the rest of `_Known`."""
         cost, schema, blocks = self._balance.cost, self._samples.schema, []
         num_summed = num_summed or self._shape.samples_per_step
-        for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
-            block = self._samples.lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
-            by_name = dict(zip(name_keys(tuple(block.of_keys)), block.of_keys.values(), strict=True))
+        for block, by_name in self._blocks(sample_ids):
             n = len(block.num_candidates)
             costs = scaled_costs(cost, by_name, block.num_candidates, samples_per_step=num_summed)
             of_loss = loss_tokens(schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_))
@@ -163,6 +162,12 @@ class BalancedStepSampler(StepSampler):
         if len(blocks) == 1:
             return blocks[0]
         return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
+
+    def _blocks(self, sample_ids: NDArray[np.int64]) -> Iterator[tuple[SampleLengths, dict[str, NDArray[np.int64]]]]:
+        """Yield the lengths of samples in blocks, and those of their keys by name, as costs take them."""
+        for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
+            block = self._samples.lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
+            yield block, dict(zip(name_keys(tuple(block.of_keys)), block.of_keys.values(), strict=True))
 
     def _assign(
         self, known: "_Known", num_loaded: NDArray[np.int64], epoch: int = 0, step: int = 0
@@ -197,7 +202,8 @@ class PackedStepSampler(BalancedStepSampler):
 
         def tokens_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
             sample_ids = iteration.rows(positions)
-            tokens = self._known(sample_ids).tokens
+            cost, blocks = self._balance.cost, self._blocks(sample_ids)
+            tokens = np.concatenate([count_tokens(cost, names, len(block.num_candidates)) for block, names in blocks])
             name = self._samples.name
             return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: name(sample_ids[i]))
 
