@@ -77,7 +77,7 @@ class Job:
 
     def train(self, num_steps: int) -> list[Step]:
         """Return this rank's samples of each step, and its loss over all ranks."""
-        steps, average = [], LossAverage()
+        steps, average = [], LossAverage(device=self.device)
         self.batches = self.batches or iter(self.loader)
         for loaded in islice(self.batches, num_steps):
             batch = loaded.to(self.device)
