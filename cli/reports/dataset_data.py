@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, RANKS, STRATEGIES, make_cost
 from evenrank.cli.reports.gains import Gain
-from evenrank.cli.reports.simulation import LengthSource, simulate
+from evenrank.cli.reports.simulation import Draws, LengthSource
 from evenrank.core.value_counts import ValueCounts
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.routing import MODES, KeyMap
@@ -97,14 +97,10 @@ def balancing_gains(
     """Draw steps from the lengths [rows] of a split, and balance them as `evenrank simulate` does."""
     if len(lengths) == 0:
         return ()
-    cost = make_cost("hstu", LAYERS)
-    source = LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
-    gains = []
-    for world_size, strategy in product(ranks, STRATEGIES):
-        balance = BalanceConfig(cost=cost, strategy=strategy)
-        drawn = simulate(source, balance, world_size, batch_size=batch_size, steps=steps)
-        gains.append(Gain(world_size, strategy, drawn))
-    return tuple(gains)
+    cost, source = make_cost("hstu", LAYERS), LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
+    drawn = Draws(source=source, batch_size=batch_size, steps=steps)
+    pairs = product(ranks, STRATEGIES)
+    return tuple(drawn.gain(world_size, BalanceConfig(cost=cost, strategy=name)) for world_size, name in pairs)
 
 
 def routing_loads(

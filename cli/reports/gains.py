@@ -65,6 +65,11 @@ class Gain(NamedTuple):
 
         return summarize(self.steps)
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of all steps."""
+        return sum(step.samples for step in self.steps)
+
     def speedup_of_a_step(self) -> tuple[float, float]:
         """Return the median of the speed-ups of single steps or windows, and half of their 5-95 % range."""
         import numpy as np
