@@ -13,7 +13,7 @@ import typer
 
 from evenrank.cli import console
 from evenrank.cli.inspect_balance import walk_epoch
-from evenrank.cli.options import BATCH_SIZE, LAYERS, STRATEGIES, make_cost
+from evenrank.cli.options import BATCH_SIZE, STRATEGIES, CostOptions, make_cost
 from evenrank.cli.reports.gains import Gain, describe_settings, print_gains
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Gain]:
     from evenrank.dataloader.balance import BalanceConfig
 
     torch.set_num_threads(1)  # the ranks share the machine
-    config, cost = LoaderConfig(batch_size=BATCH_SIZE), make_cost("hstu", LAYERS)
+    config, cost = LoaderConfig(batch_size=BATCH_SIZE), make_cost(CostOptions())
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
     try:
         gains = []

@@ -62,8 +62,7 @@ def inspect_balance_command(ctx: typer.Context) -> None:
         )
 
     chosen = settings_options.chosen(InspectBalanceOptions, ctx, OPTIONS)
-    path, samples, shape = chosen.path, chosen.samples, chosen.model.shape
-    model = options.make_cost(chosen.model.cost, shape)
+    path, samples, model = chosen.path, chosen.samples, options.make_cost(chosen.model)
     with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
@@ -78,9 +77,7 @@ def inspect_balance_command(ctx: typer.Context) -> None:
         is_first = dist.get_rank() == 0
         gain = walk_epoch(path, config, BalanceConfig(cost=model, strategy=chosen.strategy), show_progress=is_first)
         if is_first:
-            console.print_result(
-                f"{path}: {describe_settings(samples.batch_size, samples.max_history_length, chosen.model.cost, shape)}"
-            )
+            console.print_result(f"{path}: {describe_settings(samples, chosen.model)}")
             print_gains([gain])
             console.print_result(
                 f"{gain.num_samples:,} samples in {len(gain.steps):,} steps on {gain.ranks} ranks: each seen exactly "

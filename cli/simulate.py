@@ -122,7 +122,7 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
     """
     chosen = settings_options.chosen(SimulateOptions, ctx, OPTIONS)
     source, window, step_ms, fixed_ms = chosen.source, chosen.window, chosen.step_ms, chosen.fixed_ms
-    batch_size, shape = chosen.samples.batch_size, chosen.model.shape
+    batch_size = chosen.samples.batch_size
     world_sizes, strategies = _parse_world_sizes(chosen.ranks), _parse_strategies(chosen.strategy)
     if max(world_sizes) * batch_size * window > _MAX_SAMPLES:
         raise ConfigError(
@@ -143,7 +143,7 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
     from evenrank.cli.reports.simulation import Draws, open_source
     from evenrank.dataloader.balance import BalanceConfig
 
-    model = options.make_cost(chosen.model.cost, shape)
+    model = options.make_cost(chosen.model)
     with console.stages() as on_stage:
         on_stage(f"opening {source}")
         lengths = open_source(source, chosen.samples.split, chosen.samples.max_history_length)
@@ -165,11 +165,12 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
         balance.check(exchanges=False)
     with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
         gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
-    settings = batch_size, None if lengths.of_tokens else chosen.samples.max_history_length, chosen.model.cost, shape
+    cut = None if lengths.of_tokens else chosen.samples.max_history_length
+    settings = describe_settings(chosen.samples, chosen.model, is_cut=cut is not None)
     repeated = [world_size for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]
     console.print_result(
-        f"{source}: {steps} steps of {describe_settings(*settings)}" + f"; windows of {window} steps" * (window > 1),
-        options={**ctx.params, "steps": steps, "max_history_length": settings[1]},
+        f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1),
+        options={**ctx.params, "steps": steps, "max_history_length": cut},
         drawn_with_replacement=repeated,
         remedies=[],
     )

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, RANKS, STRATEGIES, make_cost
+from evenrank.cli.options import BATCH_SIZE, MIN_STEPS, RANKS, STRATEGIES, CostOptions, make_cost
 from evenrank.cli.reports.gains import Gain
 from evenrank.cli.reports.simulation import Draws, LengthSource
 from evenrank.core.value_counts import ValueCounts
@@ -97,7 +97,7 @@ def balancing_gains(
     """Draw steps from the lengths [rows] of a split, and balance them as `evenrank simulate` does."""
     if len(lengths) == 0:
         return ()
-    cost, source = make_cost("hstu", LAYERS), LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
+    cost, source = make_cost(CostOptions()), LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
     drawn = Draws(source=source, batch_size=batch_size, steps=steps)
     pairs = product(ranks, STRATEGIES)
     return tuple(drawn.gain(world_size, BalanceConfig(cost=cost, strategy=name)) for world_size, name in pairs)
