@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.inspect_balance import Walk, walk_epoch
-from evenrank.cli.options import BATCH_SIZE, LAYERS, STRATEGIES, make_cost
-from evenrank.cli.reports.gains import describe_settings, print_gains
+from evenrank.cli.inspect_balance import walk_epoch
+from evenrank.cli.options import BATCH_SIZE, STRATEGIES, CostOptions, make_cost
+from evenrank.cli.reports.gains import Gain, describe_settings, print_gains
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,15 +69,15 @@ def demo_command(
             on_stage(f"starting {_NUM_RANKS} processes")
             for process in compiled:
                 process.result()
-        walks = _walk_on_ranks(pool, data)
+        gains = _walk_on_ranks(pool, data)
     plot = out / "balance.png"
     with console.stages() as on_stage:
         on_stage("drawing")
         title = f"{_NUM_RANKS} ranks, {BATCH_SIZE} samples each\nlognormal histories, cost of an HSTU model"
-        draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
+        draw_loads([gain for gain in gains if gain.has_exchange], plot, title=title)
     note = "*           no exchange: every rank plans from lengths, and reads what it trains on"
-    print_gains([walk.gain(_NUM_RANKS) for walk in walks], note)
-    console.print_result(f"every strategy: {walks[0].num_samples:,} samples, each seen exactly once and unaltered")
+    print_gains(gains, note)
+    console.print_result(f"every strategy: {gains[0].num_samples:,} samples, each seen exactly once and unaltered")
     console.print_result(f"plot: {plot}")
 
 
@@ -88,7 +88,7 @@ def _compile(strategy: str) -> None:
     warm_up(strategy)
 
 
-def _walk_on_ranks(pool: ProcessPoolExecutor, data: Path) -> list[Walk]:
+def _walk_on_ranks(pool: ProcessPoolExecutor, data: Path) -> list[Gain]:
     with tempfile.TemporaryDirectory() as folder:
         ranks = [pool.submit(_rank_main, rank, data, f"file://{folder}/store") for rank in range(_NUM_RANKS)]
         for rank in as_completed(ranks):
@@ -96,8 +96,8 @@ def _walk_on_ranks(pool: ProcessPoolExecutor, data: Path) -> list[Walk]:
         return ranks[0].result()
 
 
-def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
-    """Walk one epoch in each way; return the walks on rank 0, as the metrics are the same on all."""
+def _rank_main(rank: int, data: Path, store: str) -> list[Gain]:
+    """Walk one epoch in each way; return the gains on rank 0, as the metrics are the same on all."""
     import torch
     import torch.distributed as dist
 
@@ -105,19 +105,19 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     from evenrank.dataloader.balance import BalanceConfig
 
     torch.set_num_threads(1)  # the ranks share the machine
-    config, cost = LoaderConfig(batch_size=BATCH_SIZE), make_cost("hstu", LAYERS)
+    config, cost = LoaderConfig(batch_size=BATCH_SIZE), make_cost(CostOptions())
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
     try:
-        walks = []
+        gains = []
         for strategy, has_exchange in _WAYS:
             balance = BalanceConfig(cost=cost, strategy=strategy)
-            walks.append(walk_epoch(data, config, balance, has_exchange=has_exchange, show_progress=rank == 0))
+            gains.append(walk_epoch(data, config, balance, has_exchange=has_exchange, show_progress=rank == 0))
     finally:
         dist.destroy_process_group()
-    return walks if rank == 0 else []
+    return gains if rank == 0 else []
 
 
-def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> "Figure":
+def draw_loads(gains: Sequence[Gain], path: Path, *, title: str) -> "Figure":
     """Write a PNG with the load of each rank in a typical step per strategy, and the idle time of every step, sorted.
 
     Idle times are on a logarithmic scale, because those of balanced steps differ by orders of magnitude.
@@ -126,7 +126,7 @@ def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> "Figure":
     import numpy as np
     from matplotlib.figure import Figure
 
-    before = [step.ratio_before for step in walks[0].metrics]
+    before = [step.ratio_before for step in gains[0].steps]
     typical_step = int(np.argsort(before, kind="stable")[len(before) // 2])  # with the median imbalance
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5.6, 6.2), layout="constrained")  # readable where 360 pixels are all there is
@@ -134,21 +134,21 @@ def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> "Figure":
         of_a_step, of_all = figure.subplots(2, height_ratios=(1.25, 1))
         for axes in (of_a_step, of_all):
             axes.spines[["top", "right"]].set_visible(False)
-        for row, (walk, color) in enumerate(zip(walks, _COLORS, strict=False)):
-            loads = walk.metrics[typical_step].after
+        for row, (gain, color) in enumerate(zip(gains, _COLORS, strict=False)):
+            loads = gain.steps[typical_step].after
             relative = loads / max(float(loads.mean()), 1.0)
             heaviest = float(relative.max())
             bars = row + 0.8 * (np.arange(len(loads)) / len(loads) - 0.5)
             of_a_step.barh(bars, heaviest, 0.6 / len(loads), align="edge", color=_IDLE)
             of_a_step.barh(bars, relative, 0.6 / len(loads), align="edge", color=color)
             of_a_step.text(heaviest, row, f"  idle {1 - 1 / heaviest:.2%}", va="center")
-            idle = sorted(100 * (1 - step.after.mean() / max(step.after.max(), 1)) for step in walk.metrics)
-            label = f"{walk.strategy}: {walk.gain(len(loads)).summary.idle_after:.2%}"
+            idle = sorted(100 * (1 - step.after.mean() / max(step.after.max(), 1)) for step in gain.steps)
+            label = f"{gain.label}: {gain.summary.idle_after:.2%}"
             of_all.plot(np.linspace(0, 100, len(idle)), idle, color=color, label=label)
         of_a_step.set(
             xlim=(0, 1.4 * before[typical_step]), xlabel=f"load of each rank in step {typical_step} (mean = 1)"
         )
-        of_a_step.set_yticks(range(len(walks)), [walk.strategy for walk in walks])
+        of_a_step.set_yticks(range(len(gains)), [gain.label for gain in gains])
         of_a_step.invert_yaxis()
         of_all.set_yscale("symlog", linthresh=0.01)
         of_all.yaxis.set_major_formatter("{x:g} %")

@@ -1,6 +1,6 @@
 """`evenrank inspect-balance`: iterate over one epoch of a dataset through the Balancer, under torchrun.
 
-Modules that need torch are imported inside functions: the process that starts the ranks reads a Walk without them.
+Modules that need torch are imported inside functions: the process that starts the ranks reads a Gain without them.
 """
 
 import contextlib
@@ -62,8 +62,7 @@ def inspect_balance_command(ctx: typer.Context) -> None:
         )
 
     chosen = settings_options.chosen(InspectBalanceOptions, ctx, OPTIONS)
-    path, samples, shape = chosen.path, chosen.samples, chosen.model.shape
-    model = options.make_cost(chosen.model.cost, shape)
+    path, samples, model = chosen.path, chosen.samples, options.make_cost(chosen.model)
     with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
@@ -76,37 +75,16 @@ def inspect_balance_command(ctx: typer.Context) -> None:
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         is_first = dist.get_rank() == 0
-        walk = walk_epoch(path, config, BalanceConfig(cost=model, strategy=chosen.strategy), show_progress=is_first)
+        gain = walk_epoch(path, config, BalanceConfig(cost=model, strategy=chosen.strategy), show_progress=is_first)
         if is_first:
+            console.print_result(f"{path}: {describe_settings(samples, chosen.model)}")
+            print_gains([gain])
             console.print_result(
-                f"{path}: {describe_settings(samples.batch_size, samples.max_history_length, chosen.model.cost, shape)}"
-            )
-            print_gains([walk.gain(dist.get_world_size())])
-            console.print_result(
-                f"{walk.num_samples:,} samples in {len(walk.metrics):,} steps on {dist.get_world_size()} ranks: each "
-                "seen exactly once and unaltered"
+                f"{gain.num_samples:,} samples in {len(gain.steps):,} steps on {gain.ranks} ranks: each seen exactly "
+                "once and unaltered"
             )
     finally:
         dist.destroy_process_group()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
-    """One epoch in which each sample was seen exactly once and unaltered."""
-
-    strategy: str
-    metrics: "list[StepMetrics]"
-    num_samples: int  # of all ranks
-    has_exchange: bool = True  # between ranks, through a Balancer; otherwise each read the samples that it trained
-
-    @property
-    def label(self) -> str:
-        """The strategy, with a star where nothing was exchanged."""
-        return self.strategy if self.has_exchange else f"{self.strategy}*"
-
-    def gain(self, ranks: int) -> Gain:
-        """Return the row of a table."""
-        return Gain(ranks, self.label, self.metrics, has_exchange=self.has_exchange)
 
 
 def walk_epoch(
@@ -116,8 +94,10 @@ def walk_epoch(
     *,
     has_exchange: bool = True,
     show_progress: bool = False,
-) -> Walk:
+) -> Gain:
     """Iterate over an epoch on the ranks of the default process group, and check every sample.
+
+    Without `has_exchange`, each rank reads the samples that it trains on, and the label has a star.
 
     Collective: every rank must call this. Every rank raises a RankError if a sample was lost, seen twice, or differs
     from the dataset.
@@ -143,10 +123,8 @@ def walk_epoch(
                 batches = stack.enter_context(Balancer(loader, balance))
             else:
                 batches = build(balance=balance)
-        walk = Walk(
-            strategy=balance.strategy, metrics=metrics, num_samples=loader.num_samples, has_exchange=has_exchange
-        )
-        on_step = stack.enter_context(console.steps(f"{walk.label:>16}", len(loader), shown=show_progress))
+        label = balance.strategy + "*" * (not has_exchange)
+        on_step = stack.enter_context(console.steps(f"{label:>16}", len(loader), shown=show_progress))
         for batch in batches:
             seen_ids += batch.sample_ids[: batch.num_real].tolist()
             if not _matches_dataset(loader, batch):
@@ -158,7 +136,7 @@ def walk_epoch(
     if any(altered_by_rank):
         raise RankError(f"samples differ from the dataset after balancing; steps of each rank: {altered_by_rank}")
     check_seen([ids for ids, _ in of_ranks], loader.num_samples)
-    return walk
+    return Gain(world_size, label, metrics, has_exchange=has_exchange)
 
 
 def check_seen(seen_by_rank: Sequence[Sequence[int]], num_samples: int) -> None:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -54,15 +54,6 @@ def is_dataset(place: Path | str) -> bool:
     return is_url(place) or local_path(place).is_dir()
 
 
-class CostShape(NamedTuple):
-    """The layers of the model whose operations are the cost."""
-
-    hidden: int = 1024  # the model of the published balancing results
-    heads: int = 4
-    layers: int = 8
-
-
-LAYERS = CostShape()
 _HAS_LAYERS = AppliesTo(cost=Where("hstu, self-attention or padded", lambda cost: has_layers(cost)))
 _Size = Annotated[int, Bounds(at_least=1, at_most=1 << 20), _HAS_LAYERS]
 
@@ -75,25 +66,23 @@ class CostOptions(Settings):
     """Cost of a sample: `hstu` or `self-attention`, FLOPs of jagged layers; `linear`, its tokens; `padded`,
     self-attention where all samples of a rank are padded to its longest; FILE, a measured cost (evenrank fit), or
     padded:FILE; or module:function."""
-    hidden: Annotated[_Size, Option("WIDTH")] = LAYERS.hidden
+    hidden: Annotated[_Size, Option("WIDTH")] = (
+        1024  # with 4 heads and 8 layers, the model of the published balancing results
+    )
     """Width of the layers whose FLOPs are the cost."""
-    heads: Annotated[_Size, Option("COUNT")] = LAYERS.heads
+    heads: Annotated[_Size, Option("COUNT")] = 4
     """Attention heads per layer, each hidden / heads wide."""
-    layers: Annotated[_Size, Option("COUNT")] = LAYERS.layers
+    layers: Annotated[_Size, Option("COUNT")] = 8
     """Number of layers."""
 
-    @property
-    def shape(self) -> CostShape:
-        """The layers."""
-        return CostShape(self.hidden, self.heads, self.layers)
 
-
-def costs_by_name(shape: CostShape = LAYERS) -> dict[str, dict[str, Any]]:
-    """Return the registered costs that need no more than a shape of layers, by name, as `resolve_cost` takes them."""
+def costs_by_name(model: CostOptions | None = None) -> dict[str, dict[str, Any]]:
+    """Return the registered costs that need no more than layers, by name, as `resolve_cost` takes them."""
     from evenrank.dataloader.balance import COSTS
 
-    hidden, heads, layers = shape
-    sizes = {"hidden": hidden, "heads": heads, "head_dim": hidden // heads, "layers": layers, "ffn_multiplier": 4}
+    model = model or CostOptions()
+    sizes = {"hidden": model.hidden, "heads": model.heads, "head_dim": model.hidden // model.heads}
+    sizes |= {"layers": model.layers, "ffn_multiplier": 4}
     given = {"interleave_actions": True, "row": {"name": "self-attention", **sizes}, **sizes}
     found = {}
     for name in COSTS:
@@ -109,17 +98,16 @@ def has_layers(cost: str) -> bool:
     return costs_by_name().get(cost, {}).keys() & {"layers", "row"} != set()
 
 
-def make_cost(text: str, shape: CostShape = LAYERS) -> "Cost":
-    """Return the cost that `--cost` names, of layers of this shape."""
+def make_cost(model: CostOptions) -> "Cost":
+    """Return the cost that `--cost` names."""
     from evenrank.dataloader.balance import PaddedCost
     from evenrank.dataloader.balance.costs.cost import resolve_cost
 
-    hidden, heads, _ = shape
-    if hidden % heads:
-        raise ConfigError(
-            f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
-        )
-    if (named := costs_by_name(shape).get(text)) is not None:
+    text = model.cost
+    if model.hidden % model.heads:
+        got = f"got --hidden {model.hidden} and --heads {model.heads}"
+        raise ConfigError(f"--hidden must be a multiple of --heads, {got}; change one of them")
+    if (named := costs_by_name(model).get(text)) is not None:
         return resolve_cost(named)
     if text.startswith("padded:"):
         return PaddedCost(_measured_cost(text.removeprefix("padded:")))

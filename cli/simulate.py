@@ -15,7 +15,7 @@ from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 
 if TYPE_CHECKING:
     from evenrank.cli.reports.gains import Gain
-    from evenrank.cli.reports.simulation import LengthSource
+    from evenrank.cli.reports.simulation import Draws
     from evenrank.dataloader.balance import BalanceConfig
 
 _MAX_SAMPLES = 1 << 26  # of a window, which are held in memory
@@ -122,7 +122,7 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
     """
     chosen = settings_options.chosen(SimulateOptions, ctx, OPTIONS)
     source, window, step_ms, fixed_ms = chosen.source, chosen.window, chosen.step_ms, chosen.fixed_ms
-    batch_size, shape = chosen.samples.batch_size, chosen.model.shape
+    batch_size = chosen.samples.batch_size
     world_sizes, strategies = _parse_world_sizes(chosen.ranks), _parse_strategies(chosen.strategy)
     if max(world_sizes) * batch_size * window > _MAX_SAMPLES:
         raise ConfigError(
@@ -140,17 +140,22 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
         ctx.with_resource(interpreted())
 
     from evenrank.cli.reports.gains import describe_settings, print_gains
-    from evenrank.cli.reports.simulation import open_source
+    from evenrank.cli.reports.simulation import Draws, open_source
     from evenrank.dataloader.balance import BalanceConfig
 
-    model = options.make_cost(chosen.model.cost, shape)
+    model = options.make_cost(chosen.model)
     with console.stages() as on_stage:
         on_stage(f"opening {source}")
         lengths = open_source(source, chosen.samples.split, chosen.samples.max_history_length)
     tolerance: dict[str, Any] = {} if chosen.tolerance is None else {"tolerance": chosen.tolerance}
     fixed_share = 0.0 if step_ms is None or fixed_ms is None else fixed_ms / step_ms
-    drawn = _Draws(
-        lengths, batch_size=batch_size, steps=steps, seed=chosen.seed, fixed_share=fixed_share, is_timed=not is_small
+    drawn = Draws(
+        source=lengths,
+        batch_size=batch_size,
+        steps=steps,
+        seed=chosen.seed,
+        fixed_share=fixed_share,
+        is_timed=not is_small,
     )
     balances = [  # where every sample stays, it also stays in its step
         BalanceConfig(cost=model, strategy=name, window=1 if name == "none" else window, **tolerance)
@@ -160,11 +165,12 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
         balance.check(exchanges=False)
     with console.steps("planning", len(world_sizes) * len(balances) * steps) as on_step:
         gains = [drawn.gain(*pair, on_step=on_step) for pair in product(world_sizes, balances)]
-    settings = batch_size, None if lengths.of_tokens else chosen.samples.max_history_length, chosen.model.cost, shape
+    cut = None if lengths.of_tokens else chosen.samples.max_history_length
+    settings = describe_settings(chosen.samples, chosen.model, is_cut=cut is not None)
     repeated = [world_size for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]
     console.print_result(
-        f"{source}: {steps} steps of {describe_settings(*settings)}" + f"; windows of {window} steps" * (window > 1),
-        options={**ctx.params, "steps": steps, "max_history_length": settings[1]},
+        f"{source}: {steps} steps of {settings}" + f"; windows of {window} steps" * (window > 1),
+        options={**ctx.params, "steps": steps, "max_history_length": cut},
         drawn_with_replacement=repeated,
         remedies=[],
     )
@@ -181,36 +187,7 @@ def simulate_command(ctx: typer.Context, as_json: options.Json = False) -> None:
             _print_remedies(gain, drawn, balance)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Draws:
-    """Steps that are drawn alike for all ways to balance."""
-
-    source: "LengthSource"
-    _: dataclasses.KW_ONLY
-    batch_size: int
-    steps: int
-    seed: int
-    fixed_share: float  # of the time of a step before balancing
-    is_timed: bool  # the planner's time is that of compiled loops
-
-    def gain(self, world_size: int, balance: "BalanceConfig", *, fixed: float | None = None, **progress: Any) -> "Gain":
-        from evenrank.cli.reports.gains import Gain
-        from evenrank.cli.reports.simulation import simulate, with_fixed_load
-        from evenrank.dataloader.balance import summarize
-        from evenrank.dataloader.balance.costs.cost import cost_shift
-
-        sizes: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.steps, "seed": self.seed}
-        steps = simulate(self.source, balance, world_size, **sizes, **progress)
-        if not self.is_timed:
-            steps = [dataclasses.replace(step, plan_seconds=0.0) for step in steps]
-        unit = 2.0 ** cost_shift(balance.cost, world_size * self.batch_size)
-        if fixed is None:
-            fixed = unit * summarize(steps).heaviest_before * self.fixed_share / (1 - self.fixed_share)
-        steps = [with_fixed_load(step, round(fixed / unit)) for step in steps]
-        return Gain(world_size, balance.strategy, steps, balance.window, unit=unit, fixed=fixed)
-
-
-def _print_remedies(gain: "Gain", drawn: _Draws, balance: "BalanceConfig") -> None:
+def _print_remedies(gain: "Gain", drawn: "Draws", balance: "BalanceConfig") -> None:
     """Show how much ranks would be idle with other settings, each simulated alike."""
     source, cut = drawn.source, max(drawn.source.max_length // 2, 1)
     shorter = f"samples of at most {cut} tokens" if source.of_tokens else f"--max-history-length {cut}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evenrank.cli import console
-from evenrank.cli.options import STRATEGIES, make_cost
+from evenrank.cli.options import STRATEGIES, CostOptions, make_cost
 from evenrank.core.errors import DataError, MissingPackageError
 from evenrank.core.optional_imports import naming_extras
 
@@ -56,7 +56,7 @@ def _plan(folder: Path) -> None:
     source = LengthSource(lengths=np.arange(8))
     for strategy in STRATEGIES:
         warm_up(strategy, limits_tokens=True)
-    simulate(source, BalanceConfig(cost=make_cost("linear"), window=2), 2, batch_size=2, steps=2)
+    simulate(source, BalanceConfig(cost=make_cost(CostOptions(cost="linear")), window=2), 2, batch_size=2, steps=2)
     routing_loads(*count_values([np.arange(8)]), 8, ranks=[2])
 
 
@@ -92,5 +92,5 @@ def _train(folder: Path) -> None:
         orders = (TimeWindows(every="1w"), Requests())
         configs = [LoaderConfig(batch_size=2), *(LoaderConfig(order=order, **candidates) for order in orders)]
         for pack, config in product((False, True), configs):
-            balance = BalanceConfig(cost=make_cost("linear"), pack=pack, max_tokens_per_rank=1 << 20)
+            balance = BalanceConfig(cost=make_cost(CostOptions(cost="linear")), pack=pack, max_tokens_per_rank=1 << 20)
             next(iter(build_loader(folder / "data", config, rank=0, world_size=2, balance=balance)))

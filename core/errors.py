@@ -63,7 +63,13 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one printable line: its message, preceded by its type unless it is evenrank's own."""
+    """Return an exception as one printable line: its message, preceded by its type unless it is evenrank's own.
+
+    Of the error of a collective of torch.distributed.checkpoint, it is that of the first rank which failed.
+    """
+    if failures := getattr(error, "failures", None):  # of a CheckpointException, which has no message
+        rank, (cause, _) = min(failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {one_line(cause)}"
     message = escape_controls(" ".join(_message(error).split()))
     if isinstance(error, EvenrankError):
         return message

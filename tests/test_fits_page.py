@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, make_cost
+from evenrank.cli.options import BATCH_SIZE, MIN_STEPS, CostOptions, make_cost
 from evenrank.cli.reports.gains import Gain
 from evenrank.cli.reports.simulation import open_source, simulate
 from evenrank.dataloader import LoaderConfig, build_loader
@@ -28,7 +28,7 @@ def test_the_table_is_that_of_simulate() -> None:
     rows = re.findall(r"^\| `--cost (\S+)(?: --window (\d+))?` \| (\S+) \| (\S+) \| (\S+) \|$", text, re.M)
     assert len(rows) == 4
     for cost, window, *shown in rows:
-        balance = BalanceConfig(cost=make_cost(cost, LAYERS), window=int(window or 1))
+        balance = BalanceConfig(cost=make_cost(CostOptions(cost=cost)), window=int(window or 1))
         lengths = open_source(source, "train", MAX_HISTORY_LENGTH)
         steps = simulate(lengths, balance, int(ranks), batch_size=BATCH_SIZE, steps=MIN_STEPS)
         summary = Gain(int(ranks), balance.strategy, steps).summary

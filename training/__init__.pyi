@@ -1,25 +1,20 @@
+from .attention_timing import AttentionTracker, LayerTiming, gather_timings
 from .dmp import load_dmp, make_dmp_optimizer, save_dmp
-from .loss import LossAverage, accumulate, in_batch_mask, label_bits, scale_loss
-from .metrics import BinaryAUC, ClassificationMetrics, RankingMetrics, RegressionMetrics
-from .performance import (
-    AttentionTracker,
-    DevicePeaks,
+from .flops import (
     Flops,
-    LayerTiming,
     ModelFlops,
     Work,
     batch_work,
     causal_work,
-    computed_peaks,
     decoder_flops,
-    device_peaks,
-    gather_timings,
     hstu_flops,
     hstu_pairs,
     hstu_work,
     mlp_flops,
-    peaks_by_name,
 )
+from .loss import LossAverage, accumulate, in_batch_mask, label_bits, scale_loss
+from .metrics import BinaryAUC, ClassificationMetrics, RankingMetrics, RegressionMetrics
+from .peaks import DevicePeaks, computed_peaks, device_peaks, peaks_by_name
 from .step_timer import StepTimer
 from .watch import FiniteCheck, MemoryUsage, MemoryWatch, StallWatch
 

@@ -11,18 +11,15 @@ torch.distributed.checkpoint loads into what is there, so the moments of an opti
 in silence; and it saves hyperparameters, such as a learning rate that a schedule has changed, only where it is asked.
 """
 
-import contextlib
 import hashlib
 import json
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
@@ -32,8 +29,9 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from evenrank.core.errors import ConfigError, DataError, EvenrankError, RankError, StateError, one_line
+from evenrank.core.errors import ConfigError, DataError, StateError, one_line
 from evenrank.dataloader.balance.ranks.agree import compare_settings
+from evenrank.dataloader.routing.remap import naming_checkpoint
 
 
 def make_dmp_optimizer(
@@ -91,9 +89,8 @@ def save_dmp(
         return {}
 
     compare_settings(begin, dist.group.WORLD)
-    with _naming(DataError, f"{path} cannot be written", "check its space and its permissions"):
-        with warnings.catch_warnings(action="ignore"):  # about the internals of torch and TorchRec
-            save_checkpoint(_state_of(model, optimizer, text), checkpoint_id=partial)
+    with naming_checkpoint(DataError, f"{path} cannot be written", "check its space and its permissions"):
+        save_checkpoint(_state_of(model, optimizer, text), checkpoint_id=partial)
         compare_settings(end, dist.group.WORLD)
 
 
@@ -130,7 +127,7 @@ def load_dmp(folder: Path | str, model: DistributedModelParallel, optimizer: Key
         return {}
 
     remedy = "load one that save_dmp wrote, of this model and optimizer"
-    with _naming(StateError, f"{existing} cannot be loaded", remedy), warnings.catch_warnings(action="ignore"):
+    with naming_checkpoint(StateError, f"{existing} cannot be loaded", remedy):
         compare_settings(prepare, dist.group.WORLD)
         # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
         planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
@@ -184,17 +181,3 @@ def _groups(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
 
 def _old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
-
-
-@contextlib.contextmanager
-def _naming(kind: type[EvenrankError], fault: str, remedy: str) -> Iterator[None]:
-    """Replace an error of torch.distributed.checkpoint by one line: that of the first rank where it failed."""
-    try:
-        yield
-    except RankError:
-        raise
-    except CheckpointException as error:  # which is no Exception
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise kind(f"{fault}: rank {rank}: {one_line(cause)}; {remedy}") from error
-    except Exception as error:
-        raise kind(f"{fault}: {one_line(error)}; {remedy}") from error

@@ -7,6 +7,7 @@ from there until the next such collective ends. The rank that waits least is the
 import contextlib
 import dataclasses
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -25,10 +26,41 @@ from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within
-from evenrank.training.performance import Clock
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _MAX_UNTRAINED = 1000  # steps: more than any pipeline has in flight
+
+
+class Clock:
+    """Marks points in time on a device.
+
+    Marks are CUDA events in the current stream, which in a backward pass is that of the forward pass; on the CPU, whose
+    work is done when a call returns, they are times of the host.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+
+    def mark(self) -> Any:
+        """Return a mark that the device passes after all work so far."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether the device has passed a mark, without waiting for it."""
+        return self._device.type != "cuda" or bool(mark.query())
+
+    def milliseconds(self, start: Any, stop: Any) -> float:
+        """Return the time between two marks that have been passed."""
+        return float(start.elapsed_time(stop) if self._device.type == "cuda" else 1e3 * (stop - start))
+
+    def wait(self) -> None:
+        """Wait until all marks have been passed."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class StepTimer:

@@ -10,7 +10,7 @@ from evenrank.core.errors import escape_controls
 
 
 def render_template(template: str, **values: object) -> str:
-    """Return the HTML of a template of the folder `templates/`; the filter `number` formats numbers."""
+    """Return the HTML of a template of the folder `templates/`; `number` formats numbers, `rows` those of a table."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # which tables alone do without
 
     environment = Environment(
@@ -22,6 +22,7 @@ def render_template(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters["number"] = _format_number
+    environment.filters["rows"] = lambda table: zip(*(column.cells for column in table.columns), strict=True)
     return environment.get_template(template).render(values)
 
 

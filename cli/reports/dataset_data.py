@@ -1,4 +1,4 @@
-"""The numbers of a dataset's report: functions of stores, whose memory grows with items and rows, not with events.
+"""The numbers and tables of a dataset's report: of stores, in memory that grows with items and rows, not with events.
 
 Routing is counted for a table that stock TorchRec shards by rows, so that each rank has a range of them: the rank of an
 id is the one that has its row after a `KeyMap` of the mode has renumbered the rows.
@@ -6,21 +6,27 @@ id is the one that has its row after a `KeyMap` of the mode has renumbered the r
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.cli.options import BATCH_SIZE, LAYERS, MIN_STEPS, RANKS, STRATEGIES, make_cost
+from evenrank.cli import console
+from evenrank.cli.options import BATCH_SIZE, MIN_STEPS, RANKS, STRATEGIES, CostOptions, make_cost
 from evenrank.cli.reports.gains import Gain
-from evenrank.cli.reports.simulation import LengthSource, simulate
+from evenrank.cli.reports.simulation import Draws, LengthSource
 from evenrank.core.value_counts import ValueCounts
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.dataloader.routing.key_map import rows_per_rank
-from evenrank.datasets.schema import MAX_HISTORY_LENGTH
+from evenrank.datasets.schema import MAX_HISTORY_LENGTH, Manifest
 from evenrank.datasets.store import SequenceStore
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MAX_LABELS = 8  # shown of a contextual feature
 _CHUNK = 1 << 22  # elements
 _BINS_PER_DOUBLING = 3
 _ROUTING_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of routing
@@ -97,14 +103,10 @@ def balancing_gains(
     """Draw steps from the lengths [rows] of a split, and balance them as `evenrank simulate` does."""
     if len(lengths) == 0:
         return ()
-    cost = make_cost("hstu", LAYERS)
-    source = LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
-    gains = []
-    for world_size, strategy in product(ranks, STRATEGIES):
-        balance = BalanceConfig(cost=cost, strategy=strategy)
-        drawn = simulate(source, balance, world_size, batch_size=batch_size, steps=steps)
-        gains.append(Gain(world_size, strategy, drawn))
-    return tuple(gains)
+    cost, source = make_cost(CostOptions()), LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
+    drawn = Draws(source=source, batch_size=batch_size, steps=steps)
+    pairs = product(ranks, STRATEGIES)
+    return tuple(drawn.gain(world_size, BalanceConfig(cost=cost, strategy=name)) for world_size, name in pairs)
 
 
 def routing_loads(
@@ -163,6 +165,47 @@ def _chunks(columns: Sequence[NDArray[np.integer]]) -> Iterator[NDArray[np.integ
     for column in columns:
         for start in range(0, len(column), _CHUNK):
             yield column[start : start + _CHUNK]
+
+
+def tables_of(manifest: Manifest, num_events: int) -> "tuple[Table, Table, Table]":
+    """Return tables of the splits, whose sum has `num_events`, of their lengths, and of vocabularies.
+
+    Those are percentiles of the events per row in each split, and each feature's vocabulary size, which is the number
+    of rows its embedding table needs.
+    """
+    splits = console.new_table("split", "rows", "events", "files", left=["split"])
+    counts = {name: (split.rows, split.interactions, len(split.files)) for name, split in manifest.splits.items()}
+    for name, of_split in counts.items():
+        splits.add_row(name, *(f"{count:,}" for count in of_split))
+    splits.add_section()
+    rows, _, files = map(sum, zip(*counts.values(), strict=True))
+    splits.add_row("all, each event once", f"{rows:,}", f"{num_events:,}", f"{files:,}")
+    lengths = console.new_table("events per row", *manifest.splits, left=["events per row"])
+    of_splits = [split.lengths for split in manifest.splits.values()]
+    for name in dict.fromkeys(chain.from_iterable(of_splits)):
+        lengths.add_row(name, *(f"{one[name]:,}" if name in one else "-" for one in of_splits))
+    vocabulary = console.new_table("feature", "largest id + 1", "labels", left=["feature", "labels"])
+    for name, size in manifest.vocabulary_sizes.items():
+        labels = [label for label in manifest.context_labels.get(name, ()) if label is not None]
+        shown = ", ".join(labels[:_MAX_LABELS]) + (", ..." if len(labels) > _MAX_LABELS else "")
+        vocabulary.add_row(name, f"{size:,}", shown)
+    return splits, lengths, vocabulary
+
+
+def routing_tables(loads: RoutingLoads) -> list["Table"]:
+    """Return tables of the busiest rank's distinct ids and lookups over the mean, per mode and number of ranks."""
+    lookups = {**loads.lookups, "most frequent": loads.most_frequent}
+    tables = []
+    for name, ratios in (("distinct ids", loads.ids), ("lookups", lookups)):
+        table = console.new_table(name, *(f"{ranks:,}" for ranks in loads.ranks), left=[name], narrow=True)
+        for label, values in ratios.items():
+            table.add_row(label, *map(_format_ratio, values))
+        tables.append(table)
+    return tables
+
+
+def _format_ratio(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def _label(labels: Sequence[str | None], value: int) -> str | None:

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from evenrank.cli.options import BATCH_SIZE
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
-from evenrank.cli.reports.gains import COLUMNS, EXPLANATION, Gain, describe_settings
+from evenrank.cli.reports.gains import EXPLANATION, Gain, describe_settings, gains_table
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore
@@ -57,9 +57,8 @@ def render_page(
         "dataset.html.j2",
         manifest=manifest,
         name=name,
-        percentiles=list(dict.fromkeys(key for split in manifest.splits.values() for key in split.lengths)),
+        tables=dataset_data.tables_of(manifest, statistics.num_events),
         options={key: to_text(value) for key, value in manifest.options.items() if key not in ("audit", "statistics")},
-        num_events=statistics.num_events,
         statistics={**statistics.describe(), **manifest.options.get("audit", {})},
         lengths_svg=lengths_svg(histogram),
         empty_rows={split: rows for split, rows in histogram.empty.items() if rows},
@@ -67,13 +66,13 @@ def render_page(
         timeline_svg=timeline_svg(statistics),
         hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
-        gains=gains,
-        gain_headers=COLUMNS,
+        gains=gains_table(gains) if gains else None,
         gain_settings=describe_settings(),
         gain_explanation=EXPLANATION,
         repeating=[gain.ranks for gain in gains if gain.ranks * BATCH_SIZE > len(stores[_TRAIN])],
         gains_svg=gains_svg(gains) if gains else None,
         routing=routing,
+        routing_tables=dataset_data.routing_tables(routing) if routing else (),
         routing_ids_svg=routing_svg(routing, "distinct ids") if routing else None,
         routing_lookups_svg=routing_svg(routing, "lookups") if routing else None,
     )

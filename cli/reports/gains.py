@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evenrank.cli import console
-from evenrank.cli.options import BATCH_SIZE, LAYERS, CostShape, has_layers
-from evenrank.datasets.schema import MAX_HISTORY_LENGTH
+from evenrank.cli.options import CostOptions, StepOptions, has_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,15 +35,13 @@ moved       share of tokens whose samples move to another rank
 
 
 def describe_settings(
-    batch_size: int = BATCH_SIZE,
-    max_history_length: int | None = MAX_HISTORY_LENGTH,
-    cost: str = "hstu",
-    shape: CostShape = LAYERS,
+    samples: StepOptions | None = None, model: CostOptions | None = None, *, is_cut: bool = True
 ) -> str:
     """Return the settings that decide on a gain: of a step, and the cost with its layers, if it has some."""
-    lengths = "as long as logged" if max_history_length is None else f"of at most {max_history_length:,} events"
-    layers = f" of {shape.layers} layers of width {shape.hidden} with {shape.heads} heads"
-    return f"{batch_size} samples per rank, histories {lengths}; cost: {cost}{layers * has_layers(cost)}"
+    samples, model = samples or StepOptions(), model or CostOptions()
+    lengths = f"of at most {samples.max_history_length:,} events" if is_cut else "as long as logged"
+    layers = f" of {model.layers} layers of width {model.hidden} with {model.heads} heads" * has_layers(model.cost)
+    return f"{samples.batch_size} samples per rank, histories {lengths}; cost: {model.cost}{layers}"
 
 
 class Gain(NamedTuple):
@@ -64,6 +61,11 @@ class Gain(NamedTuple):
         from evenrank.dataloader.balance.metrics.step_metrics import summarize
 
         return summarize(self.steps)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all steps."""
+        return sum(step.samples for step in self.steps)
 
     def speedup_of_a_step(self) -> tuple[float, float]:
         """Return the median of the speed-ups of single steps or windows, and half of their 5-95 % range."""

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.cli.options import is_dataset
+from evenrank.cli.reports.gains import Gain
 from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.storage import local_path
@@ -19,7 +20,7 @@ from evenrank.dataloader.balance.costs.cost import COST_BITS, Cost, cost_shift, 
 from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.log import read_json_lines
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step, summarize
 from evenrank.dataloader.balance.partition.strategies import Assignment, unbalanced, warm_up
 from evenrank.dataloader.balance.plan import assign_to_steps, plan_step
 from evenrank.datasets.distributions import DISTRIBUTIONS, Distribution, parse_distribution
@@ -195,3 +196,29 @@ def with_fixed_load(step: StepMetrics, load: int) -> StepMetrics:
     return dataclasses.replace(
         step, before=step.before + load, after=step.after + load, lower_bound=step.lower_bound + load
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Steps that are drawn alike for all ways to balance."""
+
+    source: LengthSource
+    batch_size: int
+    steps: int
+    seed: int = 0
+    fixed_share: float = 0.0
+    """Of the time of a step before balancing."""
+    is_timed: bool = True
+    """The planner's time is that of compiled loops."""
+
+    def gain(self, world_size: int, balance: BalanceConfig, *, fixed: float | None = None, **progress: Any) -> Gain:
+        """Return what balancing gains; `fixed` is the load that it cannot change, None: by `fixed_share`."""
+        sizes: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.steps, "seed": self.seed}
+        steps = simulate(self.source, balance, world_size, **sizes, **progress)
+        if not self.is_timed:
+            steps = [dataclasses.replace(step, plan_seconds=0.0) for step in steps]
+        unit = 2.0 ** cost_shift(balance.cost, world_size * self.batch_size)
+        if fixed is None:
+            fixed = unit * summarize(steps).heaviest_before * self.fixed_share / (1 - self.fixed_share)
+        steps = [with_fixed_load(step, round(fixed / unit)) for step in steps]
+        return Gain(world_size, balance.strategy, steps, balance.window, unit=unit, fixed=fixed)

@@ -8,6 +8,7 @@ A checkpoint of torch.distributed.checkpoint has whole tensors in any number of 
 and the new one loads on any number of ranks.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from evenrank.core.errors import ConfigError, DataError, StateError, escape_controls, one_line
+from evenrank.core.errors import ConfigError, DataError, EvenrankError, RankError, StateError, escape_controls, one_line
 from evenrank.dataloader.routing.key_map import KeyMap
 
 DIST_TYPE = "dist_type"
@@ -193,11 +194,8 @@ def remap_checkpoint(
         raise ConfigError(f"{source} has no tensor {unknown[0]!r}; it has {', '.join(sorted(tensors))}")
     entries: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata) | tensors
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that there is no process group
-            load(entries, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise DataError(f"{source} cannot be read ({_reason(error)}); pass an intact checkpoint") from error
+    with naming_checkpoint(DataError, f"{source} cannot be read", "pass an intact checkpoint"):
+        load(entries, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
     for name in _dist_types(entries):
         _check_entry(entries[name], before, "before", source=f"{name} of {source}")
         entries[name] = dist_type(after)
@@ -262,28 +260,33 @@ def _describe(key_map: KeyMap | None) -> str:
     return f"{key_map.mode} of {key_map.num_embeddings} rows{ranks}"
 
 
+@contextlib.contextmanager
+def naming_checkpoint(kind: type[EvenrankError], fault: str, remedy: str) -> Iterator[None]:
+    """Replace an error of torch.distributed.checkpoint by one line; its warnings are about its own internals."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except RankError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is no Exception; metadata is a pickle, so anything
+        raise kind(f"{fault} ({one_line(error)}); {remedy}") from error
+
+
 def read_metadata(source: Path) -> Metadata:
     """Return the metadata of a checkpoint, whose `state_dict_metadata` has the entries by name."""
-    try:
+    fault = f"{source} is no checkpoint of torch.distributed.checkpoint"
+    with naming_checkpoint(DataError, fault, "pass the folder with its .metadata"):
         return FileSystemReader(source).read_metadata()
-    except Exception as error:  # it is a pickle, so anything
-        raise DataError(
-            f"{source} is no checkpoint of torch.distributed.checkpoint ({one_line(error)}); pass the folder with its "
-            ".metadata"
-        ) from error
 
 
 def _write(target: Path, entries: dict[str, Any], paths: Mapping[str, Any]) -> None:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    remedy = "check the space and the permissions of its folder"
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with naming_checkpoint(DataError, f"{target} could not be written", remedy):
             save(entries, storage_writer=FileSystemWriter(partial), planner=_InParts(paths), no_dist=True)
-        partial.rename(target)
-    except (Exception, CheckpointException) as error:
-        raise DataError(
-            f"{target} could not be written ({_reason(error)}); check the space and the permissions of its folder"
-        ) from error
+            partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -327,9 +330,3 @@ def _parts(item: WriteItem) -> Iterator[WriteItem]:
             type=WriteItemType.SHARD,
             tensor_data=dataclasses.replace(data, chunk=chunk),
         )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # of this process, the only one
-        return one_line(error.failures[0][0])
-    return one_line(error)

@@ -93,7 +93,7 @@ class Checkpoints:
                 load(state, checkpoint_id=path, planner=planner, process_group=self._group)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             raise StateError(
-                f"{path} is as it was saved, but cannot be loaded ({_reason(error)}); choose another --out, or the "
+                f"{path} is as it was saved, but cannot be loaded ({one_line(error)}); choose another --out, or the "
                 "versions of evenrank and PyTorch that saved it"
             ) from error
         if state["step"] != step_of(path):
@@ -134,7 +134,7 @@ class Checkpoints:
         def check() -> None:
             if (error := written.exception()) is not None:
                 raise DataError(
-                    f"{path} could not be written: {_reason(error)}; check the space and the permissions of its folder"
+                    f"{path} could not be written: {one_line(error)}; check the space and the permissions of its folder"
                 ) from error
 
         on_all_ranks(check)  # only rank 0 completes it
@@ -204,14 +204,6 @@ class _ChecksumWriter(FileSystemWriter):
 def _checksum(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _reason(error: BaseException) -> str:
-    """Return in one line why torch.distributed.checkpoint failed, on the first rank where it did."""
-    if isinstance(error, CheckpointException):  # which is no Exception
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {one_line(cause)}"
-    return one_line(error)
 
 
 @contextlib.contextmanager

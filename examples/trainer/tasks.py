@@ -25,7 +25,8 @@ from evenrank.training import (
     hstu_flops,
     label_bits,
 )
-from evenrank.training.performance import LayerFlops, ModelFlops, Work, causal_work
+from evenrank.training.attention_timing import LayerFlops
+from evenrank.training.flops import ModelFlops, Work, causal_work
 from hstu.config import HSTUConfig, feature_of, tables
 from hstu.embeddings import Embeddings
 from hstu.layer import HSTUAttention, attention_flops

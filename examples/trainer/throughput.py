@@ -12,7 +12,7 @@ from evenrank.core.rules import Bounds, Count
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.ranks.agree import compare_settings
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
-from evenrank.training.performance import ModelFlops, Work
+from evenrank.training.flops import ModelFlops, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -201,11 +201,11 @@ def test_an_optimizer_that_has_not_stepped_is_saved_as_it_is(
     [
         ("plain", 1, r"the optimizer, a Adam, has no names of parameters; pass make_dmp_optimizer\("),
         ("dense", 1, r"the optimizer lacks tables\.embeddings\.item_table\.weight; pass make_dmp_optimizer\("),
-        ("damaged", 1, "checkpoint cannot be loaded: rank 0: .*; load one that save_dmp wrote, of this model and"),
+        ("damaged", 1, r"checkpoint cannot be loaded \(rank 0: .*\); load one that save_dmp wrote, of this model and"),
         (
             "SGD",
             1,
-            "checkpoint cannot be loaded: rank 0: .*Missing key.*; load one that save_dmp wrote, of this model and",
+            r"checkpoint cannot be loaded \(rank 0: .*Missing key.*\); load one that save_dmp wrote, of this model and",
         ),
         ("values", 2, "the hash of values differs between ranks"),
         ("not JSON", 2, r"values are not JSON \(.*\); pass numbers, texts, lists and dicts"),

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenrank.cli.demo import draw_loads
-from evenrank.cli.inspect_balance import Walk, check_seen, walk_epoch
-from evenrank.cli.reports.gains import gains_table
+from evenrank.cli.inspect_balance import check_seen, walk_epoch
+from evenrank.cli.reports.gains import Gain, gains_table
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, balance
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
@@ -50,9 +50,9 @@ class _FaultyBalancer(Balancer[Any]):
 def _walk(rank: int, world_size: int, path: Path, fault: str, has_exchange: bool = True) -> int:
     config = LoaderConfig(batch_size=8, num_tasks=int(has_exchange))
     with mock.patch.object(_FaultyBalancer, "fault", fault), mock.patch.object(balance, "Balancer", _FaultyBalancer):
-        walk = walk_epoch(path, config, BalanceConfig(cost=COST), has_exchange=has_exchange)
-    assert walk.metrics[0].ratio_after < walk.metrics[0].ratio_before
-    return walk.num_samples
+        gain = walk_epoch(path, config, BalanceConfig(cost=COST), has_exchange=has_exchange)
+    assert gain.steps[0].ratio_after < gain.steps[0].ratio_before
+    return gain.num_samples
 
 
 def test_an_epoch_without_faults_passes(ranks: RankPool, small_dataset: Path) -> None:
@@ -84,22 +84,22 @@ def test_each_sample_has_to_be_seen_exactly_once(seen_by_rank: list[list[int]], 
         check_seen(seen_by_rank, 3)
 
 
-def _walked(strategy: str, after: list[list[int]]) -> Walk:
+def _walked(strategy: str, after: list[list[int]]) -> Gain:
     before = [[30, 10], [10, 20]]
     metrics = [
         step(n, before=before[n], after=loads, lower_bound=sum(loads) // 2, moved_samples=n)
         for n, loads in enumerate(after)
     ]
-    return Walk(strategy=strategy, num_samples=8, metrics=metrics)
+    return Gain(2, strategy, metrics)
 
 
-WALKS = [_walked("none", [[30, 10], [10, 20]]), _walked("lpt-swap", [[20, 20], [15, 15]])]
+GAINS = [_walked("none", [[30, 10], [10, 20]]), _walked("lpt-swap", [[20, 20], [15, 15]])]
 
 
 def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(gains_table([walk.gain(2) for walk in WALKS]))
+        console.print(gains_table(GAINS))
     rows = {cells[1]: cells for line in capture.get().splitlines() if len(cells := line.split()) > 8}
     # Idle 1 - 70/100; speed-up (30 + 20) / (20 + 15), of the steps 30 / 20 and 20 / 15; bounds of 20 and 15.
     assert rows["none"] == ["2", "none", "30.0%", "30.0%", "1.00x", "1.00", "±", "0.00", "1.417", "0%", "25%"]
@@ -108,7 +108,7 @@ def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
 
 def test_the_plot_has_the_idle_time_of_the_typical_step_and_of_all_steps(tmp_path: Path) -> None:
     path = tmp_path / "new" / "balance.png"
-    of_a_step, of_all = draw_loads(WALKS, path, title="two ranks").axes
+    of_a_step, of_all = draw_loads(GAINS, path, title="two ranks").axes
     assert path.read_bytes().startswith(b"\x89PNG")
     # The first step has the median imbalance: 30 of a mean of 20.
     assert [text.get_text().strip() for text in of_a_step.texts] == ["idle 33.33%", "idle 0.00%"]

@@ -9,7 +9,7 @@ USE = """
 import sys
 from numba.core import event
 from evenrank.cli.main import main
-from evenrank.cli.options import make_cost
+from evenrank.cli.options import CostOptions, make_cost
 from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 with event.install_recorder("numba:compile") as recorder:
@@ -23,7 +23,7 @@ with event.install_recorder("numba:compile") as recorder:
             main()
         except SystemExit as stopped:
             assert not stopped.code, arguments
-    balance = BalanceConfig(cost=make_cost("linear"), strategy="min-move")
+    balance = BalanceConfig(cost=make_cost(CostOptions(cost="linear")), strategy="min-move")
     candidates = {"max_num_candidates": 2, "negatives": Negatives(count=3, by="popularity")}
     orders = ({}, {"order": TimeWindows(every="1d"), **candidates}, {"order": Requests(), **candidates})
     for options in orders:

@@ -31,7 +31,7 @@ def _milliseconds(timing: LayerTiming) -> Any:
 
 @pytest.fixture(autouse=True)
 def _slow_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("evenrank.training.performance.time", SimpleNamespace(perf_counter=lambda: _Time.now))
+    monkeypatch.setattr("evenrank.training.step_timer.time", SimpleNamespace(perf_counter=lambda: _Time.now))
     yield
     _Time.now = 0.0
 

@@ -17,7 +17,7 @@ from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.training import Flops, ModelFlops, Work, batch_work, causal_work, decoder_flops
-from evenrank.training.performance import hstu_flops, hstu_pairs, hstu_work
+from evenrank.training.flops import hstu_flops, hstu_pairs, hstu_work
 from hstu.attention import Sequences
 from hstu.config import HSTUConfig, tables
 from hstu.layer import HSTUAttention, attention_flops

@@ -30,7 +30,7 @@ class _Time:
 def _slow_time() -> Iterator[None]:
     _Time.now = 0.0
     clock = SimpleNamespace(perf_counter=lambda: _Time.now)
-    with mock.patch("evenrank.training.performance.time", clock):
+    with mock.patch("evenrank.training.step_timer.time", clock):
         yield
 
 

@@ -18,7 +18,7 @@ from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Segment, Work
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import Cost, StepMetrics
 from evenrank.training import Work as BatchWork
-from evenrank.training.performance import Clock
+from evenrank.training.step_timer import Clock
 from trainer.pipelines import Pipeline, run_pipeline
 
 Batches = AbstractContextManager[Iterable[SequenceBatch]]

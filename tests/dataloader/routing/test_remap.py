@@ -207,7 +207,7 @@ def test_what_cannot_be_read_or_written_leaves_nothing(source: Path, monkeypatch
     check_refused(DataError, missing, source.with_name("missing"))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", fail)
-        check_refused(DataError, r"could not be written \(OSError: .*No space left")
+        check_refused(DataError, r"could not be written \(rank 0: OSError: .*No space left")
     (part,) = source.glob("*.distcp")
     part.write_bytes(part.read_bytes()[:100])
     check_refused(DataError, "source cannot be read")

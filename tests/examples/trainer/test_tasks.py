@@ -8,7 +8,7 @@ import torch
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
-from evenrank.training.performance import ModelFlops, mlp_flops
+from evenrank.training.flops import ModelFlops, mlp_flops
 from hstu.layer import HSTULayer
 from trainer.config import TrainConfig
 from trainer.tasks import Task, ranking, retrieval
