@@ -251,18 +251,19 @@ def read_steps(
     message, size = metadata.new_message(schema), schema.batch_size
     costs, tokens, lengths = (message[name] for name in ("costs", "tokens", "lengths"))
     errors = [error or step.error for step in steps]
-    with_samples: dict[int, tuple[JaggedBatch, NDArray[np.int64]]] = {}
+    with_samples: dict[int, JaggedBatch] = {}
     for index, batch in enumerate(step.loaded for step in steps):
         if batch is not None and errors[index] is None:
             of_rows, errors[index] = agree.attempt(functools.partial(check_contents, batch, schema))
             if of_rows is not None:
                 lengths[index, :, : batch.batch_size] = of_rows
-                with_samples[index] = batch, of_rows[:, : batch.num_real]
+                with_samples[index] = batch
 
     def fill_in(indices: Sequence[int]) -> None:
-        batches, parts = zip(*(with_samples[index] for index in indices), strict=True)
+        batches = [with_samples[index] for index in indices]
         counts = [batch.num_real for batch in batches]
-        by_key = schema.lengths_by_key(np.concatenate(parts, axis=1))
+        of_samples = [lengths[index, :, :count] for index, count in zip(indices, counts, strict=True)]
+        by_key = schema.lengths_by_key(np.concatenate(of_samples, axis=1, dtype=np.int64))
         candidates = [getattr(batch, "num_candidates", None) for batch in batches]
         num_candidates = np.concatenate(
             [
@@ -270,12 +271,13 @@ def read_steps(
                 for of_batch, count in zip(candidates, counts, strict=True)
             ]
         )
-        of_samples = scaled_costs(config.cost, by_key, num_candidates, samples_per_step=world_size * size)
-        tokens_of_samples = count_tokens(config.cost, by_key, len(num_candidates))
-        end = 0
-        for index, count in zip(indices, counts, strict=True):
-            start, end = end, end + count
-            costs[index, :count], tokens[index, :count] = of_samples[start:end], tokens_of_samples[start:end]
+        bounds = np.cumsum(counts[:-1])
+        of_costs = np.split(
+            scaled_costs(config.cost, by_key, num_candidates, samples_per_step=world_size * size), bounds
+        )
+        of_tokens = np.split(count_tokens(config.cost, by_key, len(num_candidates)), bounds)
+        for index, count, *values in zip(indices, counts, of_costs, of_tokens, strict=True):
+            costs[index, :count], tokens[index, :count] = values
 
     # An error of all steps together is that of a step, which is found by asking for each alone.
     if with_samples and agree.attempt(functools.partial(fill_in, [*with_samples]))[1] is not None:

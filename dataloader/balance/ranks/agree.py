@@ -101,12 +101,16 @@ def compare_settings(check: Callable[[], Mapping[str, Any]], group: dist.Process
 
 def raise_reported_errors(errors: Sequence[str | None]) -> None:
     """Raise a RankError with each error, in one line, and the ranks that reported it, if there are any."""
+    if any(error is not None for error in errors):
+        raise _reported_error(errors)
+
+
+def _reported_error(errors: Sequence[str | None]) -> RankError:
     ranks_by_error: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):
         if error is not None:
             ranks_by_error.setdefault(error, []).append(rank)
-    if ranks_by_error:
-        raise RankError("; ".join(f"{_ranks(ranks)} failed: {error}" for error, ranks in ranks_by_error.items()))
+    return RankError("; ".join(f"{_ranks(ranks)} failed: {error}" for error, ranks in ranks_by_error.items()))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -304,22 +308,19 @@ def confirm(
     words[: len(plans), 1] = [hash63(np.ascontiguousarray(plan).data) for plan in plans]
     of_ranks = all_gather_bytes(group, words.reshape(-1).view(np.uint8)).copy().view(np.int64)
     failed, assigned = of_ranks.reshape(-1, *words.shape).transpose(2, 1, 0)  # [n, W] each
-    if not failed.any() and (assigned == assigned[:, :1]).all():
+    is_wrong = (failed | (assigned != assigned[:, :1])).any(axis=1)
+    if not is_wrong.any():
         return None
-    errors = all_gather_objects(group, reported(error)) if failed.any() else []
-    for index, step in enumerate(steps):
-        try:
-            if failed[index].any():
-                of_step = [text if of_rank else None for text, of_rank in zip(errors, failed[index], strict=True)]
-                if error is not None and reported(error) in of_step:
-                    raise error
-                raise_reported_errors(of_step)
-            if len(differing := np.flatnonzero(assigned[index] != assigned[index][0])):
-                name = f"step {common_word(step, 'step')} of epoch {common_word(step, 'epoch')}"
-                raise RankError(
-                    f"in {name}, rank {differing[0]} assigns samples differently from rank 0, given the same costs; "
-                    f"the strategy {strategy!r} must be a pure function of its argument, and the same code on all ranks"
-                )
-        except Exception as raised:
-            return index, raised
-    return None
+    index = int(np.argmax(is_wrong))
+    if failed[index].any():
+        errors = all_gather_objects(group, reported(error))
+        of_step = [text if of_rank else None for text, of_rank in zip(errors, failed[index], strict=True)]
+        if error is not None and reported(error) in of_step:
+            return index, error
+        return index, _reported_error(of_step)
+    name = f"step {common_word(steps[index], 'step')} of epoch {common_word(steps[index], 'epoch')}"
+    rank = np.flatnonzero(assigned[index] != assigned[index][0])[0]
+    return index, RankError(
+        f"in {name}, rank {rank} assigns samples differently from rank 0, given the same costs; the strategy "
+        f"{strategy!r} must be a pure function of its argument, and the same code on all ranks"
+    )
