@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, copy_ranges
-from evenrank.dataloader.balance.exchange.fields import Views, make_fields, plan_views, tensors_of, wire_format
+from evenrank.dataloader.balance.exchange.fields import WireFormat, caches_of, make_fields, tensors_of, wire_format
 from evenrank.dataloader.balance.exchange.layout import Layout, Sections, lay_out, write_host_buffer
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -42,7 +42,9 @@ class PreparedStep:
     layout: Layout
     send_bytes: list[int]  # see `Layout`
     receive_bytes: list[int]
-    views: Views  # of the new batch
+    wire: WireFormat
+    views: list[int]  # see `Layout`
+    caches: list[dict[str, Any]]  # see `caches_of`
     host_buffer: Tensor  # uint8 [host_bytes]
     batch: JaggedBatch  # before the exchange, or the first one
     metadata: dict[str, Any]  # what the new batch has instead, besides its tensors
@@ -120,7 +122,9 @@ class Exchange:
             layout=layout,
             send_bytes=layout.send_bytes.tolist(),
             receive_bytes=layout.receive_bytes.tolist(),
-            views=plan_views(layout, wire, schema.batch_size),
+            wire=wire,
+            views=layout.views.tolist(),
+            caches=caches_of(wire, layout.length_per_key.tolist()),
             host_buffer=host_buffer,
             batch=batches[0],
             metadata=metadata,
@@ -151,7 +155,7 @@ class Exchange:
             tiles = in_flight.uploaded[layout.tiles :]
             device.copy(layout.copies, tiles, (in_flight.received, in_flight.uploaded), output)
         device.hand_over((output,))
-        return step.batch.replace(**step.metadata, **make_fields(output, step.views))
+        return step.batch.replace(**step.metadata, **make_fields(output, step.wire, step.views, step.caches))
 
     def _start(self, sent: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> Work | None:
         if (group := self._group).is_alone:

@@ -4,13 +4,14 @@ The values of a jagged key are a section, their weights another one, and so are 
 one tensor are adjacent, in the order of its keys.
 
 Nothing is read back from the device. A training thread that is bound by the host waits for all that happens between two
-steps, so `plan_views` leaves little to `make_fields`: one operator for all tensors of a dtype, and one constructor for
-each jagged field.
+steps, so `wire_format` and `caches_of` leave little to `make_fields`: one operator for all tensors of a dtype, and one
+constructor for each jagged field.
 """
 
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.balance.exchange.device import as_bytes
-from evenrank.dataloader.balance.exchange.layout import Layout, Sections
+from evenrank.dataloader.balance.exchange.layout import Sections
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
 
@@ -54,6 +55,7 @@ class WireFormat(NamedTuple):
     """How the batches of a schema become bytes, and a buffer becomes such a batch."""
 
     sections: Sections  # in the order of fields
+    num_rows: int
     dtypes: list[tuple[torch.dtype, slice]]  # each with the slice of its views among all V
     fields: list[tuple[FieldSpec, dict[str, int]]]  # each with the numbers of its views, by argument
 
@@ -95,7 +97,8 @@ def wire_format(schema: BatchSchema) -> WireFormat:
         loss_key=-1 if schema.loss_key is None else schema.jagged_keys.index(schema.loss_key[:2]),
         loss_skip=0 if schema.loss_key is None else schema.loss_key.skip,
     )
-    return WireFormat(sections, dtypes, [fields[spec.name] for spec in schema.fields if spec.dtype is not None])
+    known = [fields[spec.name] for spec in schema.fields if spec.dtype is not None]
+    return WireFormat(sections, schema.batch_size, dtypes, known)
 
 
 def tensors_of(batch: JaggedBatch) -> list[Tensor]:
@@ -121,41 +124,28 @@ def sample_bytes(schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.
     return total
 
 
-class Views(NamedTuple):
-    """How a buffer becomes the fields of a batch."""
-
-    dtypes: list[tuple[torch.dtype, list[int]]]
-    """Of each dtype, the sizes of adjacent views of the whole buffer; those of tensors of other dtypes are not used."""
-    fields: list[tuple[FieldSpec, dict[str, int]]]
-    """The numbers of its views, by argument, among those of all dtypes."""
-    num_rows: int
-    caches: list[dict[str, Any]]
-    """Of each jagged field, what its KeyedJaggedTensor knows on the host, so that using it never synchronizes."""
-
-
-def plan_views(layout: Layout, wire: WireFormat, num_rows: int) -> Views:
-    """Return the views of the fields of a batch in a buffer of `output_bytes`."""
-    sizes, length_per_key = layout.views.tolist(), layout.length_per_key.tolist()
+def caches_of(wire: WireFormat, length_per_key: list[int]) -> list[dict[str, Any]]:
+    """Return what each KeyedJaggedTensor of a batch knows on the host, so that using it never synchronizes."""
     caches, end = [], 0
     for spec, _ in wire.fields:
         if spec.keys is not None:
             counts = length_per_key[end : (end := end + len(spec.keys))]
             offsets = [0, *itertools.accumulate(counts)]
-            caches.append({"stride": num_rows, "length_per_key": counts, "offset_per_key": offsets})
-    return Views([(dtype, sizes[views]) for dtype, views in wire.dtypes], wire.fields, num_rows, caches)
+            caches.append({"stride": wire.num_rows, "length_per_key": counts, "offset_per_key": offsets})
+    return caches
 
 
-def make_fields(buffer: Tensor, views: Views) -> dict[str, Any]:
-    """Return the fields by name, given a buffer, uint8 [output_bytes]."""
-    parts = [part for dtype, sizes in views.dtypes for part in buffer.view(dtype).split_with_sizes(sizes)]
+def make_fields(buffer: Tensor, wire: WireFormat, sizes: list[int], caches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields by name, given a buffer, uint8 [output_bytes], the sizes of its V views, and `caches_of`."""
+    parts = [part for dtype, views in wire.dtypes for part in buffer.view(dtype).split_with_sizes(sizes[views])]
     fields: dict[str, Any] = {}
-    caches = iter(views.caches)
-    for spec, numbers in views.fields:
+    of_next = iter(caches)
+    for spec, numbers in wire.fields:
         arguments = {argument: parts[number] for argument, number in numbers.items()}
         if spec.keys is None:
-            fields[spec.name] = _shaped(arguments[""], views.num_rows, spec.shape)
+            fields[spec.name] = _shaped(arguments[""], wire.num_rows, spec.shape)
             continue
-        cache = next(caches)
+        cache = next(of_next)
         arguments["values"] = _shaped(arguments["values"], cache["offset_per_key"][-1], spec.shape)
         fields[spec.name] = KeyedJaggedTensor(keys=list(spec.keys), **arguments, **cache)
     return fields
