@@ -6,7 +6,6 @@ one that left, and an error reaches all ranks.
 
 import dataclasses
 import functools
-import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,10 +69,9 @@ class StepPlanner:
         planned: list[Handle] = []
         plans: list[NDArray[np.int32]] = []
         failure: Exception | None = None
-        if (makes_steps := self.config.makes_steps) and self._hand is None:
-            self._hand = StepsInHand(self.config, self._schema.batch_size, self._begin)
-        if self._hand is not None:
-            compared = known[:1] if num_steps or self._hand.known is None else self._hand.known[:1]
+        if makes_steps := self.config.makes_steps:
+            hand = self._hand = self._hand or StepsInHand(self.config, self._schema.batch_size, self._begin)
+            compared = known[:1] if num_steps or hand.known is None else hand.known[:1]
         try:
             for step, rows, made, since in self._steps_to_hand_out(steps, self._schema, known):
                 plans.append(self._plan(step, self._schema, rows, made, since, gather_seconds))
@@ -216,13 +214,8 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, known: metadata.StepMetadata, batches: Sequence[JaggedBatch]) -> Self:
         """Return the rows of these steps, contiguous."""
-        costs, tokens = (known[name].transpose(1, 0, 2) for name in ("costs", "tokens"))
-        num_rows = math.prod(costs.shape[1:])  # there may be no key
-        joined = (
-            values.astype(np.int64, order="C").reshape(*values.shape[:-2], num_rows)
-            for values in (costs, tokens, known["lengths"].transpose(1, 2, 0, 3))
-        )
-        return cls(known, batches, *joined)
+        names = ("costs", "tokens", "lengths")
+        return cls(known, batches, *(np.concatenate([*known[name]], axis=-1, dtype=np.int64) for name in names))
 
 
 def _own_schema(batch: JaggedBatch, batch_size: int) -> BatchSchema:
@@ -251,19 +244,18 @@ def read_steps(
     message, size = metadata.new_message(schema), schema.batch_size
     costs, tokens, lengths = (message[name] for name in ("costs", "tokens", "lengths"))
     errors = [error or step.error for step in steps]
-    with_samples: dict[int, JaggedBatch] = {}
+    with_samples: dict[int, tuple[JaggedBatch, NDArray[np.int64]]] = {}
     for index, batch in enumerate(step.loaded for step in steps):
         if batch is not None and errors[index] is None:
             of_rows, errors[index] = agree.attempt(functools.partial(check_contents, batch, schema))
             if of_rows is not None:
                 lengths[index, :, : batch.batch_size] = of_rows
-                with_samples[index] = batch
+                with_samples[index] = batch, of_rows[:, : batch.num_real]
 
     def fill_in(indices: Sequence[int]) -> None:
-        batches = [with_samples[index] for index in indices]
+        batches, parts = zip(*(with_samples[index] for index in indices), strict=True)
         counts = [batch.num_real for batch in batches]
-        of_samples = [lengths[index, :, :count] for index, count in zip(indices, counts, strict=True)]
-        by_key = schema.lengths_by_key(np.concatenate(of_samples, axis=1, dtype=np.int64))
+        by_key = schema.lengths_by_key(np.concatenate(parts, axis=1))
         candidates = [getattr(batch, "num_candidates", None) for batch in batches]
         num_candidates = np.concatenate(
             [
@@ -271,13 +263,12 @@ def read_steps(
                 for of_batch, count in zip(candidates, counts, strict=True)
             ]
         )
-        bounds = np.cumsum(counts[:-1])
-        of_costs = np.split(
-            scaled_costs(config.cost, by_key, num_candidates, samples_per_step=world_size * size), bounds
-        )
-        of_tokens = np.split(count_tokens(config.cost, by_key, len(num_candidates)), bounds)
-        for index, count, *values in zip(indices, counts, of_costs, of_tokens, strict=True):
-            costs[index, :count], tokens[index, :count] = values
+        of_samples = scaled_costs(config.cost, by_key, num_candidates, samples_per_step=world_size * size)
+        tokens_of_samples = count_tokens(config.cost, by_key, len(num_candidates))
+        end = 0
+        for index, count in zip(indices, counts, strict=True):
+            start, end = end, end + count
+            costs[index, :count], tokens[index, :count] = of_samples[start:end], tokens_of_samples[start:end]
 
     # An error of all steps together is that of a step, which is found by asking for each alone.
     if with_samples and agree.attempt(functools.partial(fill_in, [*with_samples]))[1] is not None:
