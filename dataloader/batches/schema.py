@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.compiled import compiled
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, name_keys
 
 
@@ -151,10 +152,19 @@ def _check_on_cpu(name: str, tensor: Tensor) -> None:
 
 
 def check_contents(batch: JaggedBatch, schema: BatchSchema) -> NDArray[np.int64]:
-    """Return `lengths_of` a batch, or raise a ValueError if they do not match its values or exceed its limits.
+    """Return `lengths_of` a batch; an error if it has another schema, or lengths that do not match its values.
 
-    The compiled loops that copy values check no bounds.
+    It may have fewer rows. The compiled loops that copy values check no bounds.
     """
+    if (own := schema_of(batch)) != schema:
+        own = dataclasses.replace(own, batch_size=schema.batch_size)
+        if own != schema and (differences := schema.differences(own)):
+            raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
+    if batch.batch_size > schema.batch_size:
+        raise ConfigError(
+            f"a batch has {batch.batch_size} rows, but balanced batches have {schema.batch_size}: BalanceConfig's "
+            "batch_size, or the most of the first batches; pass the most rows that a batch can have as batch_size"
+        )
     if not 0 <= batch.num_real <= batch.batch_size:
         raise ValueError(f"num_real must be between 0 and batch_size = {batch.batch_size}, got {batch.num_real}")
     lengths = lengths_of(batch)

@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of, copy_ranges
-from evenrank.dataloader.balance.exchange.fields import Views, make_fields, plan_views, sections_of, tensors_of
+from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, copy_ranges
+from evenrank.dataloader.balance.exchange.fields import WireFormat, caches_of, make_fields, tensors_of, wire_format
 from evenrank.dataloader.balance.exchange.layout import Layout, Sections, lay_out, write_host_buffer
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -42,7 +42,9 @@ class PreparedStep:
     layout: Layout
     send_bytes: list[int]  # see `Layout`
     receive_bytes: list[int]
-    views: Views  # of the new batch
+    wire: WireFormat
+    views: list[int]  # see `Layout`
+    caches: list[dict[str, Any]]  # see `caches_of`
     host_buffer: Tensor  # uint8 [host_bytes]
     batch: JaggedBatch  # before the exchange, or the first one
     metadata: dict[str, Any]  # what the new batch has instead, besides its tensors
@@ -99,13 +101,14 @@ class Exchange:
         those of all ranks' rows, [W, K, n * B]. A batch may have fewer rows than B. `fields` are those of the new batch
         that the first one has otherwise, besides tensors.
         """
-        sections, tile_bytes, rank = sections_of(schema), self._device.tile_bytes, self._rank
+        wire, tile_bytes, rank = wire_format(schema), self._device.tile_bytes, self._rank
         chosen = (rank_of, lengths) if len(batches) == 1 else chosen_rows(rank_of, lengths)
-        layout = lay_out(sections, *chosen, schema.batch_size, rank, self._sends_all, tile_bytes)
+        layout = lay_out(wire.sections, *chosen, schema.batch_size, rank, self._sends_all, tile_bytes)
         host_buffer = self._device.host_buffer(layout.host_bytes)
         tensors = [tensors_of(batch) for batch in batches]  # kept while their addresses are used
-        addresses = np.stack([addresses_of(of_batch) for of_batch in tensors])
-        write_host_buffer(layout, sections, addresses, lengths[rank], rank_of[rank], tile_bytes, host_buffer.numpy())
+        addresses = np.array([[tensor.data_ptr() for tensor in of_batch] for of_batch in tensors], dtype=np.int64)
+        own = addresses, lengths[rank], rank_of[rank]
+        write_host_buffer(layout, wire.sections, *own, tile_bytes, host_buffer.numpy())
         metadata = {
             **fields,
             "batch_size": schema.batch_size,
@@ -119,7 +122,9 @@ class Exchange:
             layout=layout,
             send_bytes=layout.send_bytes.tolist(),
             receive_bytes=layout.receive_bytes.tolist(),
-            views=plan_views(layout, schema),
+            wire=wire,
+            views=layout.views.tolist(),
+            caches=caches_of(wire, layout.length_per_key.tolist()),
             host_buffer=host_buffer,
             batch=batches[0],
             metadata=metadata,
@@ -150,7 +155,7 @@ class Exchange:
             tiles = in_flight.uploaded[layout.tiles :]
             device.copy(layout.copies, tiles, (in_flight.received, in_flight.uploaded), output)
         device.hand_over((output,))
-        return step.batch.replace(**step.metadata, **make_fields(output, step.views))
+        return step.batch.replace(**step.metadata, **make_fields(output, step.wire, step.views, step.caches))
 
     def _start(self, sent: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> Work | None:
         if (group := self._group).is_alone:
@@ -180,7 +185,7 @@ def warm_up() -> None:
     """Call the compiled functions of an exchange once, with its dtypes; see that of `partition`."""
     none, one, rows = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full((1, 1), -1, dtype=np.int32)
     no_bytes, no_fields = np.empty(0, dtype=np.uint8), np.empty((0, 3), dtype=np.int64)
-    sections = Sections(none, none, none, one, no_bytes, no_fields, none, none, -1, 0)
+    sections = Sections(none, none, none, one, no_bytes, no_fields, no_fields, -1, 0)
     lengths = np.zeros((1, 1, 1), dtype=np.int64)
     describe_lengths(lengths[0], 0)
     layout = lay_out(sections, rows, lengths, 1, 0, False, 0)

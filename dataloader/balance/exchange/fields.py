@@ -4,13 +4,14 @@ The values of a jagged key are a section, their weights another one, and so are 
 one tensor are adjacent, in the order of its keys.
 
 Nothing is read back from the device. A training thread that is bound by the host waits for all that happens between two
-steps, so `plan_views` leaves little to `make_fields`: one operator for all tensors of a dtype, and one constructor for
-each jagged field.
+steps, so `wire_format` and `caches_of` leave little to `make_fields`: one operator for all tensors of a dtype, and one
+constructor for each jagged field.
 """
 
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.balance.exchange.device import as_bytes
-from evenrank.dataloader.balance.exchange.layout import Layout, Sections
+from evenrank.dataloader.balance.exchange.layout import Sections
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
 
@@ -38,7 +39,6 @@ class _Part(NamedTuple):
         return self.argument not in ("lengths", "offsets")
 
 
-@functools.lru_cache
 def _parts_of(schema: BatchSchema) -> list[_Part]:
     """Return the parts of an output buffer: T tensors that are sent, then lengths and offsets of each jagged field."""
     parts, first_key = [], 0
@@ -51,12 +51,20 @@ def _parts_of(schema: BatchSchema) -> list[_Part]:
     return sorted(parts, key=lambda part: not part.is_sent)
 
 
+class WireFormat(NamedTuple):
+    """How the batches of a schema become bytes, and a buffer becomes such a batch."""
+
+    sections: Sections  # in the order of fields
+    num_rows: int
+    dtypes: list[tuple[torch.dtype, slice]]  # each with the slice of its views among all V
+    fields: list[tuple[FieldSpec, dict[str, int]]]  # each with the numbers of its views, by argument
+
+
 @functools.lru_cache
-def sections_of(schema: BatchSchema) -> Sections:
-    """Return the sections of a schema, in the order of its fields."""
+def wire_format(schema: BatchSchema) -> WireFormat:
+    """Return the wire format of a schema."""
     parts, padding = _parts_of(schema), []
     rows: list[tuple[int, int, int]] = []
-    dtypes = list(dict.fromkeys(part.dtype for part in parts))
     for tensor, (spec, argument, dtype, keys) in enumerate(part for part in parts if part.is_sent):
         element_bytes = (1 if argument == "weights" else math.prod(spec.shape)) * dtype.itemsize
         rows += [(tensor, key, element_bytes) for key in keys or (-1,)]
@@ -65,18 +73,32 @@ def sections_of(schema: BatchSchema) -> Sections:
             padding.append(as_bytes(torch.full(spec.shape, spec.fill, dtype=dtype, device="cpu")).numpy())
     tensors, key_of, element_bytes_of = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
     jagged = [(part.keys[0], len(part.keys), part.dtype.itemsize) for part in parts if part.argument == "lengths"]
-    return Sections(
+    dtypes: list[tuple[torch.dtype, slice]] = []
+    views: list[tuple[int, int, int]] = []
+    fields: dict[str, tuple[FieldSpec, dict[str, int]]] = {}
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        first, begin = len(views), 0
+        for number, part in enumerate(parts, 1):
+            if part.dtype == dtype:
+                # Before each part there is a view of what is between it and the one before, and one after the last.
+                fields.setdefault(part.spec.name, (part.spec, {}))[1][part.argument] = len(views) + 1
+                views += [(begin, 2 * number, dtype.itemsize), (2 * number, 2 * number + 1, dtype.itemsize)]
+                begin = 2 * number + 1
+        views.append((begin, 1, dtype.itemsize))
+        dtypes.append((dtype, slice(first, len(views))))
+    sections = Sections(
         tensor=tensors,
         key=key_of,
         element_bytes=element_bytes_of,
         padding_starts=np.cumsum([0, *map(len, padding)]),
         padding=np.concatenate([np.empty(0, dtype=np.uint8), *padding]),
         jagged_fields=np.array(jagged, dtype=np.int64).reshape(-1, 3),
-        dtypes=np.array([dtypes.index(part.dtype) for part in parts], dtype=np.int64),
-        dtype_bytes=np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64),
+        views=np.array(views, dtype=np.int64).reshape(-1, 3),
         loss_key=-1 if schema.loss_key is None else schema.jagged_keys.index(schema.loss_key[:2]),
         loss_skip=0 if schema.loss_key is None else schema.loss_key.skip,
     )
+    known = [fields[spec.name] for spec in schema.fields if spec.dtype is not None]
+    return WireFormat(sections, schema.batch_size, dtypes, known)
 
 
 def tensors_of(batch: JaggedBatch) -> list[Tensor]:
@@ -93,7 +115,7 @@ def tensors_of(batch: JaggedBatch) -> list[Tensor]:
 
 def sample_bytes(schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the bytes of each sample over all fields: int64 [n], given lengths [K, n]."""
-    sections = sections_of(schema)
+    sections = wire_format(schema).sections
     is_jagged = sections.key >= 0
     bytes_of_value = np.bincount(
         sections.key[is_jagged], weights=sections.element_bytes[is_jagged], minlength=len(lengths)
@@ -102,41 +124,28 @@ def sample_bytes(schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.
     return total
 
 
-class Views(NamedTuple):
-    """How a buffer becomes the fields of a batch."""
-
-    dtypes: list[tuple[torch.dtype, list[int]]]
-    """Of each dtype, the sizes of adjacent views of the whole buffer; those of tensors of other dtypes are not used."""
-    fields: list[tuple[FieldSpec, dict[str, int]]]
-    """The numbers of its views, by argument, among those of all dtypes."""
-    num_rows: int
-    caches: list[dict[str, Any]]
-    """Of each jagged field, what its KeyedJaggedTensor knows on the host, so that using it never synchronizes."""
-
-
-def plan_views(layout: Layout, schema: BatchSchema) -> Views:
-    """Return the views of the fields of a batch in a buffer of `output_bytes`."""
-    (splits, fields), sizes, length_per_key = _views_of(schema), layout.views.tolist(), layout.length_per_key.tolist()
+def caches_of(wire: WireFormat, length_per_key: list[int]) -> list[dict[str, Any]]:
+    """Return what each KeyedJaggedTensor of a batch knows on the host, so that using it never synchronizes."""
     caches, end = [], 0
-    for spec, _ in fields:
+    for spec, _ in wire.fields:
         if spec.keys is not None:
             counts = length_per_key[end : (end := end + len(spec.keys))]
             offsets = [0, *itertools.accumulate(counts)]
-            caches.append({"stride": schema.batch_size, "length_per_key": counts, "offset_per_key": offsets})
-    return Views([(dtype, sizes[part]) for dtype, part in splits], fields, schema.batch_size, caches)
+            caches.append({"stride": wire.num_rows, "length_per_key": counts, "offset_per_key": offsets})
+    return caches
 
 
-def make_fields(buffer: Tensor, views: Views) -> dict[str, Any]:
-    """Return the fields by name, given a buffer, uint8 [output_bytes]."""
-    parts = [part for dtype, sizes in views.dtypes for part in buffer.view(dtype).split_with_sizes(sizes)]
+def make_fields(buffer: Tensor, wire: WireFormat, sizes: list[int], caches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields by name, given a buffer, uint8 [output_bytes], the sizes of its V views, and `caches_of`."""
+    parts = [part for dtype, views in wire.dtypes for part in buffer.view(dtype).split_with_sizes(sizes[views])]
     fields: dict[str, Any] = {}
-    caches = iter(views.caches)
-    for spec, numbers in views.fields:
+    of_next = iter(caches)
+    for spec, numbers in wire.fields:
         arguments = {argument: parts[number] for argument, number in numbers.items()}
         if spec.keys is None:
-            fields[spec.name] = _shaped(arguments[""], views.num_rows, spec.shape)
+            fields[spec.name] = _shaped(arguments[""], wire.num_rows, spec.shape)
             continue
-        cache = next(caches)
+        cache = next(of_next)
         arguments["values"] = _shaped(arguments["values"], cache["offset_per_key"][-1], spec.shape)
         fields[spec.name] = KeyedJaggedTensor(keys=list(spec.keys), **arguments, **cache)
     return fields
@@ -144,20 +153,3 @@ def make_fields(buffer: Tensor, views: Views) -> dict[str, Any]:
 
 def _shaped(part: Tensor, num_rows: int, shape: tuple[int, ...]) -> Tensor:
     return part.view(num_rows, *shape) if shape else part
-
-
-@functools.lru_cache
-def _views_of(
-    schema: BatchSchema,
-) -> tuple[list[tuple[torch.dtype, slice]], list[tuple[FieldSpec, dict[str, int]]]]:
-    """Return the dtypes, each with the slice of `Layout.views` that has its sizes, and `Views.fields`."""
-    parts = _parts_of(schema)
-    splits, first = [], 0
-    fields: dict[str, tuple[FieldSpec, dict[str, int]]] = {}
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        of_dtype = [part for part in parts if part.dtype == dtype]
-        for index, part in enumerate(of_dtype):
-            # Before each part there is a view of what is between it and the one before, and one after the last.
-            fields.setdefault(part.spec.name, (part.spec, {}))[1][part.argument] = first + 2 * index + 1
-        splits.append((dtype, slice(first, first := first + 2 * len(of_dtype) + 1)))
-    return splits, [fields[spec.name] for spec in schema.fields if spec.dtype is not None]

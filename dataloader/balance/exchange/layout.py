@@ -25,7 +25,7 @@ _RECEIVED, _UPLOADED = 0, 1  # source buffers of copies
 
 
 class Sections(NamedTuple):
-    """The S sections of a schema, as arrays for compiled loops. T tensors, K jagged keys, J jagged fields, D dtypes."""
+    """The S sections of a schema, as arrays for compiled loops. T tensors, K jagged keys, J jagged fields, V views."""
 
     tensor: NDArray[np.int64]  # [S]: number of the tensor that it is a part of, ascending
     key: NDArray[np.int64]  # [S]: row of the lengths [K, B] that counts its elements; -1 for a dense field
@@ -33,8 +33,7 @@ class Sections(NamedTuple):
     padding_starts: NDArray[np.int64]  # [S + 1]: where in `padding` its padding row begins; jagged keys have none
     padding: NDArray[np.uint8]  # the padding rows of dense fields
     jagged_fields: NDArray[np.int64]  # [J, 3]: its first key, its number of keys, and the bytes of a length
-    dtypes: NDArray[np.int64]  # [T + 2 J]: of tensors, then lengths and offsets of each jagged field; 0..D-1
-    dtype_bytes: NDArray[np.int64]  # [D]: of one element
+    views: NDArray[np.int64]  # [V, 3]: where it begins and ends, an index of `output_parts`, and bytes of an element
     loss_key: int  # row of the lengths that count loss tokens; -1: each sample is one
     loss_skip: int  # see `LossKey`
 
@@ -55,7 +54,7 @@ class Layout(NamedTuple):
     host_data: int  # start of lengths, offsets and padding in the host buffer: the end of the chunks
     tiles: int  # start of the tiles in the host buffer
     host_bytes: int  # size of the host buffer
-    views: NDArray[np.int64]  # [2 (T + 2 J) + D]: see `_views`
+    views: NDArray[np.int64]  # [V]: elements of each view of the output buffer
     length_per_key: NDArray[np.int64]  # [K]: elements of each key after the exchange
     max_lengths: NDArray[np.int64]  # [K]: of its longest row
     output_bytes: int  # size of the output buffer
@@ -81,7 +80,11 @@ def lay_out(
     length_per_key, max_lengths = np.zeros((2, len(new_lengths)), dtype=np.int64)
     for key in range(len(new_lengths)):
         length_per_key[key], max_lengths[key] = new_lengths[key].sum(), new_lengths[key].max()
-    targets, starts, ends, output_data, output_bytes = output_parts(sections, new_lengths)
+    targets, bounds, output_data, output_bytes = output_parts(sections, new_lengths)
+    views = np.empty(len(sections.views), dtype=np.int64)
+    for view in range(len(views)):
+        begin, end, element_bytes = sections.views[view]
+        views[view] = (bounds[end] - bounds[begin]) // element_bytes
     send_bytes, chunk_starts, host_data = sent_chunks(sections, rank_of, lengths, rank, sends_all)
     receive_bytes, copies, num_copies = received_copies(
         sections, rank_of, lengths, batch_size, rank, sends_all, send_bytes, chunk_starts, targets
@@ -112,7 +115,7 @@ def lay_out(
         host_data,
         tiles,
         end,
-        _views(sections, starts, ends, output_bytes),
+        views,
         length_per_key,
         max_lengths,
         output_bytes,
@@ -149,33 +152,35 @@ def new_rows(
 @compiled
 def output_parts(
     sections: Sections, new_lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int, int]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
     """Lay out the output buffer, given the lengths of the new rows, [K, B].
 
-    Returns where each section begins, [S]; where each part begins and ends, [T + 2 J]; where lengths and offsets begin,
+    Returns where each section begins, [S]; where the buffer, each of the T tensors, and the lengths and offsets of each
+    jagged field begin and end: one after the other, in an array that may be longer; where lengths and offsets begin,
     and the bytes of the buffer.
     """
-    starts, ends = np.empty((2, len(sections.dtypes)), dtype=np.int64)
-    num_parts = 0
+    bounds = np.zeros(2 * (1 + len(sections.key) + 2 * len(sections.jagged_fields)), dtype=np.int64)
+    num_bounds = 2
     targets = np.zeros(len(sections.key), dtype=np.int64)
     end = 0
     for section in range(len(sections.key)):
         if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
             end = _aligned(end)
-            starts[num_parts] = end
-            num_parts += 1
+            bounds[num_bounds] = end
+            num_bounds += 2
         targets[section] = end
         for row in range(new_lengths.shape[1]):
             end += _row_bytes(sections, section, new_lengths, row)
-        ends[num_parts - 1] = end
+        bounds[num_bounds - 1] = end
     output_data = end = _aligned(end)
     for i in range(len(sections.jagged_fields)):
         _, num_keys, length_bytes = sections.jagged_fields[i]
         for num_lengths in (num_keys * new_lengths.shape[1], num_keys * new_lengths.shape[1] + 1):
-            starts[num_parts], ends[num_parts] = end, end + num_lengths * length_bytes
-            end = _aligned(ends[num_parts])
-            num_parts += 1
-    return targets, starts, ends, output_data, end
+            bounds[num_bounds], bounds[num_bounds + 1] = end, end + num_lengths * length_bytes
+            end = _aligned(bounds[num_bounds + 1])
+            num_bounds += 2
+    bounds[1] = end
+    return targets, bounds, output_data, end
 
 
 @compiled
@@ -265,30 +270,6 @@ def received_copies(
 
 
 @compiled
-def _write_samples(
-    sections: Sections,
-    tensors: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    trained_by: NDArray[np.int32],
-    address: int,
-    next_sample: NDArray[np.int64],
-) -> None:
-    """Write the samples of a batch to the buffer at an address, and move on where the next ones go."""
-    sends_all = len(next_sample) == 1
-    source = 0
-    for section in range(len(sections.key)):
-        if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
-            source = tensors[sections.tensor[section]]
-        for row in range(len(trained_by)):
-            num_bytes = _row_bytes(sections, section, lengths, row)
-            if trained_by[row] >= 0:
-                chunk = 0 if sends_all else trained_by[row]
-                copy_bytes(address + next_sample[chunk, section], source, num_bytes)
-                next_sample[chunk, section] += num_bytes
-            source += num_bytes
-
-
-@compiled
 def write_host_buffer(
     layout: Layout,
     sections: Sections,
@@ -304,27 +285,30 @@ def write_host_buffer(
     rows of each batch, one batch after the other.
     """
     address, next_sample = buffer.ctypes.data, layout.chunk_starts.copy()
-    rows_per_batch = len(trained_by) // len(tensors)
+    sends_all, rows_per_batch = len(next_sample) == 1, len(trained_by) // len(tensors)
+    source = 0
     for batch in range(len(tensors)):
-        rows = slice(batch * rows_per_batch, (batch + 1) * rows_per_batch)
-        lengths_of_rows = np.ascontiguousarray(lengths[:, rows])  # loops over contiguous arrays are faster
-        _write_samples(sections, tensors[batch], lengths_of_rows, trained_by[rows], address, next_sample)
+        for section in range(len(sections.key)):
+            if section == 0 or sections.tensor[section] != sections.tensor[section - 1]:
+                source = tensors[batch, sections.tensor[section]]
+            for row in range(batch * rows_per_batch, (batch + 1) * rows_per_batch):
+                num_bytes = _row_bytes(sections, section, lengths, row)
+                if trained_by[row] >= 0:
+                    chunk = 0 if sends_all else trained_by[row]
+                    copy_bytes(address + next_sample[chunk, section], source, num_bytes)
+                    next_sample[chunk, section] += num_bytes
+                source += num_bytes
 
     end = layout.host_data
     for i in range(len(sections.jagged_fields)):
         first_key, num_keys, length_bytes = sections.jagged_fields[i]
         flat = layout.lengths[first_key : first_key + num_keys].reshape(-1)
         size = _aligned(len(flat) * length_bytes)
-        end_of_offsets = end + size + _aligned((len(flat) + 1) * length_bytes)
+        start, end = end, end + size + _aligned((len(flat) + 1) * length_bytes)
         if length_bytes == 4:
-            _write_lengths(
-                flat, buffer[end : end + size].view(np.int32), buffer[end + size : end_of_offsets].view(np.int32)
-            )
+            _write_lengths(flat, buffer[start:end].view(np.int32), size // 4)
         else:
-            _write_lengths(
-                flat, buffer[end : end + size].view(np.int64), buffer[end + size : end_of_offsets].view(np.int64)
-            )
-        end = end_of_offsets
+            _write_lengths(flat, buffer[start:end].view(np.int64), size // 8)
     for section in range(len(sections.key)):
         if sections.key[section] < 0 and layout.num_real < layout.lengths.shape[1]:
             start = end
@@ -338,36 +322,14 @@ def write_host_buffer(
 
 
 @compiled
-def _views(sections: Sections, starts: NDArray[np.int64], ends: NDArray[np.int64], num_bytes: int) -> NDArray[np.int64]:
-    """Return how each dtype divides a buffer: the elements up to its first part, in it, up to the next one ... the end.
-
-    Parts, [T + 2 J] with their bytes, ascend; those of other dtypes are in between.
-    """
-    sizes = np.empty(2 * len(starts) + len(sections.dtype_bytes), dtype=np.int64)
-    num_sizes = 0
-    for dtype in range(len(sections.dtype_bytes)):
-        end = 0
-        for part in range(len(starts)):
-            if sections.dtypes[part] == dtype:
-                sizes[num_sizes] = (starts[part] - end) // sections.dtype_bytes[dtype]
-                sizes[num_sizes + 1] = (ends[part] - starts[part]) // sections.dtype_bytes[dtype]
-                num_sizes += 2
-                end = ends[part]
-        sizes[num_sizes] = (num_bytes - end) // sections.dtype_bytes[dtype]
-        num_sizes += 1
-    return sizes
-
-
-@compiled
-def _write_lengths(
-    lengths: NDArray[np.int64], to_lengths: NDArray[np.integer[Any]], to_offsets: NDArray[np.integer[Any]]
-) -> None:
+def _write_lengths(lengths: NDArray[np.int64], to: NDArray[np.integer[Any]], first_offset: int) -> None:
+    """Write lengths, and from an index on their offsets."""
     offset = 0
     for i in range(len(lengths)):
-        to_lengths[i] = lengths[i]
-        to_offsets[i] = offset
+        to[i] = lengths[i]
+        to[first_offset + i] = offset
         offset += lengths[i]
-    to_offsets[len(lengths)] = offset
+    to[first_offset + len(lengths)] = offset
 
 
 @compiled

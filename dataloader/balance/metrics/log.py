@@ -10,8 +10,11 @@ was killed.
 
 import dataclasses
 import json
+import platform
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -20,12 +23,14 @@ from numpy.typing import NDArray
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
+from evenrank.core.optional_imports import installed_versions
 from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics, shown_numbers, summarize
 
 _FIRST = ("epoch", "step", "seen")
 _LARGEST = 1 << 63  # loads are int64, and no other number is larger; sums of these do not overflow float64
 _FLOATS = ("rank_squares", "compute_seconds", "wait_seconds")  # the arrays that are not int64
 _OPTIONAL = ("compute_seconds", "wait_seconds")
+_PACKAGES = ("evenrank", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 RUN: Final = "run"
 
 
@@ -78,6 +83,13 @@ class RunRecord:
     """Of Python and of packages, by name."""
     options: Mapping[str, Any]
     """Of the balance, the data and the job, by name."""
+
+    @classmethod
+    def begin(cls, ranks: int, options: Mapping[str, Any]) -> Self:
+        """Return the record of a run that begins now."""
+        versions = {"python": platform.python_version(), **installed_versions(*_PACKAGES)}
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(id=secrets.token_hex(8), started=started, ranks=ranks, versions=versions, options=options)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as an object of JSON."""

@@ -13,24 +13,20 @@ import dataclasses
 import json
 import logging
 import os
-import platform
-import secrets
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from io import FileIO
 from typing import Any, Protocol, Self, runtime_checkable
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.optional_imports import installed_versions, naming_extras
+from evenrank.core.optional_imports import naming_extras
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
 from evenrank.core.storage import is_url, local_path
 from evenrank.dataloader.balance.metrics.log import LogRecord, RunRecord
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
 
-_PACKAGES = ("evenrank", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 _log = logging.getLogger("evenrank")
 
 
@@ -142,7 +138,7 @@ class JsonLines(Writer):
         record = LogRecord.of(steps, seen=self._seen)
         lines = [record.to_json()]
         if self._seen == self._every:
-            lines.insert(0, new_run(len(record.before), self._options).to_json())
+            lines.insert(0, RunRecord.begin(len(record.before), self._options).to_json())
         remaining = memoryview("".join(f"{json.dumps(line, default=str)}\n" for line in lines).encode())
         try:
             while remaining:
@@ -153,13 +149,6 @@ class JsonLines(Writer):
             raise DataError(
                 f"{self.path} could not be written: {_reason(error)}; free some space, or train without the log"
             ) from error
-
-
-def new_run(ranks: int, options: Mapping[str, Any]) -> RunRecord:
-    """Return the record of a run that begins now."""
-    versions = {"python": platform.python_version(), **installed_versions(*_PACKAGES)}
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    return RunRecord(id=secrets.token_hex(8), started=started, ranks=ranks, versions=versions, options=options)
 
 
 class Scalars(Writer):

@@ -64,9 +64,9 @@ def common_word(step: StepMetadata, name: str) -> int:
     return int(step[name][np.argmin(step["ended"])])
 
 
-def hash63(value: object) -> int:
-    """Return a 63-bit hash of a value's `repr`, the same in all processes."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
+def hash63(data: bytes | memoryview) -> int:
+    """Return a 63-bit hash, the same in all processes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def all_gather_bytes(group: FailFastGroup, message: NDArray[np.uint8]) -> NDArray[np.uint8]:

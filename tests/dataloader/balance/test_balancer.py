@@ -211,21 +211,23 @@ class DenseBatch(JaggedBatch):
     ids: torch.Tensor = dense(fill=float("nan"))
 
 
-def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
+def _balance_dense(rank: int, world_size: int, options: dict[str, Any]) -> list[float]:
     num_real = 4 * (1 - rank)  # all samples are on rank 0
     ids = torch.full((4,), float("nan"), dtype=torch.float64)
     ids[:num_real] = torch.arange(num_real)
     batches = [DenseBatch(batch_size=4, num_real=num_real, ids=ids)]
-    with Balancer(batches, BalanceConfig(cost=one_per_sample, exchange=exchange)) as balancer:
+    seen: list[StepMetrics] = []
+    with Balancer(batches, BalanceConfig(cost=one_per_sample, on_step=seen.append, **options)) as balancer:
         (batch,) = balancer
     assert batch.num_real == 2
+    assert [(step.samples, step.sample_bytes) for step in seen] == [(4, 4 * 8)]
     assert batch.ids[2:].isnan().all()
     return batch.ids[:2].tolist()
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
-    assert sorted(itertools.chain(*ranks.run(2, _balance_dense, exchange))) == [0, 1, 2, 3]
+@pytest.mark.parametrize("options", [*({"exchange": name} for name in EXCHANGES), {"window": 2}])
+def test_batches_without_jagged_keys_are_balanced_and_measured(ranks: RankPool, options: dict[str, Any]) -> None:
+    assert sorted(itertools.chain(*ranks.run(2, _balance_dense, options))) == [0, 1, 2, 3]
 
 
 def _soak(rank: int, world_size: int, path: Path, steps: int) -> list[float]:

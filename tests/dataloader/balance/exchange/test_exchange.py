@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -13,9 +14,8 @@ from numpy.typing import NDArray
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of, copy_ranges
 from evenrank.dataloader.balance.exchange.exchange import Exchange, StepInFlight
-from evenrank.dataloader.balance.exchange.fields import sample_bytes, sections_of
+from evenrank.dataloader.balance.exchange.fields import sample_bytes, wire_format
 from evenrank.dataloader.balance.exchange.layout import lay_out
-from evenrank.dataloader.balance.partition.strategies import Assignment
 from evenrank.dataloader.balance.ranks.metadata import HEADER, new_message, started_steps
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
@@ -23,18 +23,19 @@ from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
-    """Draw padded batches of all ranks, and any assignment within the batch size."""
-    world_size, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    rank_of = np.array(draw(st.permutations([*range(world_size)] * batch_size)), dtype=np.int32)
-    rank_of = rank_of.reshape(world_size, batch_size)
+def worlds(draw: st.DrawFn) -> tuple[list[list[RichBatch]], NDArray[np.int32]]:
+    """Draw one or two padded batches of all ranks, and any assignment of as many rows as batches have."""
+    world_size, batch_size, num_batches = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    rows_of_ranks = [*range(world_size)] * batch_size
+    rank_of = np.array(draw(st.permutations(rows_of_ranks + [-1] * (num_batches - 1) * len(rows_of_ranks))))
+    rank_of = rank_of.reshape(world_size, num_batches, batch_size).astype(np.int32)
     pairs = st.tuples(st.integers(0, 5), st.integers(0, 5))
-    batches = []
-    for rank in range(world_size):
+    batches: list[list[RichBatch]] = [[] for _ in range(world_size)]
+    for rank, number in itertools.product(range(world_size), range(num_batches)):
         rows = draw(st.lists(st.lists(pairs, min_size=2, max_size=2), max_size=batch_size))
-        rank_of[rank, len(rows) :] = -1
-        batches.append(pad_batch(rich_batch(rows, first_id=10 * rank), batch_size))
-    return batches, Assignment(rank_of=rank_of)
+        rank_of[rank, number, len(rows) :] = -1
+        batches[rank].append(pad_batch(rich_batch(rows, first_id=20 * rank + 10 * number), batch_size))
+    return batches, rank_of.reshape(world_size, -1)
 
 
 class _TiledDevice(ExchangeDevice):
@@ -54,15 +55,16 @@ class _TiledDevice(ExchangeDevice):
 @settings(max_examples=200)
 @given(world=worlds())
 def test_an_exchange_moves_each_sample_complete_to_its_rank(
-    world: tuple[list[RichBatch], Assignment], collective: str, device: type[ExchangeDevice]
+    world: tuple[list[list[RichBatch]], NDArray[np.int32]], collective: str, device: type[ExchangeDevice]
 ) -> None:
-    batches, assignment = world
-    schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
+    batches, rank_of = world
+    schema = schema_of(batches[0][0])
+    lengths = np.stack([np.concatenate([*map(lengths_of, of_rank)], axis=1) for of_rank in batches])
     group: Any = SimpleNamespace(is_alone=False)  # chunks are moved here, not by a group
     exchanges = [Exchange(collective, group, device(), rank=rank) for rank in range(len(batches))]
     prepared = [
-        exchange.prepare([batch], schema, assignment.rank_of, lengths)
-        for exchange, batch in zip(exchanges, batches, strict=True)
+        exchange.prepare(of_rank, schema, rank_of, lengths)
+        for exchange, of_rank in zip(exchanges, batches, strict=True)
     ]
     layouts = [step.layout for step in prepared]
 
@@ -77,11 +79,12 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
         torch.split(step.host_buffer[: step.layout.send_bytes.sum()], step.layout.send_bytes.tolist())
         for step in prepared
     ]
+    of_all = 0
     for rank, (exchange, step) in enumerate(zip(exchanges, prepared, strict=True)):
         received = torch.cat([of_source[rank % len(of_source)] for of_source in chunks])
         after = exchange.finish(StepInFlight(prepared=step, uploaded=step.host_buffer, received=received, work=None))
         assert isinstance(after, RichBatch)
-        of_batches = zip(batches, assignment.rank_of, strict=True)
+        of_batches = zip(itertools.chain(*batches), rank_of.reshape(-1, schema.batch_size), strict=True)
         of_rows = [row for batch, ranks in of_batches for row in zip(samples_of(batch), ranks, strict=False)]
         assert samples_of(after) == [sample for sample, new_rank in of_rows if new_rank == rank]
         assert schema_of(after) == schema
@@ -89,14 +92,15 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
         assert after.ids[after.num_real :].eq(-1).all()
         assert after.matrix[after.num_real :].eq(0.5).all()
         assert after.loss_tokens == lengths_of(after)[-1].sum()
-        assert after.world_loss_tokens == sum(batch.loss_tokens for batch in batches)
+        of_all += after.loss_tokens
+    assert all(step.metadata["world_loss_tokens"] == of_all for step in prepared)
 
 
 def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [rich_batch([[(2, 1), (1, 2)], [(3, 1), (1, 1)]], first_id=10 * rank) for rank in range(2)]
     schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
     rank_of = np.array([[1, 0], [0, 1]], dtype=np.int32)  # the first row that is received is not this rank's
-    arguments = (sections_of(schema), rank_of, lengths, rank_of.shape[1], 0, True, 0)
+    arguments = (wire_format(schema).sections, rank_of, lengths, rank_of.shape[1], 0, True, 0)
     interpreted = lay_out.py_func  # type: ignore[attr-defined]
     expected = interpreted(*arguments).copies.tolist()  # compiles what it calls
     for value in range(1, 200):

@@ -12,6 +12,8 @@ from evenrank.dataloader.balance.exchange.layout import (
     sent_chunks,
 )
 
+# By the bytes of an element: which bounds are those of its dtype, from the begin of the buffer to its end.
+VIEWS = {8: (0, 2, 3, 1), 4: (0, 4, 5, 6, 7, 8, 9, 1)}
 # A jagged key of int64 values, whose lengths are int32 and count loss tokens, and a dense field of 4 bytes.
 SECTIONS = Sections(
     tensor=np.array([0, 1]),
@@ -20,8 +22,7 @@ SECTIONS = Sections(
     padding_starts=np.array([0, 0, 4]),
     padding=np.full(4, 255, dtype=np.uint8),
     jagged_fields=np.array([[0, 1, 4]]),
-    dtypes=np.array([0, 1, 1, 1]),
-    dtype_bytes=np.array([8, 4]),
+    views=np.array([(*view, size) for size, views in VIEWS.items() for view in itertools.pairwise(views)]),
     loss_key=0,
     loss_skip=1,
 )
@@ -40,10 +41,11 @@ def test_new_rows_are_in_the_order_of_the_ranks_they_come_from_then_of_rows() ->
 
 
 def test_parts_of_the_output_begin_aligned_and_have_the_bytes_of_all_rows() -> None:
-    targets, starts, ends, output_data, output_bytes = output_parts(SECTIONS, np.array([[3, 5, 0]]))
+    targets, bounds, output_data, output_bytes = output_parts(SECTIONS, np.array([[3, 5, 0]]))
     assert targets.tolist() == [0, 64]
-    assert starts.tolist() == [0, 64, 80, 96]
-    assert (ends - starts).tolist() == [8 * 8, 3 * 4, 3 * 4, 4 * 4]  # lengths, and one offset more
+    starts, ends = bounds.reshape(-1, 2).T
+    assert starts.tolist() == [0, 0, 64, 80, 96]  # the buffer, then its parts
+    assert (ends - starts).tolist() == [112, 8 * 8, 3 * 4, 3 * 4, 4 * 4]  # lengths, and one offset more
     assert (output_data, output_bytes) == (80, 112)
 
 
@@ -92,6 +94,8 @@ def test_a_layout_has_what_the_host_knows_after_the_chunks_and_then_the_tiles() 
     assert layout.tiles == layout.host_data + 16 + 16 + 16  # lengths, offsets, a padding row
     assert layout.host_bytes == layout.tiles + 8 * layout.copies.size
     assert (layout.length_per_key.tolist(), layout.max_lengths.tolist()) == ([8], [5])
+    # As int64: nothing, the values, the rest; as int32: values, dense rows, a gap, lengths, a gap, offsets, nothing.
+    assert layout.views.tolist() == [0, 8, 6, 16, 3, 1, 3, 1, 4, 0]
     assert [copy for copy in layout.copies.tolist() if copy[1] >= layout.host_data] == [
         [1, layout.host_data, 80, 32],
         [1, layout.host_data + 32, 64 + 8, 4],
