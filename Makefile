@@ -96,6 +96,7 @@ bench: $(INSTALLED)-test
 	@$(BIN)/python scripts/bench/planner.py
 	@$(BIN)/python scripts/bench/no_exchange.py
 	@$(BIN)/python scripts/bench/loader.py
+	@$(BIN)/python scripts/bench/streams.py
 	@$(BIN)/python scripts/bench/preprocess.py --shape ml-20m
 	@$(BIN)/python scripts/bench/preprocess.py --shape kuairand-1k
 	@$(BIN)/python scripts/bench/routing.py

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_types
-from evenrank.dataloader.batches.batch import Batch
-from evenrank.dataloader.collate.gather import StoreRows
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.lane_reader import StepRows, read_steps
+from evenrank.dataloader.lane_reader import read_steps
 from evenrank.dataloader.log_loader import LogLoader
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.sampling.epoch_positions import EpochSamples
-from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape
+from evenrank.dataloader.sampling.steps import Iteration, StepSampler, StepSamples, StepShape
 from evenrank.dataloader.state.resume_point import Position
 from evenrank.datasets.continuous_log import LogSource, open_log
 from evenrank.datasets.lanes import LaneOrder, Span
@@ -145,39 +144,44 @@ class StreamLoader(RankLoader[Batch]):
         epoch, schedule = iteration.point.epoch, iteration.schedule
         rests: dict[int, Rest] = {}
 
-        def own_positions(step: int) -> NDArray[np.int64]:
-            of_step = iteration.point.positions(schedule.positions_of_all(range(step, step + 1)))
-            return self._order.share(of_step, self._rank, self._world_size)
-
         def read(spans: list[Span]) -> tuple[SequenceStore, Mapping[str, NDArray[np.int64]]]:
             store = self._source.read_spans(spans, rests).remapped(self._config.key_maps)
             return store, self._collate.unusable(store)
 
-        ahead: deque[tuple[Callable[[], Batch], Position, StepRows]] = deque()
+        ahead: deque[tuple[Callable[[], Batch], Position, StepSamples, Counter[str]]] = deque()
         with self._workers.open() as submit:
-            reading: dict[str, Any] = {"read": read, "submit": submit, "num_parts": max(1, num_workers)}
-            steps = map(own_positions, range(schedule.num_steps))
+            reading: dict[str, Any] = {"read": read, "submit": submit, "num_parts": num_workers}
+            steps = map(partial(self._positions, iteration), range(schedule.num_steps))
             of_steps = read_steps(self._order, steps, seed=seed, epoch=epoch, **reading)
             for step, rows in enumerate(of_steps):
                 after = Position(epoch, schedule.position_after(step))
-                make = partial(self._make_batch, rows.groups or [self._no_rows], rows.sample_ids, seed)
-                make = partial(make, after.position, self._rank, step=step, **after._asdict())
-                # Without its groups, so that they need not be in memory with the next window.
-                ahead.append((submit(make), after, rows._replace(groups=[])))
+                make = partial(self._make_batch, rows.groups, rows.sample_ids, seed, after.position, self._rank)
+                make = partial(make, step=step, **after._asdict())
+                ahead.append((submit(make), after, StepSamples(rows.sample_ids, {}), rows.left_out))
                 num_ahead = 0 if rows.is_last else num_workers
-                del make, rows
+                del make, rows  # so that they need not be in memory with the next window
                 while len(ahead) > num_ahead:
-                    made, after, taken = ahead.popleft()
+                    made, after, samples, left_out = ahead.popleft()
                     batch = made()
                     del made
-                    self._left_out.update(taken.left_out)
-                    yield batch, after, StepSamples(taken.sample_ids, {})
+                    self._left_out.update(left_out)
+                    yield batch, after, samples
 
-    @cached_property
-    def _no_rows(self) -> StoreRows:
-        """What a batch without samples is made of."""
-        none = np.empty(0, dtype=np.int64)
-        return StoreRows(self._source.read(0, 0).remapped(self._config.key_maps), none, none)
+    def positions_of(self, batch: JaggedBatch) -> NDArray[np.int64]:
+        """Return the positions in the epoch of the samples of a batch that was handed out: int64 [num_real].
+
+        The rank's other positions of the step are those of rows that are no samples.
+        """
+        iteration = self._begin(self._begun[batch.epoch])
+        positions = self._positions(iteration, batch.step)
+        rows, of_batch = iteration.rows(positions), np.asarray(batch.sample_ids[: batch.num_real])
+        by_row = np.argsort(rows)
+        return positions[by_row[np.searchsorted(rows, of_batch, sorter=by_row)]]
+
+    def _positions(self, iteration: Iteration, step: int) -> NDArray[np.int64]:
+        """Return the positions of this rank in a step, also of rows that are no samples: int64 [n]."""
+        of_step = iteration.point.positions(iteration.schedule.positions_of_all(range(step, step + 1)))
+        return self._order.share(of_step, self._rank, self._world_size)
 
     def _own_invariants(self) -> dict[str, Any]:
         return {**shared_settings(self._stream), "fingerprint": self._samples.fingerprint}

@@ -15,7 +15,7 @@ import math
 import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -43,7 +43,7 @@ from evenrank.datasets.schema import (
     latest_version,
 )
 from evenrank.datasets.store import SequenceStore
-from evenrank.datasets.stream import join_blocks, overlaps
+from evenrank.datasets.stream import join_blocks
 from evenrank.datasets.unpack import RowBlock, check_columns, wrap_parquet_errors
 
 END_NAME = "_END"
@@ -120,7 +120,7 @@ def describe_log(
 
 def rows_of_table(table: pa.Table, manifest: Manifest, place: str) -> SequenceStore:
     """Return the rows of an Arrow table with the columns of a manifest, checked; messages name their `place`."""
-    return join_blocks([_checked_rows(table, manifest, place, 0)], manifest, "log", place)
+    return join_blocks([_checked_rows(table, manifest, place, 0)], len(table), manifest, "log", place)
 
 
 def _columns(manifest: Manifest) -> list[str]:
@@ -218,15 +218,16 @@ class FolderLog:
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read records first..end-1, a row group at a time, of which the last one is kept."""
-        blocks: list[RowBlock] = []
+        return join_blocks(self._blocks(first, end), max(0, end - first), self.manifest, "log", f"{self._root}")
+
+    def _blocks(self, first: int, end: int) -> Iterator[RowBlock]:
         for index in range(bisect_right(self._bounds, first, 1) - 1, len(self._names)):
             if (begin := self._bounds[index]) >= end:
                 break
             if self._group_rows[0] != index:
                 self._group_rows = index, self._unchanged(self._names[index], self._digests[index])
-            for group, group_first, group_end in overlaps(self._group_rows[1], max(first - begin, 0), end - begin):
-                blocks.append(self._read_group(index, group).rows(group_first, group_end))
-        return join_blocks(blocks, self.manifest, "log", f"{self._root}")
+            for group, group_first, group_end in _overlaps(self._group_rows[1], max(first - begin, 0), end - begin):
+                yield self._read_group(index, group).rows(group_first, group_end)
 
     def mark(self, position: int) -> str:
         """Return the file of the last record before a position, and the names of some files before it."""
@@ -304,6 +305,15 @@ class FolderLog:
             block = _checked_rows(table, self.manifest, str(path), sum(group_rows[:group]))
             self._block = index, group, block
         return self._block[2]
+
+
+def _overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the index of each consecutive part with some of rows first..end-1, and the range of these in the part."""
+    begin = 0
+    for index, size in enumerate(sizes):
+        if begin < end and begin + size > first:
+            yield index, max(first - begin, 0), min(end - begin, size)
+        begin += size
 
 
 def open_log(url: Path | str, split: str) -> FolderLog:

@@ -40,6 +40,7 @@ from evenrank.datasets.unpack import (
     check_columns,
     check_times,
     find_or_build,
+    offsets_of,
     read_blocks,
     wrap_parquet_errors,
 )
@@ -94,7 +95,7 @@ class ListReader:
             check_times(
                 columns[TIMESTAMP_MS], lengths, lambda row: f"{place} {first_row + row}: {column}", has_unit=has_unit
             )
-        return RowBlock(columns, {column.name: lengths for column in of_events})
+        return RowBlock(columns, dict.fromkeys((column.name for column in of_events), offsets_of(lengths)))
 
     def _values(self, column: Column, array: pa.Array, path: str) -> NDArray[Any]:
         place = f"{path}: column {self.columns[column.name]!r} ({column.name})"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.order import derive_seed, permute, permute_each
+from evenrank.datasets.order import derive_seed, permute
 
 Ints = NDArray[np.int64]
 
@@ -130,11 +130,10 @@ class LaneOrder:
         offset = permute(np.zeros(1, np.int64), self.num_samples, seed=derive_seed(seed, _OFFSET), epoch=epoch)
         firsts = (firsts + window.row + offset) % self.num_samples
         sizes, all_rows = counts.tolist(), np.arange(self._window_rows)
-        seeds = [derive_seed(seed, block) + window.row + 1 for block in blocks.tolist()]
         shuffled = np.zeros((len(lanes), self._window_rows), dtype=np.int64)
-        permuted = permute_each([all_rows[:size] for size in sizes], sizes, seeds=seeds, epoch=epoch)
-        for index, each in enumerate(permuted):
-            shuffled[index, : len(each)] = each
+        for of_lane, block, size in zip(shuffled, blocks.tolist(), sizes, strict=True):
+            row_seed = derive_seed(seed, block) + window.row + 1
+            of_lane[:size] = permute(all_rows[:size], size, seed=row_seed, epoch=epoch)
         rows = (firsts[:, None] + shuffled) % self.num_samples
         places = (np.cumsum(counts) - counts)[:, None] + shuffled
         spans: list[Span] = []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
-from evenrank.core.hashing import mix64, mix_word
+from evenrank.core.hashing import mix_word
 from evenrank.core.registry import Registry
 from evenrank.core.rules import Count, NonNegative
 from evenrank.core.settings import Settings, check_value, construct
@@ -41,21 +41,11 @@ def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch:
     outside 0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002): fewer than
     two passes on average.
     """
-    return permute_each([positions], [num_samples], seeds=[seed], epoch=epoch)[0]
-
-
-def permute_each(
-    positions: Sequence[NDArray[np.int64]], nums_samples: Sequence[int], *, seeds: Sequence[int], epoch: int
-) -> list[NDArray[np.int64]]:
-    """Return what `permute` does for each of several permutations."""
-    keys = mix64(np.array([[seed & _WORD_MASK] for seed in seeds], dtype=np.uint64))
-    keys = mix64(keys ^ np.uint64((epoch * _GOLDEN) & _WORD_MASK))
-    keys = mix64(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
-    words = [np.array(each, dtype=np.uint64) for each in positions]
-    for each, num_samples, round_keys in zip(words, nums_samples, keys, strict=True):
-        bits = max(2, (num_samples - 1).bit_length())
-        _permute_in_place(each.reshape(-1), np.uint64(num_samples), np.uint64(bits), round_keys)
-    return [each.view(np.int64) for each in words]
+    words = np.array(positions, dtype=np.uint64)
+    bits = max(2, (num_samples - 1).bit_length())
+    key, salt = np.uint64(seed & _WORD_MASK), np.uint64((epoch * _GOLDEN) & _WORD_MASK)
+    _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(bits), key, salt)
+    return words.view(np.int64)
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -65,9 +55,13 @@ def derive_seed(seed: int, index: int) -> int:
 
 @compiled
 def _permute_in_place(
-    words: NDArray[np.uint64], num_samples: np.uint64, bits: np.uint64, keys: NDArray[np.uint64]
+    words: NDArray[np.uint64], num_samples: np.uint64, bits: np.uint64, key: np.uint64, salt: np.uint64
 ) -> None:
     one = np.uint64(1)
+    key = mix_word(mix_word(key) ^ salt)
+    keys = np.empty(_ROUNDS, dtype=np.uint64)
+    for number in range(_ROUNDS):
+        keys[number] = mix_word(key + np.uint64(number + 1) * np.uint64(_GOLDEN))
     for index in range(len(words)):
         word = words[index]
         while True:
@@ -75,8 +69,8 @@ def _permute_in_place(
             right_bits = bits // np.uint64(2)
             left_bits = bits - right_bits
             left, right = word >> right_bits, word & ((one << right_bits) - one)
-            for key in keys:
-                left, right = right, left ^ (mix_word(right ^ key) & ((one << left_bits) - one))
+            for round_key in keys:
+                left, right = right, left ^ (mix_word(right ^ round_key) & ((one << left_bits) - one))
                 left_bits, right_bits = right_bits, left_bits
             word = (left << right_bits) | right
             if word < num_samples:

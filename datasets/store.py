@@ -10,11 +10,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
@@ -23,13 +26,13 @@ from evenrank.core.rules import NonNegative
 from evenrank.core.settings import check_types
 from evenrank.core.storage import Remote, locate
 from evenrank.datasets.foreign import ListReader, describe_folder
-from evenrank.datasets.raw_values import raw_values
 from evenrank.datasets.schema import (
     ITEM_ID,
     LENGTH,
     MANIFEST_NAME,
     NUM_TARGETS,
     TARGETS,
+    TIMESTAMP_MS,
     Manifest,
     latest_version,
     parse_manifest,
@@ -41,9 +44,11 @@ from evenrank.datasets.unpack import (
     ColumnWriter,
     find_or_build,
     map_column,
+    open_file,
     path_of,
     read_row_group,
     unpack,
+    wrap_parquet_errors,
 )
 
 _REMAPPED_LAYOUT = "v1"  # version of the cache's contents, part of the entry's name
@@ -180,7 +185,7 @@ class SequenceStore:
             pieces = [values[begin:end] for begin, end in zip(begins, lasts, strict=True)]
             shown = np.concatenate([values[:0], *pieces])
             is_mapped = name in self.column_maps
-            raw = shown.tolist() if is_mapped else raw_values(name, shown, self.manifest, self.source or self.folder)
+            raw = shown.tolist() if is_mapped else _raw_values(name, shown, self.manifest, self.source or self.folder)
             for row, piece in zip(found, pieces, strict=True):
                 of_row, raw = raw[: len(piece)], raw[len(piece) :]
                 row[name] = of_row[0] if column.kind == "scalar" else of_row
@@ -242,6 +247,28 @@ class SequenceStore:
         is_sorted = bool(self.manifest.options.get("sort_by_time"))
         opened = self.folder, self.split, self.manifest.content_hash, self.column_maps, self.names, is_sorted
         return _reopen, (*opened, None if self.slices is None else (self.slices, self.num_targets))
+
+
+def _raw_values(name: str, values: NDArray[Any], manifest: Manifest, place: Path | Remote | None) -> list[Any]:
+    """Return what the log has for the values [n] of a column; None is missing, or unknown to the vocabulary.
+
+    `place` has the vocabularies; None: there are none. Raises a DataError if one cannot be read.
+    """
+    if name == TIMESTAMP_MS:
+        times = values.astype("datetime64[ms]").tolist()  # integers where there is no such datetime
+        return [time.replace(tzinfo=UTC) if isinstance(time, datetime) else time for time in times]
+    if values.dtype == np.float32:
+        return [None if value != value else value for value in values.tolist()]
+    if (labels := manifest.context_labels.get(name)) is not None:
+        return [labels[value] if value < len(labels) else value for value in values.tolist()]
+    if place is None or name not in manifest.ids or manifest.ids[name].rule != "dense":
+        return list(values.tolist())
+    path = place / f"vocabulary_{name}.parquet"
+    with open_file(path) as opened, wrap_parquet_errors(str(path)):
+        is_given = pc.field("id").isin(np.unique(values))  # of which a vocabulary can have many more than fit
+        table = pq.read_table(opened, columns=["id", "value"], filters=is_given)
+        known = dict(zip(table["id"].to_pylist(), table["value"].to_pylist(), strict=True))
+    return [known.get(value) for value in values.tolist()]
 
 
 def _reopen(

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -41,6 +42,7 @@ from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_erro
 # which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
 _CHUNK = 1 << 20  # bytes
+_MARGIN = 1.1  # of memory for values, whose number is estimated; what is never written takes none
 _FOOTERS = 128  # files, one per lane; in memory, a footer has about 1 kB per column and row group
 
 
@@ -102,11 +104,10 @@ class StreamConfig(Settings):
 class Rest(NamedTuple):
     """Where a lane goes on."""
 
-    path: str
-    file: pa.NativeFile
     row: int
-    """Of the file."""
-    block: RowBlock | None
+    """Of the split."""
+    file: pa.NativeFile
+    blocks: list[RowBlock]
     """The rest of its row group, if that was read."""
 
 
@@ -146,59 +147,58 @@ class StreamSource:
         """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
         return self.read_spans([Span(first, end, 0)], {})
 
-    def read_spans(self, spans: Iterable[Span], rests: dict[int, Rest]) -> SequenceStore:
+    def read_spans(self, spans: Sequence[Span], rests: dict[int, Rest]) -> SequenceStore:
         """Read the rows of spans into memory, one span after the other; for errors see `read`.
 
         `rests`, by lane, are where the span before has ended, and are moved on; a lane is read by one thread at a time.
         """
-        files = self.manifest.splits[self.split].files
-        file_ends = np.cumsum([file.rows for file in files])
-        blocks: list[RowBlock] = []
-        num_rows, read = 0, dict[str, DataFile]()  # files, by path
+        num_rows = sum(span.end - span.first for span in spans)
+        read = dict[str, DataFile]()  # files, by path
         try:
-            for first, end, lane in spans:
-                num_rows += end - first
-                index = int(np.searchsorted(file_ends, first, side="right"))
-                while first < end and index < len(files):
-                    file_end = int(file_ends[index])
-                    begin, last = file_end - files[index].rows, min(end, file_end)
-                    blocks += self._read_blocks(files[index], first - begin, last - begin, lane, rests, read)
-                    first, index = max(first, last), index + 1
+            store = join_blocks(self._read_blocks(spans, rests, read), num_rows, self.manifest, self.split, self.root)
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
             # explains all other faults.
             self._check_versions(read)
-        if sum(len(block.lengths) for block in blocks) != num_rows:
+        if len(store) != num_rows:
             raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
-        return join_blocks(blocks, self.manifest, self.split, self.root)
+        return store
 
     def _read_blocks(
-        self, file: DataFile, first: int, end: int, lane: int, rests: dict[int, Rest], read: dict[str, DataFile]
+        self, spans: Iterable[Span], rests: dict[int, Rest], read: dict[str, DataFile]
     ) -> Iterator[RowBlock]:
-        """Yield rows first..end-1 of a file, one row group at a time, and add it to those that are `read`."""
-        path, rest = f"{self.root}/{file.path}", rests.pop(lane, None)
-        if rest is None or (rest.path, rest.row) != (path, first):
-            read[path] = file
-            if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
-                check_regular(path)  # because opening a named pipe would wait for a writer
-            with wrap_parquet_errors(path):
-                rest = Rest(path, self.files.open_input_file(path), first, None)
-        block = rest.block
-        while first < end:
-            is_new = block is None
-            if block is None:
-                read[path] = file
-                block = self._read_group(path, rest.file, file.rows, first)
-            if (count := end - first) < len(block.lengths):
-                taken, block = block.split(count)
-                if is_new:
-                    taken, block = taken.copy(), block.copy()  # so that neither keeps all of the row group
-            else:
-                taken, block = block, None
-            yield taken
-            first += len(taken.lengths)
-        if first < file.rows:
-            rests[lane] = Rest(path, rest.file, first, block)
+        """Yield the rows of spans, each to be used before the next, and add their files to those that are `read`."""
+        files = self.manifest.splits[self.split].files
+        file_ends = np.cumsum([file.rows for file in files])
+        for first, end, lane in spans:
+            rest = rests.pop(lane, None)
+            opened, blocks = (None, []) if rest is None or rest.row != first else (rest.file, rest.blocks)
+            size = end - first
+            while first < end and (index := int(np.searchsorted(file_ends, first, side="right"))) < len(files):
+                path, file_end = f"{self.root}/{files[index].path}", int(file_ends[index])
+                if not blocks:
+                    read[path] = files[index]
+                    opened = self._open(path) if opened is None else opened
+                    block = self._read_group(path, opened, files[index].rows, first - file_end + files[index].rows)
+                    # The rest in copies, so that each is in memory until its span comes, and not all of the row group.
+                    bounds = [*range(min(end - first, block.num_rows), block.num_rows, size), block.num_rows]
+                    blocks = [block.rows(0, bounds[0]), *(block.rows(*each).copy() for each in pairwise(bounds))]
+                block = blocks.pop(0)
+                if block.num_rows > end - first:
+                    blocks.insert(0, block.rows(end - first, block.num_rows))
+                    block = block.rows(0, end - first)
+                first += block.num_rows
+                yield block
+                if first < file_end:
+                    rests[lane] = Rest(first, opened, blocks)
+                else:
+                    opened = None
+
+    def _open(self, path: str) -> pa.NativeFile:
+        if isinstance(self.files, fs.LocalFileSystem) and os.path.exists(path):
+            check_regular(path)  # because opening a named pipe would wait for a writer
+        with wrap_parquet_errors(path):
+            return self.files.open_input_file(path)
 
     def _read_group(self, path: str, opened: pa.NativeFile, num_rows: int, first: int) -> RowBlock:
         """Return the rows of a file from `first` to the end of their row group."""
@@ -215,7 +215,7 @@ class StreamSource:
                 raise DataError(f"{path} has {footer.num_rows:,} rows, its manifest says {num_rows:,}; {REMEDY}")
             group = int(np.searchsorted(ends, first, side="right"))
             block = read_row_group(file, group, self.manifest, path)
-            return block.split(first - (int(ends[group]) - len(block.lengths)))[1]
+            return block.rows(first - (int(ends[group]) - block.num_rows), block.num_rows)
 
     def _check_versions(self, read: Mapping[str, DataFile]) -> None:
         """Raise a DataError if one of these files, by path, is no longer that of the manifest."""
@@ -229,35 +229,60 @@ class StreamSource:
                 self.versions[path] = version
 
 
-def join_blocks(blocks: Sequence[RowBlock], manifest: Manifest, split: str, place: str) -> SequenceStore:
-    """Return the rows of blocks as a store in memory; a DataError, about `place`, if only some have `num_targets`."""
-    if len({NUM_TARGETS in block.columns for block in blocks}) > 1:
+class _Column:
+    """Values of rows that are appended, with room for `size` of them at first."""
+
+    def __init__(self, dtype: str, size: float) -> None:
+        self._values = np.empty(int(size), dtype)
+        self._length = 0
+
+    def append(self, values: NDArray[Any], share: float) -> int:
+        """Append values, the last ones of this share of all rows; return how many there were before."""
+        begin, self._length = self._length, self._length + len(values)
+        if self._length > len(self._values):
+            grown = np.empty(int(self._length / share * _MARGIN), self._values.dtype)
+            grown[:begin] = self._values[:begin]
+            self._values = grown
+        self._values[begin : self._length] = values
+        return begin
+
+    def values(self) -> NDArray[Any]:
+        """Return all of them."""
+        return self._values[: self._length]
+
+
+def join_blocks(blocks: Iterable[RowBlock], num_rows: int, manifest: Manifest, split: str, place: str) -> SequenceStore:
+    """Return the rows of blocks, one after the other, as a store in memory; `num_rows` are expected.
+
+    Each block is copied before the next one is asked for. Raises a DataError, about `place`, if only some have
+    `num_targets`.
+    """
+    of_split = manifest.splits.get(split)
+    num_events = num_rows * _MARGIN * of_split.interactions / max(1, of_split.rows) if of_split is not None else 0
+    # As much for all windows of a size, so that one can take the memory of another.
+    sizes = {"scalar": num_rows, "event": num_events, "list": 0}
+    columns = {each.name: _Column(each.dtype, sizes[each.kind]) for each in (*manifest.columns, TARGETS)}
+    of_lists = [TIMESTAMP_MS, *(column.name for column in manifest.columns if column.kind == "list")]
+    offsets = {name: [np.zeros(1, dtype=np.int64)] for name in of_lists}
+    num_read, has_targets = 0, set[bool]()
+    for block in blocks:
+        num_read += block.num_rows
+        has_targets.add(NUM_TARGETS in block.columns)
+        for name in block.columns:
+            begin = columns[name].append(block.values(name), num_read / max(1, num_read, num_rows))
+            if name in offsets:
+                offsets[name].append(block.offsets[name][1:] + (begin - block.offsets[name][0]))
+    if len(has_targets) > 1:
         raise DataError(f"{place}: some files have a column {NUM_TARGETS!r} and some not; write it to all or to none")
-    columns, offsets = {}, {}
-    has_targets = bool(blocks) and NUM_TARGETS in blocks[0].columns
-    for name, kind, dtype, *_ in (*manifest.columns, *[TARGETS] * has_targets):
-        columns[name] = np.concatenate([np.empty(0, dtype), *(block.columns[name] for block in blocks)])
-        if kind == "list" or name == TIMESTAMP_MS:
-            counts = [np.zeros(1, dtype=np.int64), *(block.counts[name] for block in blocks)]
-            offsets[name] = np.cumsum(np.concatenate(counts))
-    of_events, num_targets = offsets.pop(TIMESTAMP_MS), columns.pop(NUM_TARGETS, None)
+    num_targets = columns.pop(NUM_TARGETS).values()
     return SequenceStore(
         manifest=manifest,
         split=split,
-        offsets=of_events,
-        columns=columns,
-        list_offsets=offsets,
-        num_targets=num_targets,
+        offsets=np.concatenate(offsets.pop(TIMESTAMP_MS)),
+        columns={name: column.values() for name, column in columns.items()},
+        list_offsets={name: np.concatenate(of_rows) for name, of_rows in offsets.items()},
+        num_targets=num_targets if has_targets == {True} else None,
     )
-
-
-def overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the index of each consecutive part with some of rows first..end-1, and the range of these in the part."""
-    begin = 0
-    for index, size in enumerate(sizes):
-        if begin < end and begin + size > first:
-            yield index, max(first - begin, 0), min(end - begin, size)
-        begin += size
 
 
 def open_stream(url: Path | str, split: str) -> StreamSource:

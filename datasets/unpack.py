@@ -173,31 +173,41 @@ def path_of(column: Column) -> str:
 class RowBlock(NamedTuple):
     """Consecutive rows of a split: n rows."""
 
-    columns: dict[str, NDArray[Any]]  # the values of all rows; with `num_targets` if the file has it
-    counts: dict[str, NDArray[np.int64]]  # of the values of a row, per column of lists: [n]
+    columns: dict[str, NDArray[Any]]  # lists one after the other, also those of other rows; maybe `num_targets`
+    offsets: dict[str, NDArray[np.int64]]  # per column of lists, where each row's values begin: [n + 1]
+
+    @property
+    def num_rows(self) -> int:
+        """n."""
+        return len(self.offsets[TIMESTAMP_MS]) - 1
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Events per row: int64 [n]."""
-        return self.counts[TIMESTAMP_MS]
+        return np.diff(self.offsets[TIMESTAMP_MS])
+
+    def values(self, name: str) -> NDArray[Any]:
+        """Return the values that these rows have of a column."""
+        offsets = self.offsets.get(name)
+        return self.columns[name] if offsets is None else self.columns[name][offsets[0] : offsets[-1]]
 
     def rows(self, first: int, end: int) -> "RowBlock":
-        """Return rows first..end-1."""
-        return self.split(end)[0].split(first)[1]
-
-    def split(self, row: int) -> "tuple[RowBlock, RowBlock]":
-        """Return the rows before a row, and the others."""
-        parts = RowBlock({}, {}), RowBlock({}, {})
-        ends = {name: int(counts[:row].sum()) for name, counts in self.counts.items()}
-        for of_all, before, after in zip(self, *parts, strict=True):
-            for name, values in of_all.items():
-                end = ends.get(name, row) if of_all is self.columns else row
-                before[name], after[name] = values[:end], values[end:]
-        return parts
+        """Return rows first..end-1, as views."""
+        offsets = {name: of_rows[first : end + 1] for name, of_rows in self.offsets.items()}
+        columns = {name: all_ if name in offsets else all_[first:end] for name, all_ in self.columns.items()}
+        return RowBlock(columns, offsets)
 
     def copy(self) -> "RowBlock":
         """Return these rows, which take no more memory than they need."""
-        return RowBlock(*({name: values.copy() for name, values in part.items()} for part in self))
+        columns = {name: self.values(name).copy() for name in self.columns}
+        return RowBlock(columns, {name: offsets - offsets[0] for name, offsets in self.offsets.items()})
+
+
+def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return where rows [n] of these lengths begin, and where the last one ends: int64 [n + 1]."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 # `read_row_group`, or its like for files of another layout.
@@ -239,7 +249,7 @@ def _build(folder: Path | Remote, manifest: Manifest, split: Split, read_group: 
             if block.columns.keys() != columns.keys():
                 raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
             for name, column in offsets.items():
-                column.append(columns[name].length + np.cumsum(block.counts[name]))
+                column.append(columns[name].length + block.offsets[name][1:])
             for name, values in block.columns.items():
                 columns[name].append(values)
         num_rows, num_events = offsets[TIMESTAMP_MS].length - 1, columns[TIMESTAMP_MS].length
@@ -309,36 +319,39 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     chunks = {name: table.column(name) for name in names}
     # Combining copies, even a single one.
     arrays = {name: each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for name, each in chunks.items()}
-    lengths = flat_values(arrays[LENGTH], "int32", LENGTH, path).astype(np.int64)
+    lengths = flat_values(arrays[LENGTH], "int32", LENGTH, path)
     _check_range(lengths, 0, None, LENGTH, path)
     values: dict[str, NDArray[Any]] = {}
-    counts: dict[str, NDArray[np.int64]] = {}
+    offsets: dict[str, NDArray[np.int64]] = {}
+    of_events = offsets_of(lengths)
     for column in columns:
         name, kind, dtype, size, may_be_missing = column
         if kind == "scalar":
             values[name] = flat_values(arrays[name], dtype, name, path)
         else:
-            values[name], counts[name] = _list_values(arrays[name], dtype, name, path, may_be_missing)
-        if kind == "event" and not np.array_equal(counts[name], lengths):
+            values[name], offsets[name] = _list_values(arrays[name], dtype, name, path, may_be_missing)
+        if kind == "event" and not np.array_equal(offsets[name], of_events):
             raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
         _check_range(values[name], 0 if column.is_index else None, size, name, path)
     if NUM_TARGETS in values and (values[NUM_TARGETS] > lengths).any():
         raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {REMEDY}")
     check_times(values[TIMESTAMP_MS], lengths, lambda row: f"{path}, row {row} of row group {group}: {TIMESTAMP_MS!r}")
-    return RowBlock(values, counts)
+    return RowBlock(values, offsets)
 
 
 def check_times(
-    times: NDArray[np.int64], lengths: NDArray[np.int64], place: Callable[[int], str], *, has_unit: bool = True
+    times: NDArray[np.int64], lengths: NDArray[np.integer], place: Callable[[int], str], *, has_unit: bool = True
 ) -> None:
     """Check that the times of each row ascend: windows are found by bisection, and the newest events are the last.
 
     Without a known unit, times in 1970 that are plausible as seconds are refused. `place` names the column of a row.
     """
     ends = np.cumsum(lengths)
-    goes_back = np.append(False, times[1:] < times[:-1])[: len(times)]
+    goes_back, is_wrong = np.zeros((2, len(times)), dtype=bool)
+    np.less(times[1:], times[:-1], out=goes_back[1:])
     goes_back[(ends - lengths)[lengths > 0]] = False
-    is_wrong = (times < _FIRST_MS) | (times > _LAST_MS)
+    if times.min(initial=0) < _FIRST_MS or times.max(initial=0) > _LAST_MS:
+        is_wrong = (times < _FIRST_MS) | (times > _LAST_MS)
     if not has_unit:
         is_wrong |= (times >= YEAR_MS // 100) & (times < YEAR_MS)  # as seconds, they are after 1979
     for event in np.flatnonzero(is_wrong | goes_back)[:1]:
@@ -380,9 +393,10 @@ def flat_values(column: pa.Array, dtype: str, name: str, path: str, may_be_missi
 def _list_values(
     column: pa.Array, dtype: str, name: str, path: str, may_be_missing: bool
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the values of all lists, and how many each has."""
+    """Return the values of all lists, and where each begins."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
         actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {REMEDY}")
     values = flat_values(column.flatten(), dtype, name, path, may_be_missing)
-    return values, np.diff(column.offsets.to_numpy()).astype(np.int64)
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    return values, offsets - offsets[0]
