@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_types
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch
+from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.lane_reader import read_steps
 from evenrank.dataloader.log_loader import LogLoader
@@ -166,17 +166,6 @@ class StreamLoader(RankLoader[Batch]):
                     del made
                     self._left_out.update(left_out)
                     yield batch, after, samples
-
-    def positions_of(self, batch: JaggedBatch) -> NDArray[np.int64]:
-        """Return the positions in the epoch of the samples of a batch that was handed out: int64 [num_real].
-
-        The rank's other positions of the step are those of rows that are no samples.
-        """
-        iteration = self._begin(self._begun[batch.epoch])
-        positions = self._positions(iteration, batch.step)
-        rows, of_batch = iteration.rows(positions), np.asarray(batch.sample_ids[: batch.num_real])
-        by_row = np.argsort(rows)
-        return positions[by_row[np.searchsorted(rows, of_batch, sorter=by_row)]]
 
     def _positions(self, iteration: Iteration, step: int) -> NDArray[np.int64]:
         """Return the positions of this rank in a step, also of rows that are no samples: int64 [n]."""

@@ -79,26 +79,6 @@ def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
     assert loader.left_out == {"fewer events than 2 candidates": (store.lengths < 2).sum()}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_rows_of_a_batch_have_positions_also_where_others_are_no_samples(parts: Path, num_workers: int) -> None:
-    options: dict[str, Any] = {"max_history_length": 10, "max_num_candidates": 8, "num_workers": num_workers}
-    loaders, (before, *_) = _loaders(parts, 3, **options), _loaders(parts, 3, **options)
-    order = before._order.rows(np.arange(len(open_store(parts))), seed=0, epoch=0)
-    state = before.state_dict(after=next(iter(before)))
-    begin, num_left_out = 24, 0
-    for loader in loaders:
-        loader.load_state_dict(state)
-    for batches in zip(*loaders, strict=True):
-        positions = np.concatenate(
-            [of_rank.positions_of(batch) for of_rank, batch in zip(loaders, batches, strict=True)]
-        )
-        assert order[positions].tolist() == [sample for batch in batches for sample in ids_of(batch)]
-        assert set(positions.tolist()) <= set(range(begin, batches[0].position))
-        num_left_out += batches[0].position - begin - len(positions)
-        begin = batches[0].position
-    assert num_left_out == sum(sum(loader.left_out.values()) for loader in loaders) > 0
-
-
 def test_columns_of_every_kind_are_those_of_a_loader(rich_dataset: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"extra_events": ("price",), "label": "dwell", "target": "price", "weight": "share"}
     config = LoaderConfig(batch_size=8, max_history_length=10, **options)
