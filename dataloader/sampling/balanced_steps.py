@@ -29,7 +29,7 @@ from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
 from evenrank.dataloader.sampling.windows import WindowedOrder, Windows
 from evenrank.dataloader.state.resume_point import Left, ResumePoint, SkippedSamples
-from evenrank.datasets.order import SampleOrder, derive_seed
+from evenrank.datasets.order import SampleOrder, StepSchedule, derive_seed
 
 Value = TypeVar("Value")
 
@@ -87,6 +87,7 @@ class BalancedStepSampler(StepSampler):
         warm_up(balance.strategy, limits_tokens=balance.max_tokens_per_rank is not None)
         self._samples = samples
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
+        self._all_rows = np.ones((shape.world_size, shape.batch_size), dtype=np.bool_)
         self._multipliers = mix64(np.arange(shape.samples_per_step, dtype=np.uint64)) | np.uint64(1)  # of `_hash`
         # Of windows: those of all steps in flight, of which the first and the last may be within theirs, and one for
         # states. Of schedules: the rest of an epoch and all of it, for the epoch that is iterated over and the next.
@@ -104,7 +105,7 @@ class BalancedStepSampler(StepSampler):
         known = self._known(iteration.rows(schedule.positions_of_all(range(1))))
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._balance.max_tokens_per_rank is None:
-            digest.update(self._assign(known, schedule.num_loaded(0))[0].rank_of.tobytes())
+            digest.update(self._assign(known, schedule, 0, 0)[0].rank_of.tobytes())
         return {"costs and plan of the first step": digest.hexdigest()[:16]}
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
@@ -119,12 +120,12 @@ class BalancedStepSampler(StepSampler):
         started = time.perf_counter()
         known = self._known(sample_ids, with_lengths=is_measured)
         seconds = (time.perf_counter() - started) / len(steps)
+        begin = iteration.schedule.position_after(steps[-1]) - len(sample_ids)
         for step in steps:
-            num_loaded = iteration.schedule.num_loaded(step)
-            of_step = slice(first, first := first + int(num_loaded.sum()))
+            of_step = slice(first, first := iteration.schedule.position_after(step) - begin)
             ids, own = sample_ids[of_step], _Known(*(values[..., of_step] for values in known))
             started = time.perf_counter()
-            assignment, costs, tokens, is_real = self._assign(own, num_loaded, epoch, step)
+            assignment, costs, tokens, is_real = self._assign(own, iteration.schedule, step, epoch)
             trained_by = assignment.rank_of[is_real]
             fields = {
                 "world_loss_tokens": int(own.loss_tokens.sum()),
@@ -170,11 +171,13 @@ class BalancedStepSampler(StepSampler):
             yield block, dict(zip(name_keys(tuple(block.of_keys)), block.of_keys.values(), strict=True))
 
     def _assign(
-        self, known: "_Known", num_loaded: NDArray[np.int64], epoch: int = 0, step: int = 0
+        self, known: "_Known", schedule: StepSchedule, step: int, epoch: int
     ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
-        num_real = None if len(known.costs) == self._shape.samples_per_step else num_loaded
-        is_real = real_rows(self._shape.batch_size, self._shape.world_size, num_real)
+        num_real, is_real = None, self._all_rows
+        if len(known.costs) < self._shape.samples_per_step:
+            num_real = schedule.num_loaded(step)
+            is_real = real_rows(self._shape.batch_size, self._shape.world_size, num_real)
         costs, tokens = (in_rows(values, is_real) for values in (known.costs, known.tokens))
         assignment = plan_step(costs, tokens, self._balance, num_real=num_real, epoch=epoch, step=step)
         return assignment, costs, tokens, is_real
