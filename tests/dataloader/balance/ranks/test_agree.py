@@ -1,3 +1,4 @@
+import dataclasses
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -5,12 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenrank.cli.inspect_balance import walk_epoch
+from evenrank.core.errors import RankError
 from evenrank.dataloader import ElasticSampler, JaggedBatch, LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance.ranks.agree import common_schema, steps_to_plan
+from evenrank.dataloader.balance.ranks.metadata import StepMetadata, new_message
+from evenrank.dataloader.batches.schema import schema_of
 from evenrank.training import LossAverage, accumulate
 from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample
+from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
 
 
@@ -136,3 +144,53 @@ def test_a_mistake_of_one_rank_is_an_error_of_all_at_once(ranks: RankPool, small
     assert (first.type_name, second.type_name) in (("RankError", "ConfigError"), ("RankError", "DataError"))
     assert second.message.startswith(MISTAKES[number][2])
     assert first.message == f"rank 1 failed: {second.message}"
+
+
+SCHEMA = schema_of(rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]]))
+
+
+def _steps(num_steps: int, world_size: int) -> StepMetadata:
+    steps = np.stack([new_message(SCHEMA)[:num_steps]] * world_size, axis=1)
+    steps["started"] = 1
+    return steps
+
+
+@given(st.integers(1, 8), st.integers(2, 5), st.data())
+def test_steps_are_planned_up_to_the_first_that_ranks_are_not_in_together(
+    num_steps: int, world_size: int, data: st.DataObject
+) -> None:
+    known = _steps(num_steps, world_size)
+    assert steps_to_plan(known, []) == (num_steps, None)
+    index, rank = data.draw(st.integers(0, num_steps - 1)), data.draw(st.integers(0, world_size - 1))
+    known["ended"][index:, rank] = 1
+    for name in ("epoch", "step", "position"):  # which a rank that has ended has none of
+        known[name][index:, rank] = 99
+    assert steps_to_plan(known, []) == (num_steps, None)
+
+    word = data.draw(st.sampled_from(["schema_hash", "epoch", "step", "position", "plan_hash"]))
+    differing = _steps(num_steps, world_size)
+    differing[word][index, rank] = 7
+    found, error = steps_to_plan(differing, [])
+    assert (found, type(error)) == (index, RankError)
+    assert f"ranks are out of step: {word} is " in str(error)
+    assert f" 7 on rank {rank}" in str(error) or f"is 7 on rank {rank}" in str(error)
+
+    missing = _steps(num_steps, world_size)
+    missing["started"][index:, rank] = 0
+    found, error = steps_to_plan(missing, [])
+    assert (found, type(error)) == (index, RankError)
+    assert f"rank {rank} has not started a step of others" in str(error)
+
+    known["ended"][index:] = 1
+    assert steps_to_plan(known, []) == (index, None)
+    errors = [[None] * index + ["no data"] if each == rank else [None] * num_steps for each in range(world_size)]
+    found, error = steps_to_plan(_steps(num_steps, world_size), errors)
+    assert (found, type(error)) == (index, RankError)
+    assert f"rank {rank} failed: no data" in str(error)
+
+
+def test_the_schema_of_all_ranks_has_the_rows_of_the_largest_batch() -> None:
+    short = dataclasses.replace(SCHEMA, batch_size=1)
+    assert common_schema([short, None, SCHEMA]) == SCHEMA
+    assert common_schema([short], 5) == dataclasses.replace(SCHEMA, batch_size=5)
+    assert common_schema([None, None]) is None
