@@ -1,6 +1,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,16 @@ class _Failing:
 
     def tokens(self, lengths: Lengths) -> Ints:
         return lengths["item_id"][1:]
+
+
+@pytest.mark.parametrize(("most", "accepted"), [([0, 2**31 - 1], True), ([0, 2**31], False), ([-1, 0], False)])
+def test_tokens_of_a_cost_fit_the_messages_of_ranks(most: list[int], accepted: bool) -> None:
+    cost: Any = SimpleNamespace(tokens=lambda lengths: np.array(most))
+    if accepted:
+        assert count_tokens(cost, {"item_id": np.array([5, 0])}, 2).tolist() == most
+        return
+    with pytest.raises(ConfigError, match=rf"must return 0..2147483647 for each sample, got {most[0]}..{most[1]}"):
+        count_tokens(cost, {"item_id": np.array([5, 0])}, 2)
 
 
 def test_a_cost_that_fails_is_named_with_the_keys_of_the_batch() -> None:
