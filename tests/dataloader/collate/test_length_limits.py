@@ -146,8 +146,11 @@ def test_a_transform_that_makes_rows_longer_is_refused_until_it_raises_the_limit
     lower = batch.replace(length_limits={"item_id": 8})
     with pytest.raises(ValueError, match="item_id has a row of 9 values, more than its limit, 8; a transform"):
         check_contents(lower, schema_of(lower))
-    check_contents(lower.replace(length_limits={"item_id": 9, "action": 20}), schema_of(lower))
-    check_contents(lower.replace(length_limits=None), schema_of(lower))
+    limits: list[dict[str, int] | None] = [{"item_id": 9, "action": 20}, None]
+    for raised in (lower.replace(length_limits=limit) for limit in limits):
+        check_contents(raised, schema_of(raised))
+        with pytest.raises(ValueError, match=r"^a batch differs from the first one: length limit of "):
+            check_contents(raised, schema_of(lower))
 
 
 def test_the_values_of_anyones_samples_can_have_limits() -> None:
