@@ -2,7 +2,7 @@
 
 Start at `balancer.py`. A step's lengths become costs (`costs/`), ranks all-gather them (`ranks/`), every rank
 computes the same assignment (`partition/`), and one collective moves the samples (`exchange/`). Where every rank can
-read every sample, nothing moves (`no_exchange.py`).
+read every sample, nothing moves (`dataloader/sampling/balanced_steps.py`).
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Positions in an epoch: `ResumePoint`, where an iteration begins; `SkippedSamples`, as a state has them; `Snapshots`.
+"""Positions in an epoch: `ResumePoint`, where an iteration begins; `Left` and `SkippedSamples`: what it left out.
 
 A loader has one `CurrentPosition`, which a Balancer or an ElasticLoader that pulls its batches ahead moves for it.
 

@@ -61,10 +61,12 @@ def _store(rows: list[list[int]], *, size: int, rule: str = "dense") -> Sequence
     )
 
 
-def _batch(store: SequenceStore, negatives: Negatives, *, seed: int = 0, epoch: int = 0, **options: Any) -> Any:
-    """Return one batch of all rows, and two rows of padding."""
+def _batch(
+    store: SequenceStore, negatives: Negatives, *, seed: int = 0, epoch: int = 0, first: int = 0, **options: Any
+) -> Any:
+    """Return one batch of all rows from `first` on, and two rows of padding."""
     collate = LoaderConfig(batch_size=1, negatives=negatives, **options).make_collate([store])
-    ids = np.arange(len(store))
+    ids = np.arange(first, len(store))
     groups = group_by_store([store.remapped(options.get("key_maps", {}))], ids)
     (batch,) = collate(groups, ids, batch_size=len(ids) + 2, seed=seed, epoch=epoch)
     return batch
@@ -153,6 +155,7 @@ def test_a_long_history_and_one_rare_drawable_item_are_excluded_and_found(size: 
         of_rows = rows_of(_batch(store, Negatives(count=20, by=by)).negatives, "item_id")
         assert of_rows[0] == of_rows[2] == [1] * 20
         assert 0 not in of_rows[3]
+        assert rows_of(_batch(store, Negatives(count=20, by=by), first=2).negatives, "item_id")[:2] == of_rows[2:4]
     assert of_rows[1].count(1) == 0
 
 
