@@ -22,7 +22,7 @@ from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_to
 from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step, summarize
 from evenrank.dataloader.balance.partition.strategies import Assignment, unbalanced, warm_up
-from evenrank.dataloader.balance.plan import assign_to_steps, plan_step
+from evenrank.dataloader.balance.plan import assign_to_steps, plan_steps
 from evenrank.datasets.distributions import DISTRIBUTIONS, Distribution, parse_distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
 from evenrank.datasets.store import open_store
@@ -140,7 +140,7 @@ def simulated_steps(
         seconds = (time.perf_counter() - start) / balance.window
         for order, loaded in zip(places.reshape(shape)[: steps - first], costs.reshape(shape), strict=False):
             start = time.perf_counter()
-            assignment = plan_step(costs[order], tokens[order], balance)
+            (assignment,) = plan_steps(costs[order][np.newaxis], tokens[order][np.newaxis], balance)
             plan_seconds = seconds + time.perf_counter() - start
             before = unbalanced(assignment.rank_of >= 0, padded=assignment.padded).loads(loaded)
             yield SimulatedStep(lengths[order], costs[order], tokens[order], assignment, before, plan_seconds)

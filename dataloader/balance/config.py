@@ -171,10 +171,6 @@ class BalanceConfig:
             return True
         return (step + epoch * (5 * every // 8)) % every != every // 2
 
-    def options_of_step(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the options of `partition` for a step."""
-        return self.partition_options | ({} if self.balances(epoch, step) else {"strategy": "none"})
-
     def rank_invariants(self, *, exchanges: bool) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, by name; for `exchanges` see `check`."""
         return shared_options(self, _user(exchanges)) | {"cost": describe_cost(self.cost)}

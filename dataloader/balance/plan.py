@@ -1,4 +1,4 @@
-"""`plan_step`: which rank trains on which sample of a step; `assign_to_steps`: which step of a window has which sample.
+"""`plan_steps`: which rank trains on which sample; `assign_to_steps`: which step of a window has which sample.
 
 All plans are made here: by ranks together, by a rank alone, of windows and packed steps, and in simulations.
 
@@ -17,11 +17,13 @@ Where samples are padded to the longest of their rank, the most expensive sample
 are sorted by cost and steps get neighbours, for which the sum of the steps' largest costs is the least possible.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, partition_steps
 from evenrank.datasets.order import permute
 
 # Loads count as equal within this fraction of their mean. A step with bins of 0.99 to 1.01 times the mean waits 1 % for
@@ -29,20 +31,33 @@ from evenrank.datasets.order import permute
 _EQUAL_WITHIN = 0.01
 
 
-def plan_step(
+def plan_steps(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
     config: BalanceConfig,
     *,
     num_real: NDArray[np.int64] | None = None,
     epoch: int = 0,
-    step: int = 0,
-) -> Assignment:
-    """Assign the samples of a step to ranks, given int64 [W, B] with 0 for padding; `num_real` as in `partition`."""
-    limit = config.max_tokens_per_rank
+    steps: Sequence[int] = (0,),
+) -> list[Assignment]:
+    """Assign the samples of S steps to ranks, given int64 [S, W, B] with 0 for padding.
+
+    `num_real` are the samples of each rank, int64 [S, W], which come before its padding; None: all rows. `steps` are
+    the numbers of the steps in their epoch.
+    """
+    limit, (num_steps, world_size, batch_size) = config.max_tokens_per_rank, costs.shape
     # Where steps are packed, a sample that is longer than the limit has a rank to itself.
     limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
-    return partition(costs, len(costs), tokens=limited, num_real=num_real, **config.options_of_step(epoch, step))
+    costs, limited = costs.reshape(num_steps, -1), limited.reshape(num_steps, -1)
+    options, padded = config.partition_options, config.partition_options["padded"]
+    is_balanced = np.array([config.balances(epoch, step) for step in steps], dtype=np.bool_)
+    rank_of = np.empty((num_steps, world_size, batch_size), dtype=np.int32)
+    for balances in (True, False):
+        if len(chosen := np.flatnonzero(is_balanced == balances)):
+            of_chosen = {"tokens": limited[chosen], "num_real": None if num_real is None else num_real[chosen]}
+            changed = {} if balances else {"strategy": "none"}
+            rank_of[chosen] = partition_steps(costs[chosen], world_size, **options | changed, **of_chosen)
+    return [Assignment(rank_of=of_step, padded=padded) for of_step in rank_of]
 
 
 def in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.balance.partition.strategies import real_rows, unbalanced
-from evenrank.dataloader.balance.plan import in_rows, plan_step
+from evenrank.dataloader.balance.plan import in_rows, plan_steps
 from evenrank.dataloader.balance.ranks import agree, metadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
 from evenrank.dataloader.balance.steps_ahead import Handle
@@ -139,7 +139,10 @@ class StepPlanner:
             num_real = np.diff(np.arange(len(costs) + 1) * len(made.rows) // len(costs))
             is_real = real_rows(schema.batch_size, len(costs), num_real)
             costs, tokens = (in_rows(values.reshape(-1)[made.rows], is_real) for values in (costs, tokens))
-        assignment = plan_step(costs, tokens, self.config, num_real=num_real, **place)
+        of_step = (values[np.newaxis] for values in (costs, tokens))
+        (assignment,) = plan_steps(
+            *of_step, self.config, num_real=num_real[np.newaxis], epoch=place["epoch"], steps=(place["step"],)
+        )
         rank_of = assignment.rank_of
         if made is not None:
             rank_of = np.full(rows.costs.shape, -1, dtype=np.int32)

@@ -20,10 +20,10 @@ from evenrank.core.hashing import mix64
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
-from evenrank.dataloader.balance.metrics.step_metrics import measure_step
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
 from evenrank.dataloader.balance.partition.strategies import Assignment, real_rows, unbalanced, warm_up
-from evenrank.dataloader.balance.plan import assign_to_steps, in_rows, plan_step
+from evenrank.dataloader.balance.plan import assign_to_steps, in_rows, plan_steps
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
@@ -87,7 +87,6 @@ class BalancedStepSampler(StepSampler):
         warm_up(balance.strategy, limits_tokens=balance.max_tokens_per_rank is not None)
         self._samples = samples
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
-        self._all_rows = np.ones((shape.world_size, shape.batch_size), dtype=np.bool_)
         self._multipliers = mix64(np.arange(shape.samples_per_step, dtype=np.uint64)) | np.uint64(1)  # of `_hash`
         # Of windows: those of all steps in flight, of which the first and the last may be within theirs, and one for
         # states. Of schedules: the rest of an epoch and all of it, for the epoch that is iterated over and the next.
@@ -105,7 +104,7 @@ class BalancedStepSampler(StepSampler):
         known = self._known(iteration.rows(schedule.positions_of_all(range(1))))
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._balance.max_tokens_per_rank is None:
-            digest.update(self._assign(known, schedule, 0, 0)[0].rank_of.tobytes())
+            digest.update(self._plan(known, schedule, range(1), 0).rank_of.tobytes())
         return {"costs and plan of the first step": digest.hexdigest()[:16]}
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
@@ -114,39 +113,44 @@ class BalancedStepSampler(StepSampler):
         runs = (steps[first : first + at_once] for first in range(0, len(steps), at_once))
         return [samples for run in runs for samples in self._sample(iteration, run, is_measured=is_measured)]
 
-    def _sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> Iterator[StepSamples]:
-        epoch, first = iteration.point.epoch, 0
+    def _sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
         sample_ids = iteration.rows(iteration.schedule.positions_of_all(steps))
         started = time.perf_counter()
         known = self._known(sample_ids, with_lengths=is_measured)
-        seconds = (time.perf_counter() - started) / len(steps)
-        begin = iteration.schedule.position_after(steps[-1]) - len(sample_ids)
-        for step in steps:
-            of_step = slice(first, first := iteration.schedule.position_after(step) - begin)
-            ids, own = sample_ids[of_step], _Known(*(values[..., of_step] for values in known))
-            started = time.perf_counter()
-            assignment, costs, tokens, is_real = self._assign(own, iteration.schedule, step, epoch)
-            trained_by = assignment.rank_of[is_real]
-            fields = {
-                "world_loss_tokens": int(own.loss_tokens.sum()),
-                "plan_hash": self._hash(ids, trained_by),
-                "dp_size": self._shape.world_size,
-            }
-            samples = StepSamples(ids[trained_by == self._shape.rank], fields)
-            plan_seconds = seconds + time.perf_counter() - started
-            if is_measured:
-                metrics = measure_step(
-                    assignment,
-                    costs=costs,
-                    tokens=tokens,
-                    sample_bytes=in_rows(sample_bytes(self._samples.schema, own.lengths), is_real),
-                    epoch=epoch,
-                    step=step,
-                    is_balanced=self._balance.balances(epoch, step),
-                    plan_seconds=plan_seconds,
-                )
-                samples = samples._replace(metrics=metrics)
-            yield samples
+        plan = self._plan(known, iteration.schedule, steps, iteration.point.epoch)
+        counts = np.count_nonzero(plan.is_real, axis=(1, 2))
+        # Step by step, samples first.
+        in_steps = np.arange(self._shape.samples_per_step) < counts[:, np.newaxis]
+        trained_by = plan.rank_of[plan.is_real]
+        loss_tokens_of_steps = in_rows(known.loss_tokens, in_steps).sum(axis=1).tolist()
+        hashes = self._hashes(in_rows(sample_ids * self._shape.world_size + trained_by, in_steps))
+        own_counts = np.count_nonzero(plan.rank_of == self._shape.rank, axis=(1, 2))
+        own_ids = np.split(sample_ids[trained_by == self._shape.rank], np.cumsum(own_counts)[:-1])
+        sampled = [
+            StepSamples(ids, {"world_loss_tokens": tokens, "plan_hash": plan_hash, "dp_size": self._shape.world_size})
+            for ids, tokens, plan_hash in zip(own_ids, loss_tokens_of_steps, hashes, strict=True)
+        ]
+        if is_measured:
+            seconds, ends = (time.perf_counter() - started) / len(steps), np.cumsum(counts)
+            lengths = np.split(known.lengths, ends[:-1], axis=1)
+            for index, step in enumerate(steps):
+                metrics = self._measure(plan, index, lengths[index], iteration.point.epoch, step, seconds)
+                sampled[index] = sampled[index]._replace(metrics=metrics)
+        return sampled
+
+    def _measure(
+        self, plan: "_Plan", index: int, lengths: NDArray[np.int64], epoch: int, step: int, plan_seconds: float
+    ) -> StepMetrics:
+        return measure_step(
+            plan.assignments[index],
+            costs=plan.costs[index],
+            tokens=plan.tokens[index],
+            sample_bytes=in_rows(sample_bytes(self._samples.schema, lengths), plan.is_real[index]),
+            epoch=epoch,
+            step=step,
+            is_balanced=self._balance.balances(epoch, step),
+            plan_seconds=plan_seconds,
+        )
 
     def _known(
         self, sample_ids: NDArray[np.int64], *, with_lengths: bool = False, num_summed: int | None = None
@@ -170,24 +174,22 @@ class BalancedStepSampler(StepSampler):
             block = self._samples.lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
             yield block, dict(zip(name_keys(tuple(block.of_keys)), block.of_keys.values(), strict=True))
 
-    def _assign(
-        self, known: "_Known", schedule: StepSchedule, step: int, epoch: int
-    ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
-        num_real, is_real = None, self._all_rows
-        if len(known.costs) < self._shape.samples_per_step:
-            num_real = schedule.num_loaded(step)
-            is_real = real_rows(self._shape.batch_size, self._shape.world_size, num_real)
+    def _plan(self, known: "_Known", schedule: StepSchedule, steps: range, epoch: int) -> "_Plan":
+        """Plan steps, given what is known of their samples."""
+        shape, num_real = (len(steps), self._shape.world_size, self._shape.batch_size), None
+        is_real = np.ones(shape, dtype=np.bool_)
+        if len(known.costs) < is_real.size:
+            num_real = np.array([schedule.num_loaded(step) for step in steps])
+            is_real = np.arange(self._shape.batch_size) < num_real[..., np.newaxis]
         costs, tokens = (in_rows(values, is_real) for values in (known.costs, known.tokens))
-        assignment = plan_step(costs, tokens, self._balance, num_real=num_real, epoch=epoch, step=step)
-        return assignment, costs, tokens, is_real
+        assignments = plan_steps(costs, tokens, self._balance, num_real=num_real, epoch=epoch, steps=steps)
+        return _Plan(assignments, np.stack([of_step.rank_of for of_step in assignments]), costs, tokens, is_real)
 
-    def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
-        """Return a 63-bit hash of which rank trains on which sample."""
+    def _hashes(self, words: NDArray[np.int64]) -> list[int]:
+        """Return a 63-bit hash of each step, given its samples and their ranks: int64 [S, W * B], then 0."""
         # Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
-        words = sample_ids * self._shape.world_size
-        words += trained_by
-        return int(np.dot(words.view(np.uint64), self._multipliers[: len(words)])) >> 1
+        hashes: list[int] = ((words.view(np.uint64) @ self._multipliers) >> np.uint64(1)).tolist()
+        return hashes
 
 
 class PackedStepSampler(BalancedStepSampler):
@@ -297,6 +299,16 @@ class WindowedStepSampler(BalancedStepSampler):
 
         indices: NDArray[np.integer[Any]] = self._memo.get((order.fingerprint(), first, end, seed, epoch), assign)
         return indices
+
+
+class _Plan(NamedTuple):
+    """Who trains on the samples of S steps."""
+
+    assignments: list[Assignment]
+    rank_of: NDArray[np.int32]  # [S, W, B]: of all assignments, as the next ones
+    costs: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    is_real: NDArray[np.bool_]
 
 
 class _Known(NamedTuple):

@@ -1,39 +1,110 @@
-"""Before and after an algorithm: the slots of a step, what is possible with them, and which rank gets which part.
+"""The slots of many steps, the algorithms on them, and which rank gets which part.
 
-Each is one compiled loop: a step is planned on a thread that shares the GIL with training.
+Each is one compiled loop over S steps: steps are planned on a thread that shares the GIL with training.
 """
+
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
+from evenrank.dataloader.balance.partition.lpt import karmarkar_karp, lpt_swap
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
+from evenrank.dataloader.balance.partition.swaps import balance_within_token_limit, min_move
 
 PADDING = -1
 MAX_TOTAL = float(1 << 62)
+BUILT_IN: Final = {"none": 0, "karmarkar-karp": 1, "lpt-swap": 2, "min-move": 3}
+"""Numbers of the strategies of the package."""
+_KARMARKAR_KARP, _LPT_SWAP, _MIN_MOVE = 1, 2, 3
 
 
 @compiled
 def read_slots(
     costs: NDArray[np.int64], tokens: NDArray[np.int64], num_real: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.int64], int, bool, bool]:
-    """Return the homes and the order of n slots (see `PartitionProblem`), a lower bound, and whether values are valid.
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], bool, bool]:
+    """Return the homes [n] and the order [S, n] of slots (see `PartitionProblem`), lower bounds [S], and validity.
 
-    Given the values of all rows, [n], which become those of the slots: 0 for padding. `num_real` are the samples of
-    each rank, [W]. Tokens can be empty. For the validity of costs and of tokens see `_are_valid`.
+    Given the values of all rows, [S, n], which become those of the slots: 0 for padding. `num_real` are the samples of
+    each rank, [S, W]. Tokens can be empty. For the validity of costs and of tokens see `_are_valid`.
     """
-    world_size = len(num_real)
-    batch_size = len(costs) // world_size
-    home = np.empty(len(costs), dtype=np.int32)
+    (num_steps, num_slots), world_size = costs.shape, num_real.shape[1]
+    batch_size = num_slots // world_size
+    home = np.empty(num_slots, dtype=np.int32)
     for rank in range(world_size):
-        for slot in range(rank * batch_size, (rank + 1) * batch_size):
-            home[slot] = rank
-            if slot >= rank * batch_size + num_real[rank]:
-                costs[slot] = 0
-                if len(tokens):
-                    tokens[slot] = 0
-    order = argsort_descending(costs)
-    return home, order, heaviest_load_bound(costs, order, world_size), _are_valid(costs), _are_valid(tokens)
+        home[rank * batch_size : (rank + 1) * batch_size] = rank
+    order, bounds = np.empty_like(costs), np.empty(num_steps, dtype=np.int64)
+    costs_are_valid, tokens_are_valid = True, True
+    for step in range(num_steps):
+        for rank in range(world_size):
+            for slot in range(rank * batch_size + num_real[step, rank], (rank + 1) * batch_size):
+                costs[step, slot] = 0
+                if tokens.shape[1]:
+                    tokens[step, slot] = 0
+        order[step] = argsort_descending(costs[step])
+        bounds[step] = heaviest_load_bound(costs[step], order[step], world_size)
+        costs_are_valid &= _are_valid(costs[step])
+        tokens_are_valid &= _are_valid(tokens[step])
+    return home, order, bounds, costs_are_valid, tokens_are_valid
+
+
+@compiled
+def assign_slots(
+    strategy: int,
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    order: NDArray[np.int64],
+    home: NDArray[np.int32],
+    world_size: int,
+    targets: NDArray[np.int64],
+) -> NDArray[np.int32]:
+    """Return the rank of each slot, int32 [S, n], by one of the strategies of the package, given its number.
+
+    Tokens are [S, n], or [S, 0] where they are not known; `order`, `home` and targets [S] are those of `read_slots`.
+    """
+    rank_of = np.empty(costs.shape, dtype=np.int32)
+    for step in range(len(costs)):
+        if strategy == _MIN_MOVE:
+            moved = tokens[step] if tokens.shape[1] else costs[step]
+            rank_of[step] = min_move(costs[step], moved, order[step], world_size, targets[step])
+        elif strategy in (_LPT_SWAP, _KARMARKAR_KARP):
+            if strategy == _LPT_SWAP:
+                part_of = lpt_swap(costs[step], order[step], world_size, targets[step])
+            else:
+                part_of = karmarkar_karp(costs[step], order[step], world_size)
+            rank_of[step] = relabel(part_of, tokens[step], home, world_size) if tokens.shape[1] else part_of
+        else:
+            rank_of[step] = home
+    return rank_of
+
+
+@compiled
+def keep_token_limit(
+    rank_of: NDArray[np.int32],
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    order: NDArray[np.int64],
+    home: NDArray[np.int32],
+    targets: NDArray[np.int64],
+    world_size: int,
+    max_tokens: int,
+    moves: bool,
+) -> NDArray[np.int64]:
+    """Return the most tokens of a rank in each step, int64 [S]; steps beyond the limit are assigned anew if it `moves`.
+
+    `rank_of`, [S, n], changes in place.
+    """
+    most = np.empty(len(costs), dtype=np.int64)
+    for step in range(len(costs)):
+        most[step] = sums_by_rank(tokens[step], rank_of[step], world_size).max()
+        if moves and most[step] > max_tokens:
+            part_of = balance_within_token_limit(
+                costs[step], tokens[step], order[step], world_size, max_tokens, targets[step]
+            )
+            rank_of[step] = relabel(part_of, tokens[step], home, world_size)
+            most[step] = sums_by_rank(tokens[step], rank_of[step], world_size).max()
+    return most
 
 
 @compiled
@@ -48,20 +119,13 @@ def _are_valid(values: NDArray[np.int64]) -> bool:
 
 
 @compiled
-def slots_of_ranks(rank_of: NDArray[np.int64], world_size: int) -> NDArray[np.int64]:
-    """Return the number of slots of each rank, int64 [W + 1], given the rank of each; the last one: of no rank."""
-    counts = np.zeros(world_size + 1, dtype=np.int64)
-    for rank in rank_of:
-        counts[rank if 0 <= rank < world_size else world_size] += 1
-    return counts
-
-
-@compiled
 def mark_padding(rank_of: NDArray[np.int32], num_real: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the rank that trains on each row, int32 [W, B], -1 for padding, given the ranks of all slots, [W * B]."""
-    of_rows = rank_of.copy().reshape(len(num_real), -1)
-    for rank in range(len(num_real)):
-        of_rows[rank, num_real[rank] :] = PADDING
+    """Return who trains on each row, int32 [S, W, B], -1 for padding, given the ranks of all slots, [S, W * B]."""
+    num_steps, world_size = num_real.shape
+    of_rows = rank_of.copy().reshape(num_steps, world_size, -1)
+    for step in range(num_steps):
+        for rank in range(world_size):
+            of_rows[step, rank, num_real[step, rank] :] = PADDING
     return of_rows
 
 

@@ -1,6 +1,5 @@
 """`partition`: costs -> who trains on what, by a registered strategy; users register theirs in the same way."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,24 +13,23 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.registry import Registry
 from evenrank.core.rules import Bounds, Count
 from evenrank.core.settings import check_types
-from evenrank.dataloader.balance.partition.lpt import karmarkar_karp, lpt_swap
 from evenrank.dataloader.balance.partition.parts import (
+    BUILT_IN,
     PADDING,
+    assign_slots,
     heaviest_load_bound,
+    keep_token_limit,
     mark_padding,
     read_slots,
-    relabel,
-    slots_of_ranks,
 )
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
-from evenrank.dataloader.balance.partition.swaps import balance_within_token_limit, min_move
 
 DEFAULT_STRATEGY: Final = "lpt-swap"
 DEFAULT_TOLERANCE: Final = 0.001
 OnOverflow = Literal["raise", "warn"]
 Tolerance = Annotated[float, Bounds(at_least=0, below=1)]
 
-_COMPILED = ("karmarkar-karp", "lpt-swap", "min-move")
+_NO_TOKENS = np.empty((1, 0), dtype=np.int64)
 # Just below the 32 MiB up to which glibc raises its thresholds; see mallopt(3), M_MMAP_THRESHOLD.
 _LARGE_BLOCK = 31 << 20
 
@@ -71,29 +69,20 @@ def register_strategy(name: str) -> Callable[[Strategy], Strategy]:
     return STRATEGIES.register(name)
 
 
-@register_strategy("none")
-def _none(problem: PartitionProblem) -> NDArray[np.int32]:
-    return problem.home
+@dataclass(frozen=True, slots=True)
+class _BuiltIn:
+    """A strategy of the package, which one compiled call carries out for many steps."""
+
+    number: int
+
+    def __call__(self, problem: PartitionProblem) -> NDArray[np.int32]:
+        costs, order, target = problem.costs[np.newaxis], problem.order[np.newaxis], np.array([problem.target])
+        tokens = _NO_TOKENS if problem.tokens is None else problem.tokens[np.newaxis]
+        return assign_slots(self.number, costs, tokens, order, problem.home, problem.world_size, target)[0]  # type: ignore[no-any-return]
 
 
-@register_strategy("karmarkar-karp")
-def _karmarkar_karp(problem: PartitionProblem) -> NDArray[np.int32]:
-    return _relabelled(problem, karmarkar_karp(problem.costs, problem.order, problem.world_size))
-
-
-@register_strategy("lpt-swap")
-def _lpt_swap(problem: PartitionProblem) -> NDArray[np.int32]:
-    return _relabelled(problem, lpt_swap(problem.costs, problem.order, problem.world_size, problem.target))
-
-
-@register_strategy("min-move")
-def _min_move(problem: PartitionProblem) -> NDArray[np.int32]:
-    tokens = problem.costs if problem.tokens is None else problem.tokens
-    return min_move(problem.costs, tokens, problem.order, problem.world_size, problem.target)
-
-
-def _relabelled(problem: PartitionProblem, part_of: NDArray[np.int32]) -> NDArray[np.int32]:
-    return part_of if problem.tokens is None else relabel(part_of, problem.tokens, problem.home, problem.world_size)
+for _name, _number in BUILT_IN.items():
+    register_strategy(_name)(_BuiltIn(_number))
 
 
 class TokenLimitWarning(UserWarning):
@@ -169,35 +158,88 @@ def partition(
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
             could not be kept.
     """
-    _check_options(tolerance, max_tokens_per_rank, on_overflow)
-    if max_tokens_per_rank is not None and tokens is None:
-        raise ConfigError("max_tokens_per_rank needs the tokens of the samples")
-    if world_size < 1 or costs.size == 0 or costs.size % world_size:
+    if costs.size == 0 or world_size < 1 or costs.size % world_size:
         raise ConfigError(
             f"costs must be batch_size for each of world_size ranks, got {costs.size} costs for world_size={world_size}"
         )
-    counts = _counts_of_ranks(costs.size // world_size, world_size, num_real)
-    costs, tokens_of_rows = _by_row("costs", costs, costs.size), _by_row("tokens", tokens, costs.size)
-    home, order, bound, *are_valid = read_slots(costs, tokens_of_rows, counts)
+    of_step = None if num_real is None else np.asarray(num_real, dtype=np.int64)[np.newaxis]
+    (rank_of,) = partition_steps(
+        costs.reshape(1, -1),
+        world_size,
+        tokens=None if tokens is None else tokens.reshape(1, -1),
+        num_real=of_step,
+        strategy=strategy,
+        tolerance=tolerance,
+        max_tokens_per_rank=max_tokens_per_rank,
+        on_overflow=on_overflow,
+        padded=padded,
+    )
+    return Assignment(rank_of=rank_of, padded=padded)
+
+
+def partition_steps(
+    costs: NDArray[np.int64],
+    world_size: int,
+    *,
+    tokens: NDArray[np.int64] | None,
+    num_real: NDArray[np.int64] | None,
+    strategy: str,
+    tolerance: Tolerance,
+    max_tokens_per_rank: Count | None,
+    on_overflow: OnOverflow,
+    padded: bool,
+) -> NDArray[np.int32]:
+    """Decide for each of S steps which rank trains on which sample, as `partition` for each alone.
+
+    A step takes microseconds, and a few calls of compiled code for all of them leave the GIL to the training.
+
+    Args:
+        costs: int64 [S, W * B], as `tokens`; `num_real` are int64 [S, W]. For the others see `partition`.
+
+    Returns:
+        The rank that trains row j of rank r in each step, int32 [S, W, B]; -1 where that row is padding.
+    """
+    _check_options(tolerance, max_tokens_per_rank, on_overflow)
+    if max_tokens_per_rank is not None and tokens is None:
+        raise ConfigError("max_tokens_per_rank needs the tokens of the samples")
+    if tokens is not None and tokens.shape != costs.shape:
+        raise ConfigError(f"tokens must have one value for each of {costs.shape[1]} rows, got {tokens.shape[1]}")
+    counts = _counts_of_ranks(len(costs), costs.shape[1] // world_size, world_size, num_real)
+    costs = np.array(costs, dtype=np.int64, order="C")  # copies, whose padding becomes 0
+    tokens_of_rows = (
+        np.empty((len(costs), 0), dtype=np.int64) if tokens is None else np.array(tokens, np.int64, order="C")
+    )
+    home, order, bounds, *are_valid = read_slots(costs, tokens_of_rows, counts)
     for name, values, is_valid in zip(("costs", "tokens"), (costs, tokens_of_rows), are_valid, strict=True):
         if not is_valid:
             found = f"got {values.min()}..{values.max()}"
             raise ConfigError(f"{name} must not be negative and must sum to at most 2^62, {found}")
     if padded:
-        return Assignment(rank_of=mark_padding(home, counts), padded=True)
-    problem = PartitionProblem(
-        costs=costs,
-        tokens=None if tokens is None else tokens_of_rows,
-        home=home,
-        order=order,
-        world_size=world_size,
-        target=bound + int(bound * tolerance),
-    )
-    # A strategy of the user may work in place.
-    rank_of = _call(strategy, problem if max_tokens_per_rank is None else copy.deepcopy(problem))
+        return mark_padding(np.tile(home, (len(costs), 1)), counts)  # type: ignore[no-any-return]
+    targets = bounds + (bounds * tolerance).astype(np.int64)
+    if isinstance(found := STRATEGIES[strategy], _BuiltIn):
+        rank_of = assign_slots(found.number, costs, tokens_of_rows, order, home, world_size, targets)
+    else:
+        rank_of = np.empty(costs.shape, dtype=np.int32)
+        for step in range(len(costs)):
+            # Copies, because a strategy of the user may work in place.
+            of_tokens = None if tokens is None else tokens_of_rows[step].copy()
+            problem = PartitionProblem(
+                costs=costs[step].copy(),
+                tokens=of_tokens,
+                home=home.copy(),
+                order=order[step].copy(),
+                world_size=world_size,
+                target=int(targets[step]),
+            )
+            rank_of[step] = _checked(strategy, found(problem), costs.shape[1], world_size)
     if max_tokens_per_rank is not None:
-        rank_of = _within_token_limit(problem, rank_of, max_tokens_per_rank, strategy != "none", on_overflow)
-    return Assignment(rank_of=mark_padding(rank_of, counts))
+        moves = strategy != "none"
+        most = keep_token_limit(
+            rank_of, costs, tokens_of_rows, order, home, targets, world_size, max_tokens_per_rank, moves
+        )
+        _check_tokens(most, tokens_of_rows, world_size, max_tokens_per_rank, on_overflow)
+    return mark_padding(rank_of, counts)  # type: ignore[no-any-return]
 
 
 @lru_cache(typed=True)  # the options are the same in every step
@@ -221,71 +263,60 @@ def lower_bound(costs: NDArray[np.int64], world_size: int, *, padded: bool = Fal
 
 def real_rows(batch_size: int, world_size: int, num_real: NDArray[np.int64] | None) -> NDArray[np.bool_]:
     """Return which rows are samples, bool [W, B]: the first `num_real` of each rank; None: all."""
-    counts = _counts_of_ranks(batch_size, world_size, num_real)
+    counts = _counts_of_ranks(1, batch_size, world_size, None if num_real is None else num_real[np.newaxis])[0]
     is_real: NDArray[np.bool_] = np.arange(batch_size) < counts[:, np.newaxis]
     return is_real
 
 
-def _counts_of_ranks(batch_size: int, world_size: int, num_real: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Return the samples of each rank, int64 [W], after checking them."""
-    counts = np.full(world_size, batch_size) if num_real is None else np.array(num_real, dtype=np.int64)
-    if counts.shape != (world_size,) or counts.min() < 0 or counts.max() > batch_size:
-        raise ConfigError(f"num_real must be 0..{batch_size} for each of {world_size} ranks, got {counts.tolist()}")
+def _counts_of_ranks(
+    num_steps: int, batch_size: int, world_size: int, num_real: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """Return the samples of each rank in each step, int64 [S, W], after checking them."""
+    shape = num_steps, world_size
+    counts = np.full(shape, batch_size) if num_real is None else np.array(num_real, dtype=np.int64, order="C")
+    if counts.shape != shape or counts.min() < 0 or counts.max() > batch_size:
+        wrong = [
+            of_step
+            for of_step in counts.tolist()
+            if len(of_step) != world_size or not 0 <= min(of_step) <= max(of_step) <= batch_size
+        ]
+        raise ConfigError(f"num_real must be 0..{batch_size} for each of {world_size} ranks, got {wrong[0]}")
     return counts
 
 
-def _by_row(name: str, values: NDArray[np.int64] | None, num_rows: int) -> NDArray[np.int64]:
-    """Return a copy of the values of all rows, int64 [W * B]; an empty one if they are not known."""
-    if values is None:
-        return np.empty(0, dtype=np.int64)
-    if values.size != num_rows:
-        raise ConfigError(f"{name} must have one value for each of {num_rows} rows, got {values.size}")
-    return np.array(values, dtype=np.int64, order="C").reshape(-1)
-
-
-def _call(strategy: str, problem: PartitionProblem) -> NDArray[np.int32]:
-    """Return the ranks that the strategy assigns, after checking them: each rank must get exactly B slots."""
-    num_slots, world_size = len(problem.costs), problem.world_size
-    rank_of = STRATEGIES[strategy](problem)
+def _checked(strategy: str, rank_of: Any, num_slots: int, world_size: int) -> NDArray[np.integer[Any]]:
+    """Return the ranks that a user's strategy assigns, after checking them: each rank must get exactly B slots."""
     if not isinstance(rank_of, np.ndarray) or rank_of.shape != (num_slots,) or rank_of.dtype.kind not in "iu":
         described = f"{rank_of.dtype} {rank_of.shape}" if isinstance(rank_of, np.ndarray) else type(rank_of).__name__
         raise ConfigError(f"the strategy {strategy!r} must return integers of shape ({num_slots},), got {described}")
-    counts, batch_size = slots_of_ranks(rank_of.astype(np.int64), world_size).tolist(), num_slots // world_size
-    if counts.pop():
+    if not 0 <= rank_of.min() <= rank_of.max() < world_size:
         found = f"{rank_of.min()}..{rank_of.max()}"
         raise ConfigError(f"the strategy {strategy!r} must return ranks 0..{world_size - 1}, got {found}")
-    if counts != [batch_size] * world_size:
-        rank = next(rank for rank, count in enumerate(counts) if count != batch_size)
+    counts, batch_size = np.bincount(rank_of.astype(np.int64), minlength=world_size), num_slots // world_size
+    for rank in np.flatnonzero(counts != batch_size)[:1]:
         raise ConfigError(
             f"the strategy {strategy!r} must assign {batch_size} of the {num_slots} slots, padding included, to each "
             f"rank; rank {rank} got {counts[rank]}"
         )
-    return rank_of.astype(np.int32, copy=False)
-
-
-def _within_token_limit(
-    problem: PartitionProblem, rank_of: NDArray[np.int32], max_tokens: int, may_move: bool, on_overflow: str
-) -> NDArray[np.int32]:
-    """Return `rank_of` if it keeps the limit, else an assignment that does, or act as `on_overflow` says."""
-    assert problem.tokens is not None
-    costs, tokens, world_size = problem.costs, problem.tokens, problem.world_size
-    most_tokens = int(sums_by_rank(tokens, rank_of, world_size).max())
-    if most_tokens > max_tokens and may_move:
-        rank_of = balance_within_token_limit(costs, tokens, problem.order, world_size, max_tokens, problem.target)
-        rank_of = relabel(rank_of, tokens, problem.home, world_size)
-        most_tokens = int(sums_by_rank(tokens, rank_of, world_size).max())
-    if most_tokens <= max_tokens:
-        return rank_of
-    if on_overflow == "raise":
-        longest, mean = int(tokens.max()), -(-int(tokens.sum()) // world_size)
-        raise ConfigError(
-            f"max_tokens_per_rank = {max_tokens:,} cannot be kept: the best assignment found has a rank with "
-            f"{most_tokens:,} tokens; the longest sample has {longest:,}, the mean of the ranks is {mean:,}; raise the "
-            'limit, use smaller batches, or pass on_overflow="warn"'
-        )
-    # The same message in every step, so that Python shows it once.
-    warnings.warn(f"max_tokens_per_rank = {max_tokens:,} is exceeded in some steps", TokenLimitWarning, stacklevel=3)
     return rank_of
+
+
+def _check_tokens(
+    most: NDArray[np.int64], tokens: NDArray[np.int64], world_size: int, max_tokens: int, on_overflow: str
+) -> None:
+    """Act as `on_overflow` says where the rank with the most tokens, [S], has more than the limit."""
+    for step in np.flatnonzero(most > max_tokens)[:1]:
+        if on_overflow == "raise":
+            longest, mean = int(tokens[step].max()), -(-int(tokens[step].sum()) // world_size)
+            raise ConfigError(
+                f"max_tokens_per_rank = {max_tokens:,} cannot be kept: the best assignment found has a rank with "
+                f"{most[step]:,} tokens; the longest sample has {longest:,}, the mean of the ranks is {mean:,}; raise "
+                'the limit, use smaller batches, or pass on_overflow="warn"'
+            )
+        # The same message in every step, so that Python shows it once.
+        warnings.warn(
+            f"max_tokens_per_rank = {max_tokens:,} is exceeded in some steps", TokenLimitWarning, stacklevel=4
+        )
 
 
 def warm_up(strategy: str, *, limits_tokens: bool = False) -> None:
@@ -295,7 +326,7 @@ def warm_up(strategy: str, *, limits_tokens: bool = False) -> None:
     strategy is not called: it may raise, which a step reports on all ranks. `limits_tokens`: the steps have a limit.
     """
     costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
-    partition(costs, 2, strategy=strategy if strategy in _COMPILED else "none", tokens=tokens)
+    partition(costs, 2, strategy=strategy if strategy in BUILT_IN else "none", tokens=tokens)
     if limits_tokens:  # balanced by cost alone, a rank has 190
         partition(costs, 2, tokens=tokens, max_tokens_per_rank=160)
     # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With low

@@ -8,30 +8,35 @@ from evenrank.dataloader.balance.partition.parts import (
     mark_padding,
     read_slots,
     relabel,
-    slots_of_ranks,
 )
 
 
-@given(st.data(), st.integers(1, 5), st.integers(1, 6))
-def test_padding_has_no_cost_and_no_tokens(data: st.DataObject, world_size: int, batch_size: int) -> None:
+@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))
+def test_padding_has_no_cost_and_no_tokens(
+    data: st.DataObject, num_steps: int, world_size: int, batch_size: int
+) -> None:
     num_rows = world_size * batch_size
-    values = st.lists(st.integers(0, 1 << 40), min_size=num_rows, max_size=num_rows)
-    costs, tokens = (np.array(data.draw(values)) for _ in range(2))
-    counts = data.draw(st.lists(st.integers(0, batch_size), min_size=world_size, max_size=world_size))
+    values = st.lists(st.integers(0, 1 << 40), min_size=num_steps * num_rows, max_size=num_steps * num_rows)
+    costs, tokens = (np.array(data.draw(values)).reshape(num_steps, num_rows) for _ in range(2))
+    counts = [
+        data.draw(st.lists(st.integers(0, batch_size), min_size=world_size, max_size=world_size))
+        for _ in range(num_steps)
+    ]
     rows = np.arange(num_rows).reshape(world_size, batch_size)
-    padding = np.concatenate([of_rank[count:] for of_rank, count in zip(rows, counts, strict=True)])
     expected, expected_tokens = costs.copy(), tokens.copy()
-    expected[padding] = expected_tokens[padding] = 0
     slot_costs, slot_tokens = costs.copy(), tokens.copy()
-    home, order, bound, *are_valid = read_slots(slot_costs, slot_tokens, np.array(counts))
+    home, order, bounds, *are_valid = read_slots(slot_costs, slot_tokens, np.array(counts))
+    rank_of = mark_padding(np.tile(home, (num_steps, 1)), np.array(counts))
+    assert home.tolist() == [rank for rank in range(world_size) for _ in range(batch_size)]
+    assert are_valid == [True, True]
+    for step, of_step in enumerate(counts):
+        padding = np.concatenate([of_rank[count:] for of_rank, count in zip(rows, of_step, strict=True)])
+        expected[step, padding] = expected_tokens[step, padding] = 0
+        assert order[step].tolist() == np.argsort(-expected[step], kind="stable").tolist()
+        assert bounds[step] == heaviest_load_bound(expected[step], order[step], world_size)
+        assert np.flatnonzero(rank_of[step].reshape(-1) < 0).tolist() == padding.tolist()
     assert slot_costs.tolist() == expected.tolist()
     assert slot_tokens.tolist() == expected_tokens.tolist()
-    assert home.tolist() == [rank for rank in range(world_size) for _ in range(batch_size)]
-    assert order.tolist() == np.argsort(-expected, kind="stable").tolist()
-    assert bound == heaviest_load_bound(expected, order, world_size)
-    assert are_valid == [True, True]
-    rank_of = mark_padding(home, np.array(counts))
-    assert np.flatnonzero(rank_of.reshape(-1) < 0).tolist() == padding.tolist()
     assert (rank_of == np.where(rank_of < 0, -1, np.arange(world_size)[:, np.newaxis])).all()
 
 
@@ -39,14 +44,11 @@ def test_padding_has_no_cost_and_no_tokens(data: st.DataObject, world_size: int,
     ("costs", "is_valid"),
     [([1 << 61, 1 << 61], True), ([1 << 62, 1 << 10], False), ([5, -1], False), ([(1 << 63) - 1] * 2, False)],
 )
-def test_costs_are_valid_as_long_as_their_sum_cannot_overflow(costs: list[int], is_valid: bool) -> None:
-    assert read_slots(np.array(costs), np.array(costs), np.array([1, 1]))[3:] == (is_valid, is_valid)
-    padding = read_slots(np.array([1, *costs]), np.empty(0, dtype=np.int64), np.array([1, 0, 0]))
+def test_costs_are_valid_as_long_as_the_sum_of_no_step_can_overflow(costs: list[int], is_valid: bool) -> None:
+    steps, counts = np.array([[1, 2], costs, [1 << 61, 1 << 61]]), np.ones((3, 2), dtype=np.int64)
+    assert read_slots(steps.copy(), steps.copy(), counts)[3:] == (is_valid, is_valid)
+    padding = read_slots(np.array([[1, *costs]]), np.empty((1, 0), dtype=np.int64), np.array([[1, 0, 0]]))
     assert padding[3:] == (True, True)
-
-
-def test_ranks_out_of_range_are_counted_apart() -> None:
-    assert slots_of_ranks(np.array([0, 2, 2, 3, -1, 1 << 40]), 3).tolist() == [1, 0, 2, 3]
 
 
 @pytest.mark.parametrize(
