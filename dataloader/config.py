@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Generic
 
+import torch
+
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import PER_RANK, Bounds, Count, NonNegative, OneOf, Seed
 from evenrank.core.settings import Settings
@@ -52,7 +54,10 @@ class ReadConfig(Settings, ABC, Generic[Batch]):
     persistent_workers: Annotated[bool, PER_RANK] = False
     """Keep the threads between epochs."""
     pin_memory: Annotated[bool, PER_RANK] = False
-    """Return batches in pinned memory, for asynchronous copies to a GPU."""
+    """Return batches in pinned memory, for asynchronous copies to a GPU. With `device`, they are there already."""
+    device: Annotated[torch.device | str | None, PER_RANK] = None
+    """Where batches are handed out; None: on the CPU, as a Balancer needs them. A CUDA device: the thread that makes
+    batches uploads them too, so the device holds up to `(num_workers + 1) * prefetch` of them."""
     key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
     """Features whose keys are replaced by the rows of their tables. A machine's first loader caches a mapped column."""
 

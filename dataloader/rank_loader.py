@@ -25,6 +25,7 @@ from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSa
 from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape, remapped_stores
 from evenrank.dataloader.state.node import EpochNode
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position
+from evenrank.dataloader.upload import Upload
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples
 from evenrank.datasets.schema import IdSummary
@@ -60,11 +61,17 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         self._rank = rank
         self._world_size = world_size
         self._transform = transform
+        self._upload = None if config.device is None else Upload(config.device)
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
         self._set_up(CurrentPosition(config.seed), ids or {}, config.key_maps)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._hand_out(self._make_steps())
+        return self._hand_out(self._made_steps())
+
+    def _made_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
+        upload = self._upload
+        for batch, position, samples in self._make_steps():
+            yield batch if upload is None else upload.hand_out(batch), position, samples
 
     @abstractmethod
     def _make_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
@@ -120,7 +127,12 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         (batch,) = self._collate(groups, sample_ids, **shape, epoch=fields["epoch"])
         for name, value in fields.items():
             setattr(batch, name, value)
-        return self._finish(batch, seed, *counters)
+        (batch,) = self._placed([self._finish(batch, seed, *counters)])
+        return batch
+
+    def _placed(self, batches: list[Batch]) -> list[Batch]:
+        """Return finished batches where they are handed out."""
+        return batches if self._upload is None else self._upload(batches)
 
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
         """Transform a batch with a generator for seed, epoch and `counters`, and pin it."""
@@ -155,12 +167,10 @@ class StepLoader(RankLoader[Batch]):
         def make_batches(steps: range) -> list[tuple[Batch, StepSamples]]:
             sampled = sampler.sample(iteration, steps, is_measured=is_measured)
             made = []
-            for step, samples, batch in zip(
-                steps, sampled, self._batches(sampled, seed=seed, epoch=epoch), strict=True
-            ):
+            for step, batch in zip(steps, self._batches(sampled, seed=seed, epoch=epoch), strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
-                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples))
-            return made
+                made.append(self._finish(batch, seed, schedule.first_position(step, self._rank)))
+            return list(zip(self._placed(made), sampled, strict=True))
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
