@@ -1,9 +1,8 @@
 from .batches.batch import JaggedBatch, LossKey, SemanticIdBatch, SequenceBatch, dense, host
 from .batches.padding import PaddedBatches, pad_batch
+from .codes import CodeTable
 from .collate.jagged import JaggedCollate, jagged
-from .collate.negatives import Negatives
-from .collate.semantic_ids import CodeTable
-from .config import LoaderConfig, Mixture, Requests, SemanticIdConfig, TimeWindows
+from .config import LoaderConfig, Mixture, Negatives, Requests, TimeWindows
 from .elastic_sampler import ElasticLoader, ElasticSampler
 from .loader import Loader, build_loader
 from .log_loader import LogLoader
@@ -30,7 +29,6 @@ __all__ = [
     "Replay",
     "Requests",
     "SemanticIdBatch",
-    "SemanticIdConfig",
     "SequenceBatch",
     "StreamConfig",
     "StreamLoader",

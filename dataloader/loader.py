@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,9 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import Batch
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
-from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.config import LoaderConfig
 from evenrank.dataloader.rank_loader import StepLoader, Transform
 from evenrank.dataloader.sampling.balanced_steps import Memo, make_step_sampler
 from evenrank.dataloader.sampling.epoch_positions import EpochSamples
@@ -38,7 +38,7 @@ _KEPT_EPOCHS = 4  # the one that is trained, the one before, of which a state ca
 
 def build_loader(
     data: Path | str | Mixture | SequenceStore,
-    config: ReadConfig[Batch],
+    config: LoaderConfig,
     *,
     rank: int,
     world_size: int,
@@ -53,7 +53,8 @@ def build_loader(
     Args:
         data: the folder that `evenrank preprocess` wrote, a Mixture of such folders, or what `open_store` returned,
             whatever `config.split` is.
-        config: LoaderConfig or SemanticIdConfig, which decides the type of the batches; the same on all ranks.
+        config: the same on all ranks. For other batches than SequenceBatches, declare the loader's type:
+            `loader: Loader[SemanticIdBatch] = build_loader(...)`.
         rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
         transform: called with each padded batch and a random generator, by a worker thread if there are any. Returns
@@ -77,7 +78,7 @@ def build_loader(
         opened = order.open(
             data,
             lambda each: each if isinstance(each, SequenceStore) else open_store(each, config.split),
-            getattr(config, "max_num_candidates", 1),  # of semantic ids, the last event is the target
+            config.max_num_candidates,
         )
         return Loader(
             *opened, config, rank=rank, world_size=world_size, transform=transform, balance=balance, members=members
@@ -89,12 +90,12 @@ def build_loader(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OpenedSamples(EpochSamples, Generic[Batch]):
+class OpenedSamples(EpochSamples):
     """The samples of an epoch, and how a rank reads them."""
 
     left_out: dict[str, NDArray[np.int64]]
     """Per reason, the rows of all stores that are not samples, ascending."""
-    stored: StoredSamples[Batch]
+    stored: StoredSamples
 
 
 class Loader(StepLoader[Batch]):
@@ -112,7 +113,7 @@ class Loader(StepLoader[Batch]):
         self,
         order: Order,
         stores: Sequence[SequenceStore],
-        config: ReadConfig[Batch],
+        config: LoaderConfig,
         *,
         rank: int,
         world_size: int,
@@ -121,7 +122,15 @@ class Loader(StepLoader[Batch]):
         members: Members | None = None,
     ) -> None:
         ids = _shared_ids({str(store.folder): store.manifest for store in stores})
-        super().__init__(config, rank=rank, world_size=world_size, transform=transform, sources=stores, ids=ids)
+        super().__init__(
+            config,
+            stores[0].manifest,
+            rank=rank,
+            world_size=world_size,
+            transform=transform,
+            sources=stores,
+            ids=ids,
+        )
         if balance is not None and transform is not None:
             raise ConfigError(
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "
@@ -130,7 +139,7 @@ class Loader(StepLoader[Batch]):
         self._balance = None if balance is None else replace(balance, on_step=None)  # which cannot be pickled
         self._order = order
         self._stores = stores
-        self._opened: Memo[OpenedSamples[Batch]] = Memo(_KEPT_EPOCHS)
+        self._opened: Memo[OpenedSamples] = Memo(_KEPT_EPOCHS)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
             {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
@@ -138,14 +147,14 @@ class Loader(StepLoader[Batch]):
         self._samples_of(0)  # so that what is wrong with them comes now
         self._compare_plans(balance, members, rank)
 
-    def _samples_of(self, epoch: int) -> OpenedSamples[Batch]:
+    def _samples_of(self, epoch: int) -> OpenedSamples:
         return self._opened.get(self._order.place(epoch), lambda: self._open(epoch))
 
     def _place(self, position: Position) -> str:
         """Return what tells the epoch from others that have other samples."""
         return self._order.place(position.epoch)
 
-    def _open(self, epoch: int) -> OpenedSamples[Batch]:
+    def _open(self, epoch: int) -> OpenedSamples:
         config, stores = self._config, self._order.of_epoch(epoch, self._stores)
         samples, left_out = find_samples(stores, self._collate)
         if self._rank == 0:
@@ -248,6 +257,7 @@ class Loader(StepLoader[Batch]):
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
         groups = group_by_store(self._samples_of(epoch).stored.stores, sample_ids)
+        batch: Batch
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._current.seed, epoch=epoch)
         return batch
 
@@ -286,7 +296,7 @@ def _shared_ids(manifests: Mapping[str, Manifest]) -> Mapping[str, IdSummary]:
 
 
 def _fingerprint(
-    stores: Sequence[SequenceStore], all_samples: Sequence[Samples], collate: Collate[Any], order: SampleOrder
+    stores: Sequence[SequenceStore], all_samples: Sequence[Samples], collate: Collate, order: SampleOrder
 ) -> str:
     digest = hashlib.sha256()
     for store, samples in zip(stores, all_samples, strict=True):

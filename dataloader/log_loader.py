@@ -12,7 +12,7 @@ import numpy as np
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.collate.gather import StoreRows
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.config import LoaderConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.sampling.epoch_positions import ENDLESS
 from evenrank.dataloader.sampling.steps import StepSamples
@@ -41,7 +41,7 @@ class LogLoader(RankLoader[Batch]):
     def __init__(
         self,
         source: LogSource,
-        config: ReadConfig[Batch],
+        config: LoaderConfig,
         stream: StreamConfig,
         *,
         rank: int,
@@ -51,7 +51,13 @@ class LogLoader(RankLoader[Batch]):
         if config.order != "rows":
             raise ConfigError(f"a log is read in its order; order must be 'rows', got {config.order!r}")
         super().__init__(
-            config, rank=rank, world_size=world_size, transform=transform, sources=[source], ids=source.manifest.ids
+            config,
+            source.manifest,
+            rank=rank,
+            world_size=world_size,
+            transform=transform,
+            sources=[source],
+            ids=source.manifest.ids,
         )
         self._current = CurrentPosition(config.seed, has_epochs=False)
         self._samples = self._in_order(ENDLESS, _FINGERPRINT)

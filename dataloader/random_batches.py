@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from evenrank.core.rules import Count, NonNegative
 from evenrank.core.settings import Settings, check_types
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
+from evenrank.dataloader.codes import CodeTable
 from evenrank.dataloader.collate.gather import StoreRows
-from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.config import LoaderConfig
 from evenrank.dataloader.rank_loader import StepLoader, Transform, make_rng
 from evenrank.dataloader.sampling.steps import StepSamples
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
@@ -100,11 +101,11 @@ class RandomBatches(StepLoader[Batch]):
 
     Rank r's batch of step s depends only on the seed and on s * world_size + r, so a state can be loaded with another
     world size where that has as many samples, with another `num_batches`. Lengths are raised to the number of
-    candidates, or to 1 for semantic ids, because shorter histories are not samples.
+    candidates, which is 1 for semantic ids, because shorter histories are not samples.
 
     Args:
-        config: LoaderConfig, or SemanticIdConfig with codes for all items that `data` may draw (see `random_codes`).
-            Samples have no order and no split: `shuffle` and `rows` are the same.
+        config: of the batches; its codes must be those of all items that `data` may draw (see `random_codes`). Samples
+            have no order and no split: `shuffle` and `rows` are the same.
         data: None: the defaults of RandomData.
         num_batches: batches of an epoch.
         num_distinct: make this many batches now and cycle through them, so that a timed loop never waits for batches:
@@ -120,7 +121,7 @@ class RandomBatches(StepLoader[Batch]):
 
     def __init__(
         self,
-        config: ReadConfig[Batch],
+        config: LoaderConfig,
         data: RandomData | None = None,
         *,
         num_batches: Count,
@@ -136,11 +137,13 @@ class RandomBatches(StepLoader[Batch]):
             raise ConfigError(
                 "transform is called in each step, and the batches of num_distinct are made before; leave out one"
             )
-        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
         self._data = RandomData() if data is None else data
+        self._draw = partial(draw_samples, self._data, min_length=config.max_num_candidates, split=config.split)
+        empty = self._draw(np.random.default_rng(0), 0)
+        super().__init__(config, empty.manifest, rank=rank, world_size=world_size, transform=transform)
         self._num_batches = num_batches
         self._num_distinct = num_distinct
-        self._check_columns(self._draw(np.random.default_rng(0), 0))
+        self._check_columns(empty)
         cycle = (num_distinct, world_size, config.seed) if num_distinct else None
         # Without the distributions, in which ranks may differ.
         decisive = ("random", cycle, config.batch_size, self._collate.filters())
@@ -176,16 +179,13 @@ class RandomBatches(StepLoader[Batch]):
             num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, num_samples))
         rows = np.arange(num_samples)
         groups = [StoreRows(self._draw(rng, num_samples).remapped(self._config.key_maps), rows, rows)]
+        batch: Batch
         (batch,) = self._collate(groups, sample_ids[:num_samples], batch_size=batch_size, seed=seed, epoch=0)
         return batch
 
-    def _draw(self, rng: np.random.Generator, num_samples: int) -> SequenceStore:
-        min_length = getattr(self._config, "max_num_candidates", 1)
-        return draw_samples(self._data, rng, num_samples, min_length=min_length, split=self._config.split)
-
 
 def random_codes(num_items: Count, *, levels: Count, codebook_size: Count, seed: int = 0) -> CodeTable:
-    """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for a SemanticIdConfig."""
+    """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for `LoaderConfig.codes`."""
     check_types(random_codes, locals())
     codes = np.random.default_rng(seed).integers(0, codebook_size, (num_items, levels), dtype=np.int32)
     return CodeTable(codes=codes, codebook_sizes=(codebook_size,) * levels)

@@ -17,10 +17,10 @@ from evenrank.core.rules import PER_RANK
 from evenrank.core.settings import rules_of
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.tensors import outside_inference_mode
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import StoreRows
-from evenrank.dataloader.collate.negatives import NegativeSampler, Sources
-from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.collate.negatives import Sources
+from evenrank.dataloader.config import LoaderConfig
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape, remapped_stores
 from evenrank.dataloader.state.node import EpochNode
@@ -28,7 +28,7 @@ from evenrank.dataloader.state.resume_point import CurrentPosition, Position
 from evenrank.dataloader.upload import Upload
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples
-from evenrank.datasets.schema import IdSummary
+from evenrank.datasets.schema import IdSummary, Manifest
 from evenrank.datasets.store import SequenceStore
 
 # Compared by their contents: the file may be at another path on another host.
@@ -41,12 +41,13 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`.
 
-    `ids` are those whose meaning a state has.
+    Batches have the columns of `manifest`; `ids` are those whose meaning a state has.
     """
 
     def __init__(
         self,
-        config: ReadConfig[Batch],
+        config: LoaderConfig,
+        manifest: Manifest,
         *,
         rank: int,
         world_size: int,
@@ -57,7 +58,7 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         check_rank(rank, world_size)
         EpochNode.__init__(self)  # which protocols before it do not call
         self._config = config
-        self._collate = config.make_collate(sources)
+        self._collate = Collate.create(config, manifest, sources)
         self._rank = rank
         self._world_size = world_size
         self._transform = transform
@@ -101,7 +102,8 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         return {
             "rank": self._rank,
             "world_size": self._world_size,
-            **shared_settings(self._config, self._collate),
+            **shared_settings(self._config),
+            **self._collate.describe(),
             "transform": _name_of(self._transform),
             **self._own_invariants(),
         }
@@ -115,14 +117,14 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
 
     def _check_columns(self, store: SequenceStore) -> None:
         """Raise a ConfigError unless the settings fit the columns of a store, whose rows are read later."""
-        self._collate.check(store)
-        remapped_stores([store], self._collate, self._config.key_maps)
+        remapped_stores([store], self._collate.of(store.manifest), self._config.key_maps)
 
     @outside_inference_mode()
     def _make_batch(
         self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], seed: int, *counters: int, **fields: Any
     ) -> Batch:
         """Make a batch with these fields, and `_finish` it."""
+        batch: Batch
         shape = {"batch_size": self._config.batch_size, "seed": seed}
         (batch,) = self._collate(groups, sample_ids, **shape, epoch=fields["epoch"])
         for name, value in fields.items():
@@ -187,17 +189,10 @@ def check_rank(rank: int, world_size: int) -> None:
         )
 
 
-def shared_settings(*records: Any) -> dict[str, Any]:
-    """Return the fields of dataclasses, except PER_RANK ones, by name, as plain values that ranks can compare."""
-    settings: dict[str, Any] = {}
-    for record in records:
-        for name, rules in rules_of(type(record)).items():
-            value = getattr(record, name)
-            if isinstance(value, CodeTable | NegativeSampler):
-                settings["codes" if isinstance(value, CodeTable) else "negatives"] = value.describe()
-            elif PER_RANK not in rules and name not in _FILES:
-                settings[name] = _plain(value)
-    return settings
+def shared_settings(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, except PER_RANK ones, by name, as plain values that ranks can compare."""
+    rules = rules_of(type(record))
+    return {name: _plain(getattr(record, name)) for name in rules if PER_RANK not in rules[name] and name not in _FILES}
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.config import LoaderConfig
 from evenrank.dataloader.lane_reader import read_steps
 from evenrank.dataloader.log_loader import LogLoader
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
@@ -40,7 +40,7 @@ _MAX_SHARED = 0.25  # of the lanes, which as many further ranks read: more are w
 @overload
 def build_stream_loader(
     url: Path | str,
-    config: ReadConfig[Batch],
+    config: LoaderConfig,
     stream: StreamConfig | None = None,
     *,
     rank: int,
@@ -53,7 +53,7 @@ def build_stream_loader(
 @overload
 def build_stream_loader(
     url: Path | str | LogSource,
-    config: ReadConfig[Batch],
+    config: LoaderConfig,
     stream: StreamConfig | None = None,
     *,
     rank: int,
@@ -65,7 +65,7 @@ def build_stream_loader(
 
 def build_stream_loader(
     url: Path | str | LogSource,
-    config: ReadConfig[Batch],
+    config: LoaderConfig,
     stream: StreamConfig | None = None,
     *,
     rank: int,
@@ -113,7 +113,7 @@ class StreamLoader(RankLoader[Batch]):
     def __init__(
         self,
         source: StreamSource,
-        config: ReadConfig[Batch],
+        config: LoaderConfig,
         stream: StreamConfig,
         *,
         rank: int,
@@ -121,7 +121,13 @@ class StreamLoader(RankLoader[Batch]):
         transform: Transform[Batch] | None = None,
     ) -> None:
         super().__init__(
-            config, rank=rank, world_size=world_size, transform=transform, sources=[source], ids=source.manifest.ids
+            config,
+            source.manifest,
+            rank=rank,
+            world_size=world_size,
+            transform=transform,
+            sources=[source],
+            ids=source.manifest.ids,
         )
         self._source = source
         self._stream = stream

@@ -5,7 +5,7 @@
 
 An item is a tuple of codes, one per level, instead of a row of one large table (as in TIGER, Rajput et al., 2023). The
 table of codes is made here from the item ids; a real one comes from a quantizer, in a .npy or .pt file. What evenrank
-adds is in `train` and `evaluate`: SemanticIdConfig, which turns histories into tokens, and the balance of the loader.
+adds is in `train` and `evaluate`: LoaderConfig, which turns histories into tokens, and the balance of the loader.
 """
 
 import gc
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.cli.main import run_command
 from evenrank.core.errors import DataError
-from evenrank.dataloader import CodeTable, SemanticIdBatch, SemanticIdConfig, build_loader
+from evenrank.dataloader import CodeTable, Loader, LoaderConfig, SemanticIdBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
@@ -111,7 +111,7 @@ def train(data: Path, num_steps: int) -> None:
     model = DistributedDataParallel(CodePredictor(table.codebook_sizes[0]))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
-    config = SemanticIdConfig(codes=table, batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY)
+    config = LoaderConfig(codes=table, batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY)
     cost = SelfAttentionCost(
         hidden=HIDDEN,
         heads=HEADS,
@@ -124,7 +124,9 @@ def train(data: Path, num_steps: int) -> None:
     average = LossAverage()
     loads: list[StepMetrics] = []
     balance = BalanceConfig(cost=cost, on_step=loads.append)
-    loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size(), balance=balance)
+    loader: Loader[SemanticIdBatch] = build_loader(
+        data, config, rank=dist.get_rank(), world_size=dist.get_world_size(), balance=balance
+    )
     report(f"before training | {evaluate(model.module, data, table)}")
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))
     for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
@@ -148,8 +150,8 @@ def train(data: Path, num_steps: int) -> None:
 
 def evaluate(model: CodePredictor, data: Path, table: CodeTable, num_steps: int = 10) -> str:
     """Search for the last item of users that are not trained on."""
-    config = SemanticIdConfig(codes=table, split="eval", batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY)
-    loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size())
+    config = LoaderConfig(codes=table, split="eval", batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY)
+    loader: Loader[SemanticIdBatch] = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size())
     metrics = RankingMetrics(ks=(1, BEAM_WIDTH))
     for batch in itertools.islice(loader, num_steps):
         codes = batch.labels["label"].values().view(-1, 1, LEVELS)  # of the samples, without padding

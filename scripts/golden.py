@@ -145,14 +145,14 @@ def datasets(folder: Path) -> Results:
 def contents(batch: Any) -> str:
     """Return the hash of a batch: every bit of its tensors, how many of its rows are samples, and its loss tokens."""
     parts: list[Any] = [batch.batch_size, batch.num_real, batch.loss_tokens, batch.world_loss_tokens]
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
+    parts += [[*(limits or {}).values()] for limits in (batch.max_lengths, batch.length_limits)]
+    for name, value in batch.tensors():
         tensors = [value]
         if hasattr(value, "length_per_key"):
             tensors = [value.values(), value.lengths(), value.weights_or_none()]
             parts.append(value.keys())
         arrays = [tensor.numpy() for tensor in tensors if hasattr(tensor, "numpy")]
-        parts += [(field.name, str(array.dtype), array.shape, array.tobytes()) for array in arrays]
+        parts += [(name, str(array.dtype), array.shape, array.tobytes()) for array in arrays]
     return digest(parts)
 
 
@@ -183,9 +183,10 @@ def makers(folder: Path) -> Options:
         return None if (options := ways[way]) is None else balancing.BalanceConfig(cost=costs()[cost], **options)
 
     def stored(way: str = "plain", data: Any = rich, transform: Any = None, **options: Any) -> Any:
-        kind, cost = (of.SemanticIdConfig, "codes") if "codes" in options else (of.LoaderConfig, "hstu")
-        config: Any = kind(**shape, **{"max_num_candidates": 2} | options if kind is of.LoaderConfig else options)
-        return partial(of.build_loader, data, config, transform=transform, balance=balance(way, cost))
+        is_coded = "codes" in options
+        config = of.LoaderConfig(**shape, **({} if is_coded else {"max_num_candidates": 2}) | options)
+        balanced = balance(way, "codes" if is_coded else "hstu")
+        return partial(of.build_loader, data, config, transform=transform, balance=balanced)
 
     def elastic(way: str, **ranks: Any) -> Any:
         own: Any = [{"item_id": [*range(n * 5 % 9)], "price": [n / 7] * (n % 3)} for n in range(45)]

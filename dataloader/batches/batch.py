@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+from typing_extensions import TypeVar
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.tensors import clone, drop_last, select_rows
 
-Batch = TypeVar("Batch", bound="JaggedBatch")
+Batch = TypeVar("Batch", bound="JaggedBatch", default="SequenceBatch")
 
 
 class LossKey(NamedTuple):

@@ -61,6 +61,11 @@ class HistorySpans(NamedTuple):
     history_ends: Ints
     ends: Ints
 
+    @property
+    def followers(self) -> Ints:
+        """The first events with one before them: the second ones of histories, or candidates. int64 [n]."""
+        return np.minimum(self.begins + 1, self.history_ends)
+
 
 def find_spans(
     groups: Sequence[StoreRows], num_samples: int, max_history_length: int, max_num_candidates: int

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +22,8 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.core.hashing import mix_word
-from evenrank.core.rules import Bounds, Count, Needs, NonNegative
-from evenrank.core.settings import Settings
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
+from evenrank.dataloader.config import Negatives
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.continuous_log import LogSource
 from evenrank.datasets.schema import ITEM_ID
@@ -39,28 +38,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of
 _ATTEMPTS = 64
 _MAX_ITEMS = 1 << 31  # 36 bytes each
 _MIN_SLOTS = 1 << 13  # of a table of the items of a sample; so many fit into the second-level cache
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Negatives(Settings):
-    """Settings of the negatives of each sample: `SequenceBatch.negatives` and `log_q`."""
-
-    count: Count
-    """Items drawn per sample, with replacement."""
-    by: Literal["uniform", "popularity"] = "uniform"
-    """`uniform`: over all ids but 0 or, where ids are not dense, the items of the split `train`. `popularity`: in
-    proportion to an item's events in `train`, to the power of alpha; streams count events of all splits."""
-    alpha: Annotated[float, Bounds(at_least=0, at_most=8)] = 0.75
-    """1: the frequencies, with which items are also targets of other samples; 0: uniform over items with events."""
-    exclude_own: bool = True
-    """Draw no item of the sample's row: of all its events, future ones too. `log_q` does not depend on it."""
-    hard: Annotated[Path | str | None, Needs("num_hard")] = None
-    """Parquet file of hard negatives: `item_id` int64, one row per item, and `negatives` list<int64>."""
-    num_hard: Annotated[NonNegative, Needs("hard")] = 0
-    """Hard negatives of a sample's last event, without replacement and without its targets; where there are fewer,
-    others are drawn."""
-    fixed: bool = False
-    """Give a sample the same negatives each time, as evaluation needs them. False: other ones in each epoch."""
 
 
 class _Tables(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch, LossKey
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
 from evenrank.dataloader.collate.jagged import jagged
-from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.resume_point import ResumePoint, SkippedSamples
 from evenrank.datasets.order import EpochSchedule, SampleOrder, Samples, StepSchedule
@@ -27,17 +27,15 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 def find_samples(
-    stores: Sequence[SequenceStore], collate: Collate[Any]
+    stores: Sequence[SequenceStore], collate: Collate
 ) -> tuple[list[Samples], dict[str, NDArray[np.int64]]]:
     """Return the samples of each store and, per reason, the rows of all stores that are not samples, ascending."""
     samples: list[Samples] = []
     left_out: dict[str, NDArray[np.int64]] = {}
     first_row = 0  # of the store, over all stores
     for store in stores:
-        collate.check(store)
-        schemas = (
-            [] if store is stores[0] else [StoredSamples([each], collate, 1).schema for each in (store, stores[0])]
-        )
+        others = [] if store is stores[0] else [store, stores[0]]
+        schemas = [StoredSamples([each], collate.of(each.manifest), 1).schema for each in others]
         if differences := [text for schema in schemas[1:] for text in schemas[0].differences(schema)]:
             raise DataError(
                 f"batches of {store.folder} and {stores[0].folder} differ in {'; '.join(differences)}; a mixture needs "
@@ -52,7 +50,7 @@ def find_samples(
 
 
 def remapped_stores(
-    stores: Sequence[SequenceStore], collate: Collate[Any], key_maps: Mapping[str, KeyMap]
+    stores: Sequence[SequenceStore], collate: Collate, key_maps: Mapping[str, KeyMap]
 ) -> tuple[SequenceStore, ...]:
     """Return these stores, which fit the collate, with the rows of tables in the columns that have a KeyMap."""
     if key_maps:
@@ -105,10 +103,10 @@ class Iteration:
         return self.order.rows(positions, seed=self.seed, epoch=self.point.epoch)
 
 
-class StoredSamples(Generic[Batch]):
+class StoredSamples:
     """The samples of opened datasets. Any thread may read them."""
 
-    def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], batch_size: int) -> None:
+    def __init__(self, stores: Sequence[SequenceStore], collate: Collate, batch_size: int) -> None:
         self.stores = stores
         self._collate = collate
         self._batch_size = batch_size
@@ -123,10 +121,10 @@ class StoredSamples(Generic[Batch]):
         ((store, rows, _),) = group_by_store(self.stores, np.array([sample_id]))
         return f"row {int(store.rows_of(rows)[0])} of {store.folder or 'the dataset'}"
 
-    def batches(self, steps: Sequence[StepSamples], *, seed: int = 0, epoch: int = 0) -> list[Batch]:
+    def batches(self, steps: Sequence[StepSamples], *, seed: int = 0, epoch: int = 0) -> list[Any]:
         """Make the batch of each step, in one pass if all but the last are full."""
         is_full = all(len(step.sample_ids) == self._batch_size for step in steps[:-1])
-        batches: list[Batch] = []
+        batches: list[Any] = []
         for run in [steps] if is_full else [[step] for step in steps]:
             sample_ids = np.concatenate([step.sample_ids for step in run])
             groups = group_by_store(self.stores, sample_ids)
@@ -191,7 +189,7 @@ class GivenLengths:
         return f"sample {sample_id} of the dataset"
 
 
-KnownLengths = StoredSamples[Any] | GivenLengths
+KnownLengths = StoredSamples | GivenLengths
 """Samples whose lengths are known without reading them."""
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import SemanticIdBatch
-from evenrank.dataloader.collate.semantic_ids import SEMANTIC_ID, CodeTable
+from evenrank.dataloader.codes import SEMANTIC_ID, CodeTable
 from semantic_ids.attention import Attend, beam_attention, causal_attention
 from semantic_ids.model import SemanticIdModel
 from semantic_ids.tokens import BOS, Sequences, lay_out, offsets_of

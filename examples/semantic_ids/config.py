@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import SelfAttentionCost
-from evenrank.dataloader.collate.semantic_ids import CANDIDATE_ID, SEMANTIC_ID
+from evenrank.dataloader.codes import CANDIDATE_ID, SEMANTIC_ID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

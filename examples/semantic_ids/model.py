@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SemanticIdBatch
-from evenrank.dataloader.collate.semantic_ids import CANDIDATE_ID, SEMANTIC_ID
+from evenrank.dataloader.codes import CANDIDATE_ID, SEMANTIC_ID
 from semantic_ids.attention import causal_attention
 from semantic_ids.config import DecoderConfig
 from semantic_ids.decoder import Decoder
@@ -18,7 +18,7 @@ from semantic_ids.tokens import BOS, TokenLayout, lay_out, predicting_tokens
 class SemanticIdModel(nn.Module):
     """A causal decoder over [contextual tokens, codes of the history, BOS, codes of the candidate].
 
-    Batches need `candidate_feature=True` in their SemanticIdConfig; `history_labels` may be set or not, and
+    Batches need `candidate_feature=True` in their LoaderConfig; `history_labels` may be set or not, and
     `label_offsets` must not be.
     """
 

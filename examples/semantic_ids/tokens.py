@@ -88,7 +88,7 @@ def lay_out(batch: SemanticIdBatch, names: Sequence[str]) -> TokenLayout:
         if name not in lengths:
             raise ConfigError(
                 f"the model needs the feature {name!r}; batches have {', '.join(known)}; see contextual of the "
-                "DecoderConfig, user_id and candidate_feature of the SemanticIdConfig"
+                "DecoderConfig, user_id and candidate_feature of the LoaderConfig"
             )
     offsets = offsets_of(torch.stack([lengths[name] for name in names]).sum(dim=0))
     rows, positions = _rows_and_index(offsets, sum(counts[name] for name in names))

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import JaggedBatch, Loader, TimeWindows, build_loader
+from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, TimeWindows, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, Cost, MeasuredCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.config import ReadConfig
 from trainer.config import TrainConfig
 from trainer.world import World, on_all_ranks, on_first_rank
 
@@ -72,7 +71,7 @@ def balance_config(
 
 
 def open_loader(
-    data: Path, read: ReadConfig[Batch], config: TrainConfig, world: World, balance: BalanceConfig
+    data: Path, read: LoaderConfig, config: TrainConfig, world: World, balance: BalanceConfig
 ) -> Loader[Batch]:
     """Return this rank's loader of a split, which balances its own steps unless a Balancer does. Collective.
 

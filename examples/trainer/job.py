@@ -145,7 +145,7 @@ def _open(
     balance = balance_config(config, cost=task.cost)
     if balance_log is not None:
         balance = balance_log.observe(balance)
-    loader = open_loader(data, read, config, world, balance)
+    loader: Loader[Any] = open_loader(data, read, config, world, balance)
     with open_batches(loader, config, world, balance) as batches:
         yield loader, batches
 

@@ -10,10 +10,9 @@ from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, SemanticIdBatch, SemanticIdConfig, random_codes
+from evenrank.dataloader import LoaderConfig, SemanticIdBatch, random_codes
 from evenrank.dataloader.balance import Cost
-from evenrank.dataloader.collate.semantic_ids import CodeTable, read_codes
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.codes import CodeTable, read_codes
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest, read_manifest
 from evenrank.training import (
@@ -46,7 +45,7 @@ from trainer.world import World
 class Task:
     """A model, the batches that it reads, and how it is measured."""
 
-    read: Callable[..., ReadConfig[Any]]
+    read: Callable[..., LoaderConfig]
     """The class of its loader's settings, with those that the task needs, such as `key_maps`."""
     key_maps: Mapping[str, KeyMap]
     """Which row of its table has which key, by feature; a feature without a map has key k in row k."""
@@ -209,7 +208,7 @@ def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     catalogue = Catalogue(table, world.device)
     return Task(
         read=partial(
-            SemanticIdConfig,
+            LoaderConfig,
             codes=table,
             user_id=config.user_id,
             history_labels=config.time_windows is None,  # events of earlier windows have been trained

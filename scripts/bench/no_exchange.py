@@ -40,6 +40,7 @@ from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.batches.batch import name_keys
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.random_batches import RandomData, draw_samples
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
@@ -99,9 +100,14 @@ class OneRank:
         return RowOrder(samples=samples, shuffle=True)
 
     @property
-    def samples(self) -> StoredSamples[SequenceBatch]:
+    def collate(self) -> Collate:
+        """What makes its batches."""
+        return Collate.create(self.config, self.store.manifest)
+
+    @property
+    def samples(self) -> StoredSamples:
         """The samples of its loader."""
-        return StoredSamples([self.store], self.config.make_collate(), self.config.batch_size)
+        return StoredSamples([self.store], self.collate, self.config.batch_size)
 
     def step_sampler(self, balance: BalanceConfig | None) -> StepSampler:
         """Return its step sampler."""
@@ -122,7 +128,7 @@ class OneRank:
 
     def costs_and_tokens(self, rows: Ints) -> tuple[Ints, Ints]:
         """Return the costs, scaled as those of a step, and the tokens of these rows: int64 [n] both."""
-        lengths = self.config.make_collate().lengths(group_by_store([self.store], rows), len(rows))
+        lengths = self.collate.lengths(group_by_store([self.store], rows), len(rows))
         by_key = dict(zip(name_keys(tuple(lengths.of_keys)), lengths.of_keys.values(), strict=True))
         costs = scaled_costs(COST, by_key, lengths.num_candidates, samples_per_step=self.samples_per_step)
         return costs, count_tokens(COST, by_key, len(rows))

@@ -25,7 +25,6 @@ from evenrank.dataloader import (
     RandomData,
     RandomFeature,
     Replay,
-    SemanticIdConfig,
     StreamConfig,
     TimeWindows,
     build_loader,
@@ -59,7 +58,6 @@ def _checked_balance(**options: Any) -> BalanceConfig:
 # With the options that have no default.
 RECORDS: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
     (LoaderConfig, LoaderConfig, {"batch_size": 1}),
-    (SemanticIdConfig, SemanticIdConfig, {"batch_size": 1, "codes": "codes.npy"}),
     (StreamConfig, StreamConfig, {}),
     (TimeWindows, TimeWindows, {"every": "1d"}),
     (Mixture, Mixture, {"weights": {"a": 1.0}}),

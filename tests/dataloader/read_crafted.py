@@ -25,14 +25,13 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.settings import construct
 from evenrank.dataloader import (
     LoaderConfig,
-    SemanticIdConfig,
     StreamConfig,
     TimeWindows,
     build_loader,
     build_stream_loader,
 )
 from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch
-from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.codes import CodeTable
 from evenrank.datasets import schema
 from evenrank.datasets.store import open_store
 from tests.datasets.crafted import copy_dataset
@@ -145,7 +144,7 @@ def read(dataset: Path, *, has_valid_ids: bool) -> Counter[str]:
     by_time = LoaderConfig(
         batch_size=8, split=SPLIT, order=windows, max_num_candidates=2, extra_events=("timestamp_ms",)
     )
-    codes = SemanticIdConfig(batch_size=8, split=SPLIT, codes=TABLE, history_labels=True)
+    codes = LoaderConfig(batch_size=8, split=SPLIT, codes=TABLE, history_labels=True)
     stream = StreamConfig(lanes=2, window_rows=5)
     counts: Counter[str] = Counter()
     configs: list[Any] = [sequences, by_time, codes]

@@ -12,12 +12,11 @@ from evenrank.dataloader import (
     Loader,
     LoaderConfig,
     Mixture,
-    SemanticIdConfig,
     SequenceBatch,
     build_loader,
     build_stream_loader,
 )
-from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.codes import CodeTable
 from evenrank.datasets import open_store
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
@@ -180,7 +179,7 @@ def test_negative_user_ids_cannot_be_a_feature(small_dataset: Path, tmp_path: Pa
     codes = CodeTable(codes=np.zeros((501, 2), dtype=np.int32), codebook_sizes=(1, 1))
     configs: list[Any] = [
         LoaderConfig(batch_size=4, user_id=True),
-        SemanticIdConfig(batch_size=4, codes=codes, user_id=True),
+        LoaderConfig(batch_size=4, codes=codes, user_id=True),
     ]
     for config in configs:
         with pytest.raises(DataError, match=rf"data has user {ids[-1]}; number its users from 0, or leave"):

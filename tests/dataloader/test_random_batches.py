@@ -13,7 +13,7 @@ from evenrank.dataloader import (
     RandomBatches,
     RandomData,
     RandomFeature,
-    SemanticIdConfig,
+    SemanticIdBatch,
     SequenceBatch,
     random_codes,
 )
@@ -86,7 +86,7 @@ def test_contextual_features_can_have_any_number_of_values_and_batches_few_sampl
     assert {len(row) for row in rows} == {0, 1, 2, 3, 4}
     assert np.mean([len(row) == 4 for row in rows]) > 0.4  # 4 to 9 values, cut to 4
     assert {value for row in rows for value in row} == set(range(50, 60))
-    (coded,) = RandomBatches(SemanticIdConfig(batch_size=16, codes=CODES), data, num_batches=1)
+    (coded,) = RandomBatches(LoaderConfig(batch_size=16, codes=CODES), data, num_batches=1)
     assert coded.features.keys() == ["tags", "age", "semantic_id"]
     check_contents(coded, schema_of(coded))
 
@@ -94,7 +94,9 @@ def test_contextual_features_can_have_any_number_of_values_and_batches_few_sampl
 def test_semantic_ids_are_codes_of_the_table() -> None:
     assert CODES.codebook_sizes == (8, 8, 8)
     known = set(map(tuple, CODES.codes[100:200].tolist()))
-    for batch in RandomBatches(SemanticIdConfig(batch_size=4, codes=CODES), DATA, num_batches=3):
+    batches: RandomBatches[SemanticIdBatch]
+    batches = RandomBatches(LoaderConfig(batch_size=4, codes=CODES), DATA, num_batches=3)
+    for batch in batches:
         tokens = batch.features["semantic_id"].values().view(-1, 3) - torch.tensor([0, 8, 16])
         targets = batch.labels["label"].values().view(-1, 3)
         assert len(targets) == batch.num_real == 4

@@ -15,7 +15,6 @@ from evenrank.dataloader import (
     LoaderConfig,
     Negatives,
     RandomBatches,
-    SemanticIdConfig,
     SequenceBatch,
     StreamConfig,
     build_loader,
@@ -24,7 +23,7 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.ranks.agree import check_settings
-from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.codes import CodeTable
 from evenrank.dataloader.routing import KeyMap
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from tests.dataloader.balance.costs import COST
@@ -34,8 +33,9 @@ from tests.ranks import RankPool
 
 CODES = random_codes(501, levels=2, codebook_size=8)
 OTHER_CODES = CodeTable(codes=CODES.codes[::-1].copy(), codebook_sizes=CODES.codebook_sizes)
+CODED = partial(LoaderConfig, codes=CODES)
 # Another valid value of each setting.
-CHANGES: dict[type, dict[str, Any]] = {
+CHANGES: dict[Any, dict[str, Any]] = {
     LoaderConfig: {
         **dict.fromkeys(("batch_size", "max_history_length", "seed", "num_workers", "prefetch", "num_tasks"), 9),
         **dict.fromkeys(("user_id", "drop_last", "persistent_workers", "pin_memory", "candidate_actions"), True),
@@ -48,7 +48,7 @@ CHANGES: dict[type, dict[str, Any]] = {
         "negatives": Negatives(count=1),
         "key_maps": {"item_id": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},
     },
-    SemanticIdConfig: {
+    CODED: {
         "key_maps": {"segment": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},
         "codes": OTHER_CODES,
         **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature", "draw_alternatives"), True),
@@ -69,15 +69,14 @@ def _other_transform(batch: Any, rng: np.random.Generator, scale: int = 1) -> An
     return batch
 
 
-def _identity(path: Path, record: type, change: Mapping[str, Any], transform: Any = None) -> Mapping[str, Any]:
+def _identity(path: Path, record: Any, change: Mapping[str, Any], transform: Any = None) -> Mapping[str, Any]:
     ranks: dict[str, Any] = {"rank": 0, "world_size": 2}
     if record is StreamConfig:
         loader = build_stream_loader(path, LoaderConfig(batch_size=8), StreamConfig(**change), rank=0, world_size=2)
         return loader.rank_invariants()
     if record is RandomBatches:
         return RandomBatches(LoaderConfig(batch_size=8, **change), num_batches=3, **ranks).rank_invariants()
-    options = {"batch_size": 8, **({"codes": CODES} if record is SemanticIdConfig else {}), **change}
-    return build_loader(path, record(**options), **ranks, transform=transform).rank_invariants()
+    return build_loader(path, record(**{"batch_size": 8, **change}), **ranks, transform=transform).rank_invariants()
 
 
 def _compare(*identities: Mapping[str, Any]) -> None:
@@ -88,7 +87,7 @@ def _compare(*identities: Mapping[str, Any]) -> None:
 def test_every_setting_is_known_to_the_tests_below() -> None:
     """A new setting is compared unless it is listed as one that may differ; add another value of it above."""
     known = {name for changes in CHANGES.values() for name in changes}
-    for record in (LoaderConfig, SemanticIdConfig, StreamConfig):
+    for record in (LoaderConfig, StreamConfig):
         names = {field.name for field in dataclasses.fields(record)}
         assert names - known <= {"codebook_sizes"}  # compared with the codes
 
@@ -96,7 +95,7 @@ def test_every_setting_is_known_to_the_tests_below() -> None:
 @pytest.mark.parametrize(
     ("record", "name"), [(record, name) for record, changes in CHANGES.items() for name in changes]
 )
-def test_ranks_may_differ_in_no_setting_of_training(small_dataset: Path, record: type, name: str) -> None:
+def test_ranks_may_differ_in_no_setting_of_training(small_dataset: Path, record: Any, name: str) -> None:
     first, other = (_identity(small_dataset, record, change) for change in ({}, {name: CHANGES[record][name]}))
     pickle.loads(pickle.dumps(other))
     if name in MAY_DIFFER:
@@ -111,7 +110,7 @@ def test_codes_are_compared_by_their_contents_and_transforms_by_name(small_datas
     for name in ("here.npy", "there.npy"):
         np.save(tmp_path / name, CODES.codes.T)
     tables = [CODES, tmp_path / "here.npy", tmp_path / "there.npy", dataclasses.replace(CODES, codebook_sizes=(9, 8))]
-    *same, sizes = (_identity(small_dataset, SemanticIdConfig, {"codes": table}) for table in tables)
+    *same, sizes = (_identity(small_dataset, LoaderConfig, {"codes": table}) for table in tables)
     _compare(*same)
     with pytest.raises(RankError, match=r"^codes differs between ranks: 2 levels of 501 items, codebook_sizes \[8, 8"):
         _compare(same[0], sizes)

@@ -16,7 +16,6 @@ from evenrank.dataloader import (
     Mixture,
     Replay,
     Requests,
-    SemanticIdConfig,
     SequenceBatch,
     build_loader,
     random_codes,
@@ -196,7 +195,7 @@ def test_a_replay_needs_times_of_requests_and_a_speed(traffic: Path) -> None:
 
 def test_semantic_ids_have_the_first_event_of_each_request_as_target(traffic: Path) -> None:
     codes = random_codes(read_manifest(traffic).vocabulary_sizes["item_id"], levels=2, codebook_size=16)
-    config = SemanticIdConfig(batch_size=64, max_history_length=9, order=Requests(), codes=codes)
+    config = LoaderConfig(batch_size=64, max_history_length=9, order=Requests(), codes=codes)
     (batch,) = build_loader(traffic, config, rank=0, world_size=1)
     expected = requests_by_step([load(traffic, max_num_candidates=1)])
     assert batch.request_ts_ms is not None

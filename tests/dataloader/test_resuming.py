@@ -16,7 +16,6 @@ from evenrank.dataloader import (
     Loader,
     LoaderConfig,
     Mixture,
-    SemanticIdConfig,
     StreamConfig,
     StreamLoader,
     build_loader,
@@ -79,7 +78,7 @@ def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) ->
             balance = BalanceConfig(cost=COST, window=2 + seed % 4)
         case "candidates" | "stream":
             options["max_num_candidates"] = 3
-    config: Any = LoaderConfig(**options) if "semantic" not in kind else SemanticIdConfig(codes=codes, **options)
+    config: Any = LoaderConfig(**options, codes=codes if "semantic" in kind else None)
     if is_stream:
         return build_stream_loader(path, config, STREAM, rank=shape.rank, world_size=shape.world_size)
     return build_loader(data, config, **rank, balance=balance)

@@ -14,7 +14,6 @@ from evenrank.dataloader import (
     LoaderConfig,
     Mixture,
     Negatives,
-    SemanticIdConfig,
     SequenceBatch,
     TimeWindows,
     build_loader,
@@ -214,7 +213,7 @@ def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset
     num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
     codes = random_codes(num_items, levels=2, codebook_size=32)
     codes.codes[: num_items // 3] = -1
-    config = SemanticIdConfig(batch_size=8, max_history_length=3, order=WINDOWS, codes=codes)
+    config = LoaderConfig(batch_size=8, max_history_length=3, order=WINDOWS, codes=codes)
     loader = build_loader(small_dataset, config, rank=0, world_size=1)
     store = open_store(small_dataset)
     expected = 0

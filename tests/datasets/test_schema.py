@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.collate.semantic_ids import CANDIDATE_ID, SEMANTIC_ID
-from evenrank.dataloader.collate.sequences import LABEL
+from evenrank.dataloader.codes import CANDIDATE_ID, SEMANTIC_ID
+from evenrank.dataloader.collate.parts import LABEL
 from evenrank.datasets.schema import check_names, check_new_names, read_manifest, user_hash
 
 

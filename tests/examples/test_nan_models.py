@@ -8,7 +8,7 @@ import torch
 import train_semantic_ids
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader import SemanticIdConfig, build_loader
+from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.datasets import read_manifest
 
 
@@ -21,7 +21,7 @@ def test_a_search_of_codes_is_an_error(small_dataset: Path) -> None:
     table = train_semantic_ids.make_codes(read_manifest(small_dataset).vocabulary_sizes["item_id"])
     model = train_semantic_ids.CodePredictor(table.codebook_sizes[0])
     _diverged(model)
-    batch = next(iter(build_loader(small_dataset, SemanticIdConfig(codes=table, batch_size=4), rank=0, world_size=1)))
+    batch = next(iter(build_loader(small_dataset, LoaderConfig(codes=table, batch_size=4), rank=0, world_size=1)))
     with pytest.raises(DataError, match="the scores of the model are NaN; "):
         model.beam_search(batch, 10)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, pad_batch
+from evenrank.dataloader import LoaderConfig, SemanticIdBatch, pad_batch
 from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import check_contents, schema_of
@@ -21,7 +21,7 @@ CODES = random_codes(50, levels=3, codebook_size=9)
 
 
 def _batches(num_batches: int = 1, num_real: int = 5, **options: Any) -> list[SemanticIdBatch]:
-    config = SemanticIdConfig(batch_size=6, codes=CODES, max_history_length=7, user_id=True, **options)
+    config = LoaderConfig(batch_size=6, codes=CODES, max_history_length=7, user_id=True, **options)
     lengths, real = Uniform(low=1, high=9), Uniform(low=num_real, high=num_real)
     data = RandomData(lengths=lengths, items=Uniform(low=0, high=49), num_real=real)
     return list(RandomBatches(config, data, num_batches=num_batches))

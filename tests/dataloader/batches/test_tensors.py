@@ -19,7 +19,6 @@ from evenrank.dataloader import (
     LoaderConfig,
     PaddedBatches,
     RandomBatches,
-    SemanticIdConfig,
     StreamConfig,
     build_loader,
     build_stream_loader,
@@ -70,7 +69,7 @@ CODES = random_codes(501, levels=2, codebook_size=8)
 CONFIG = LoaderConfig(batch_size=32, max_num_candidates=2, num_tasks=2, user_id=True)
 KINDS: dict[str, Callable[[Path], Any]] = {
     "loader": lambda path: build_loader(path, CONFIG, **RANK),
-    "semantic ids": lambda path: build_loader(path, SemanticIdConfig(batch_size=32, codes=CODES), **RANK),
+    "semantic ids": lambda path: build_loader(path, LoaderConfig(batch_size=32, codes=CODES), **RANK),
     "stream": lambda path: build_stream_loader(path, CONFIG, StreamConfig(window_rows=16), **RANK),
     "random batches": lambda path: RandomBatches(CONFIG, num_batches=2, **RANK),
     "distinct random batches": lambda path: RandomBatches(CONFIG, num_batches=3, num_distinct=2, **RANK),

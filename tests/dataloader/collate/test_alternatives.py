@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import (
+    LoaderConfig,
     Mixture,
     SemanticIdBatch,
-    SemanticIdConfig,
     StreamConfig,
     build_loader,
     build_stream_loader,
 )
 from evenrank.dataloader.balance import BalanceConfig, LinearCost
-from evenrank.dataloader.collate.semantic_ids import CodeTable, read_codes
+from evenrank.dataloader.codes import CodeTable, read_codes
 from evenrank.datasets import open_store
 from tests.dataloader.batch_helpers import rows_of
 
@@ -83,9 +83,9 @@ def test_an_item_without_a_code_has_no_alternatives() -> None:
         CodeTable(codes=codes, codebook_sizes=(4, 4), alternatives=np.array([[[1, 1]], [[2, 2]]]))
 
 
-def _config(table: CodeTable, **options: Any) -> SemanticIdConfig:
+def _config(table: CodeTable, **options: Any) -> LoaderConfig:
     settings: dict[str, Any] = {"max_history_length": 6, "draw_alternatives": True}
-    return SemanticIdConfig(batch_size=8, codes=table, **settings | options)
+    return LoaderConfig(batch_size=8, codes=table, **settings | options)
 
 
 def _rows(batches: Any) -> dict[int, tuple[list[int], ...]]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, LossKey, SequenceBatch
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.datasets import SequenceStore
 from tests.dataloader.batch_helpers import rows_of
@@ -90,9 +91,7 @@ def _expected(config: LoaderConfig, store: SequenceStore, row: int) -> dict[str,
 )
 def test_batches_equal_a_plain_collation(config: LoaderConfig, stores: list[Any], seed: int) -> None:
     opened = [_store(users, 100 * index) for index, users in enumerate(stores)]
-    collate = config.make_collate()
-    for store in opened:
-        collate.check(store)
+    collate = Collate.create(config, opened[0].manifest)
     samples = [(store, row) for store in opened for row in range(len(store))]
     order = np.random.default_rng(seed).permutation(len(samples))
     groups = []
@@ -128,9 +127,10 @@ def test_batches_equal_a_plain_collation(config: LoaderConfig, stores: list[Any]
 
 def test_the_loss_tokens_are_those_of_targets_where_there_are_no_labels() -> None:
     def loss_key(**options: Any) -> LossKey | None:
-        collate = LoaderConfig(batch_size=1, **options).make_collate()
+        store = _store([(4, 0)])
+        collate = Collate.create(LoaderConfig(batch_size=1, **options), store.manifest)
         batch: SequenceBatch
-        (batch,) = collate([StoreRows(_store([(4, 0)]), np.array([0]), np.array([0]))], np.array([0]), batch_size=1)
+        (batch,) = collate([StoreRows(store, np.array([0]), np.array([0]))], np.array([0]), batch_size=1)
         assert batch.loss_tokens == 4 - (batch.labels is None and batch.targets is None)
         return batch.loss_key()
 
@@ -154,12 +154,11 @@ def test_the_loss_tokens_are_those_of_targets_where_there_are_no_labels() -> Non
 )
 def test_a_column_that_the_dataset_lacks_is_named_with_those_it_has(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LoaderConfig(batch_size=1, **options).make_collate().check(_store([(4, 0)]))
+        Collate.create(LoaderConfig(batch_size=1, **options), _store([(4, 0)]).manifest)
 
 
 def test_a_weight_that_may_be_missing_is_refused() -> None:
-    store = _store([(4, 0)])
-    store = replace(store, manifest=replace(store.manifest, extra_events={"price": "float32?"}))
-    LoaderConfig(batch_size=1, target="price", extra_events=("price",)).make_collate().check(store)
+    manifest = replace(_store([(4, 0)]).manifest, extra_events={"price": "float32?"})
+    Collate.create(LoaderConfig(batch_size=1, target="price", extra_events=("price",)), manifest)
     with pytest.raises(ConfigError, match="weight 'price' may be missing in the dataset; declare it with =FILL or"):
-        LoaderConfig(batch_size=1, weight="price").make_collate().check(store)
+        Collate.create(LoaderConfig(batch_size=1, weight="price"), manifest)

@@ -15,15 +15,14 @@ from evenrank.dataloader import (
     RandomBatches,
     RandomData,
     RandomFeature,
-    SemanticIdConfig,
     jagged,
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import StoreRows
-from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.collate.stores import STORE
@@ -44,7 +43,7 @@ SEQUENCES = st.builds(
     user_id=st.booleans(),
 )
 SEMANTIC_IDS = st.builds(
-    SemanticIdConfig,
+    LoaderConfig,
     batch_size=st.integers(1, 4),
     codes=st.just(CODES),
     max_history_length=HISTORY,
@@ -85,9 +84,8 @@ def _store(num_events: Sequence[int], num_tags: Sequence[int], num_targets: Sequ
     )
 
 
-def _batches(config: ReadConfig[Any], store: SequenceStore) -> list[JaggedBatch]:
-    collate = config.make_collate()
-    collate.check(store)
+def _batches(config: LoaderConfig, store: SequenceStore) -> list[JaggedBatch]:
+    collate = Collate.create(config, store.manifest)
     left_out = np.concatenate([[], *collate.unusable(store).values()])
     rows = np.setdiff1d(np.arange(len(store)), left_out).astype(np.int64)
     groups = [StoreRows(store, rows, np.arange(len(rows)))]
@@ -100,7 +98,7 @@ def _batches(config: ReadConfig[Any], store: SequenceStore) -> list[JaggedBatch]
     users=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=12),
     has_targets=st.booleans(),
 )
-def test_rows_keep_their_limits(config: ReadConfig[Any], users: list[tuple[int, int, int]], has_targets: bool) -> None:
+def test_rows_keep_their_limits(config: LoaderConfig, users: list[tuple[int, int, int]], has_targets: bool) -> None:
     num_events, num_tags, num_targets = zip(*users, strict=True)
     targets = [min(pair) for pair in zip(num_events, num_targets, strict=True)] if has_targets else None
     batches = _batches(config, _store(num_events, num_tags, targets))
@@ -115,12 +113,12 @@ def test_rows_keep_their_limits(config: ReadConfig[Any], users: list[tuple[int, 
 
 
 @given(config=st.one_of(SEQUENCES, SEMANTIC_IDS))
-def test_long_histories_reach_every_limit_in_one_sample(config: ReadConfig[Any]) -> None:
+def test_long_histories_reach_every_limit_in_one_sample(config: LoaderConfig) -> None:
     # So the limits of several keys may be added up to that of an interleaved sequence.
     batch = _batches(config, _store([20], [5], None))[0]
     assert batch.max_lengths == batch.length_limits
     cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=True, contextual=("age", "tags"))
-    if isinstance(config, LoaderConfig) and not config.candidate_actions:
+    if config.codes is None and not config.candidate_actions:
         limits = {key: np.array([limit]) for key, limit in (batch.length_limits or {}).items()}
         assert cost.tokens(limits).tolist() == [2 * config.max_history_length + config.max_num_candidates + 1 + 5]
 
@@ -169,7 +167,7 @@ DATA = RandomData(lengths=Uniform(low=0, high=20), items=Uniform(low=0, high=49)
 
 
 def _balanced(rank: int, world_size: int, max_history_length: int) -> list[tuple[Any, Any, list[int]]]:
-    config = SemanticIdConfig(batch_size=4, codes=CODES, max_history_length=max_history_length, user_id=True)
+    config = LoaderConfig(batch_size=4, codes=CODES, max_history_length=max_history_length, user_id=True)
     # The last rank runs out of batches first, and gets empty ones from then on.
     batches = RandomBatches(config, DATA, num_batches=3 if rank == world_size - 1 else 6)
     cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False, history_key="semantic_id")

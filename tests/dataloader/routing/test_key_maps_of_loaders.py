@@ -11,7 +11,6 @@ from evenrank.dataloader import (
     Mixture,
     RandomBatches,
     RandomData,
-    SemanticIdConfig,
     StreamConfig,
     build_loader,
     build_stream_loader,
@@ -57,7 +56,7 @@ KINDS: dict[str, Callable[[Path, Maps], Any]] = {
     "stream": lambda path, maps: build_stream_loader(path, _config(maps), STREAM, **RANKS),
     "random": lambda path, maps: RandomBatches(_config(maps, user_id=False), DATA, num_batches=12, **RANKS),
     "semantic ids": lambda path, maps: build_loader(
-        path, SemanticIdConfig(batch_size=8, codes=CODES, user_id=True, key_maps=maps), **RANKS
+        path, LoaderConfig(batch_size=8, codes=CODES, user_id=True, key_maps=maps), **RANKS
     ),
 }
 UNKNOWN = {"random": ("user_id", "segment"), "semantic ids": ("item_id",)}  # features that these batches lack
@@ -135,5 +134,5 @@ def test_maps_that_do_not_fit_the_batches_are_refused(small_dataset: Path, key_m
         with pytest.raises(ConfigError) as raised:
             build(small_dataset, _config(key_maps, user_id=False, extra_events=("timestamp_ms",)), **RANKS)
         assert str(raised.value).startswith(message)
-    with pytest.raises(ConfigError, match=r"^key_maps cannot have 'item_id' here: batches have the codes of items; "):
-        SemanticIdConfig(batch_size=8, codes=CODES, key_maps=_maps("roundrobin"))
+    with pytest.raises(ConfigError, match=r"^key_maps cannot have 'item_id' with codes, which batches have in"):
+        LoaderConfig(batch_size=8, codes=CODES, key_maps=_maps("roundrobin"))

@@ -14,13 +14,11 @@ from evenrank.dataloader import (
     Loader,
     LoaderConfig,
     Mixture,
-    SemanticIdConfig,
     TimeWindows,
     build_loader,
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
-from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.sampling import balanced_steps
 from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import COST
@@ -35,7 +33,7 @@ def _measured(metrics: StepMetrics) -> list[Any]:
 
 
 def _both_ways(
-    rank: int, world_size: int, path: Path | Mixture, config: ReadConfig[Any], epochs: int, options: Any
+    rank: int, world_size: int, path: Path | Mixture, config: LoaderConfig, epochs: int, options: Any
 ) -> None:
     ways = []
     for has_exchange in (False, True):
@@ -103,7 +101,7 @@ def test_columns_of_every_kind_are_moved_and_planned_as_trained(
 @pytest.mark.parametrize("options", [{}, {"history_labels": True, "candidate_feature": True, "user_id": True}], ids=str)
 def test_semantic_ids_are_planned_by_their_codes(ranks: RankPool, small_dataset: Path, options: dict[str, Any]) -> None:
     codes = random_codes(501, levels=2, codebook_size=8)
-    config = SemanticIdConfig(batch_size=4, codes=codes, max_history_length=9, **options)
+    config = LoaderConfig(batch_size=4, codes=codes, max_history_length=9, **options)
     cost = dataclasses.replace(COST, history_key="semantic_id")
     ranks.run(2, _both_ways, small_dataset, config, 1, {"cost": cost})
 

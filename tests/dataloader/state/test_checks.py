@@ -26,7 +26,6 @@ from evenrank.dataloader import (
     Mixture,
     RandomBatches,
     RandomData,
-    SemanticIdConfig,
     StreamConfig,
     TimeWindows,
     build_loader,
@@ -34,7 +33,6 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.checks import decode, encode
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import item_tokens
@@ -234,7 +232,7 @@ def test_refused_entry_is_named_with_its_value(small_dataset: Path, change: dict
     assert str(raised.value).startswith(f"the state of the loader{message}")
 
 
-CODES: dict[str, Callable[[Path, ReadConfig[Any]], Any]] = {
+CODES: dict[str, Callable[[Path, LoaderConfig], Any]] = {
     "loader": lambda path, config: build_loader(path, config, **RANK),
     "stream": lambda path, config: build_stream_loader(path, config, STREAM, **RANK),
     "random batches": lambda path, config: RandomBatches(
@@ -247,7 +245,7 @@ CODES: dict[str, Callable[[Path, ReadConfig[Any]], Any]] = {
 def test_a_state_is_refused_where_items_have_other_codes(small_dataset: Path, kind: str) -> None:
     """The same items have a code in both tables, so the same rows are samples."""
     codes = [random_codes(501, levels=2, codebook_size=8, seed=seed) for seed in (0, 0, 1)]
-    loader, same, other = (CODES[kind](small_dataset, SemanticIdConfig(batch_size=8, codes=table)) for table in codes)
+    loader, same, other = (CODES[kind](small_dataset, LoaderConfig(batch_size=8, codes=table)) for table in codes)
     next(iter(loader))
     state = loader.state_dict()
     same.load_state_dict(state)

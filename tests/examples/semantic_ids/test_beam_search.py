@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.codes import CodeTable
 from semantic_ids.beam_search import Beams, Catalogue, beam_search
 from semantic_ids.config import DecoderConfig
 from semantic_ids.model import SemanticIdModel

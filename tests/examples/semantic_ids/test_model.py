@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader, random_codes
+from evenrank.dataloader import LoaderConfig, SemanticIdBatch, build_loader, random_codes
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.training import scale_loss
@@ -133,9 +133,9 @@ def test_batches_of_other_codes_are_refused(sizes: tuple[int, ...]) -> None:
 TABLE = random_codes(501, levels=3, codebook_size=8)
 
 
-def _config(batch_size: int) -> SemanticIdConfig:
+def _config(batch_size: int) -> LoaderConfig:
     options: dict[str, Any] = {"max_history_length": 20, "candidate_feature": True, "history_labels": True}
-    return SemanticIdConfig(codes=TABLE, batch_size=batch_size, **options)
+    return LoaderConfig(codes=TABLE, batch_size=batch_size, **options)
 
 
 def _train(rank: int, world_size: int, path: Path) -> list[list[Tensor]]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import SemanticIdConfig, build_loader, random_codes
+from evenrank.dataloader import Loader, LoaderConfig, SemanticIdBatch, build_loader, random_codes
 from semantic_ids.tokens import BOS, lay_out, predicting_tokens
 from tests.examples.semantic_ids.samples import batch_of
 
@@ -32,10 +32,11 @@ def test_each_label_is_predicted_at_the_token_before_it(history_labels: bool) ->
 def test_labels_of_a_loader_follow_the_tokens_that_predict_them(small_dataset: Path, history_labels: bool) -> None:
     table = random_codes(501, levels=3, codebook_size=8)
     options: dict[str, Any] = {"max_history_length": 9, "candidate_feature": True, "history_labels": history_labels}
-    config = SemanticIdConfig(codes=table, batch_size=16, **options)
+    config = LoaderConfig(codes=table, batch_size=16, **options)
     names = ("semantic_id", BOS, "candidate_id")
     checked = 0
-    for batch in build_loader(small_dataset, config, rank=0, world_size=1):
+    loader: Loader[SemanticIdBatch] = build_loader(small_dataset, config, rank=0, world_size=1)
+    for batch in loader:
         layout = lay_out(batch, names)
         values = {name: batch.features[name].values() for name in names if name != BOS}
         tokens = layout.arrange({**values, BOS: torch.full((batch.batch_size,), -1)})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError, DataError, RankError
 from evenrank.core.settings import check_use, rules_of
-from evenrank.dataloader.collate.semantic_ids import read_codes
+from evenrank.dataloader.codes import read_codes
 from evenrank.datasets import open_store, read_manifest
 from evenrank.training import BinaryAUC, ClassificationMetrics
 from tests.conftest import make_small_dataset

@@ -101,7 +101,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "BalanceConfig: log_every must be of type int | None, g",
     ),
     ("build_loader", {"rank": 0.5}, "build_loader: rank must be of type int, got 0.5"),
-    ("build_loader", {"config": {"batch_size": 4}}, "build_loader: config must be of type ReadConfig["),
+    ("build_loader", {"config": {"batch_size": 4}}, "build_loader: config must be of type LoaderConfig, got {"),
     ("ElasticSampler", {"rank": 2}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
     ("ElasticSampler", {"rank": 0.5}, "ElasticSampler: rank must be of type int, got 0.5"),
     ("ElasticSampler", {"batch_size": 0}, "ElasticSampler: batch_size must be at least 1, got 0"),

@@ -1,10 +1,9 @@
-"""Items as tuples of codes (semantic ids): the code table, and samples -> SemanticIdBatch."""
+"""Items as tuples of codes (semantic ids): `CodeTable`, and the files that it is read from."""
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +11,10 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.dataloader.batches.batch import SemanticIdBatch
-from evenrank.dataloader.collate.gather import DrawKey, HistorySpans, ItemTokens, KeyValues, StoreRows
-from evenrank.dataloader.collate.sequences import LABEL, Collate, Fields, check_user_ids
-from evenrank.datasets.schema import ITEM_ID
-from evenrank.datasets.store import SequenceStore
 
-SEMANTIC_ID = "semantic_id"
-CANDIDATE_ID = "candidate_id"
+SEMANTIC_ID, CANDIDATE_ID = "semantic_id", "candidate_id"
 _NO_CODE = -1
 _MAX_LEVELS = 64  # more than any model uses: a table with more is probably transposed
-_EVENTS_PER_CHUNK = 1 << 24  # bounds the memory for checking a store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,73 +156,3 @@ def _read_tensor(path: Path) -> NDArray[np.integer]:
             f"{path} cannot be read as a tensor without running code from it ({first_line(error)}); save a single "
             "tensor [levels, items]"
         ) from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SemanticIdCollate(Collate[SemanticIdBatch]):
-    """Collates samples into a SemanticIdBatch.
-
-    events        a b c d       max_history_length = 2, levels = 2
-    semantic_id                 b1 b2 c1 c2
-    candidate_id                            d1 d2   (if `candidate_feature`)
-    label                                   d1 d2
-    label                             c1 c2 d1 d2   (if `history_labels`)
-    """
-
-    _batch_type = SemanticIdBatch
-
-    max_num_candidates: int = 1
-    table: CodeTable
-    label_offsets: bool
-    history_labels: bool
-    candidate_feature: bool
-    draw_alternatives: bool = False
-
-    def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
-        """Return the rows without a target, and those whose history or target contains an item without a code."""
-        if self.user_id:
-            check_user_ids(store)
-        num_targets = store.lengths if store.num_targets is None else store.num_targets
-        return {
-            "no event to predict": np.flatnonzero(num_targets < 1),
-            "an item without a code": self._rows_without_codes(store),
-        }
-
-    def filters(self) -> tuple[object, ...]:
-        """Return the history's length, which decides which rows are samples, and the codes of the trained weights."""
-        return ("codes", self.max_history_length, self.table.describe())
-
-    def _rows_without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
-        first_shown = np.maximum(store.begins, store.ends - 1 - self.max_history_length)
-        items = store.columns[ITEM_ID]
-        without_code = [np.empty(0, dtype=np.int64)]
-        for first in range(0, len(items), _EVENTS_PER_CHUNK):
-            without_code.append(first + np.flatnonzero(~self.table.has_code(items[first : first + _EVENTS_PER_CHUNK])))
-        events = np.concatenate(without_code)
-        return np.flatnonzero(np.searchsorted(events, first_shown) < np.searchsorted(events, store.ends))
-
-    def _tokens(self, offsets: NDArray[np.int64], spans: HistorySpans, key: DrawKey | None) -> ItemTokens:
-        """Draw a code for each event: the same for its features and labels, on any number of ranks."""
-        tokens = ItemTokens(self.table.codes, offsets)
-        if key is None or not self.draw_alternatives or self.table.alternatives is None:
-            return tokens
-        return tokens._replace(alternatives=self.table.alternatives, words=key.words(), ends=spans.ends)
-
-    def _event_values(self, spans: HistorySpans, key: DrawKey | None) -> dict[str, KeyValues]:
-        begins, history_ends, ends = spans
-        tokens = self._tokens(self.table.level_offsets, spans, key)
-        values = {SEMANTIC_ID: KeyValues(ITEM_ID, begins, history_ends - begins, self.max_history_length, tokens)}
-        if self.candidate_feature:
-            values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, 1, tokens)
-        return values
-
-    def _shared(self) -> dict[str, Any]:
-        return {"candidate_levels": len(self.table.codebook_sizes)}
-
-    def _loss_values(self, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None) -> Fields:
-        begins, history_ends, ends = spans
-        firsts = np.minimum(begins + 1, history_ends) if self.history_labels else history_ends
-        offsets = self.table.level_offsets
-        tokens = self._tokens(offsets if self.label_offsets else np.zeros_like(offsets), spans, key)
-        max_size = max(self.max_history_length, 1) if self.history_labels else 1
-        return {"labels": {LABEL: KeyValues(ITEM_ID, firsts, ends - firsts, max_size, tokens)}}

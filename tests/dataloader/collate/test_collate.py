@@ -7,17 +7,17 @@ import torch
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import StoreRows, group_by_store
-from evenrank.dataloader.collate.sequences import SequenceCollate
 from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import ITEMS, STORE
 
 
 def _collate(rows: list[int], **options: Any) -> SequenceBatch:
-    defaults = dict.fromkeys(("max_num_candidates", "num_tasks"), 0) | {"max_history_length": 100, "extra_events": ()}
     ids = np.array(rows, dtype=np.int64)
-    collate = SequenceCollate(**{**defaults, "user_id": False, "candidate_actions": False, **options})
+    collate = Collate.create(LoaderConfig(batch_size=1, **options), STORE.manifest)
+    batch: SequenceBatch
     (batch,) = collate(group_by_store([STORE], ids), ids, batch_size=len(rows))
     return batch
 
@@ -79,20 +79,19 @@ def test_extra_events_become_features() -> None:
     config = LoaderConfig(
         batch_size=1, max_history_length=2, max_num_candidates=1, extra_events=("timestamp_ms", "play_time_ms")
     )
-    collate = config.make_collate()
-    collate.check(store)
+    collate = Collate.create(config, manifest)
     (batch,) = collate([StoreRows(store, np.array([2]), np.array([0]))], np.array([2]), batch_size=1)
     # The time at which a candidate is shown is known in advance; for how long it is then played is not.
     assert rows_of(batch.features, "timestamp_ms") == [[3300, 3400, 3500]]
     assert rows_of(batch.features, "play_time_ms") == [[33000, 34000]]
     assert batch.features.keys()[-2:] == ["timestamp_ms", "play_time_ms"]
     with pytest.raises(ConfigError, match="no extra events 'play_time_ms'; known: timestamp_ms"):
-        collate.check(STORE)
+        collate.of(STORE.manifest)
 
 
 def test_batches_made_together_equal_batches_made_one_by_one() -> None:
     ids = np.array([2, 0, 1, 2, 2])
-    collate = LoaderConfig(batch_size=2, max_history_length=4, num_tasks=1).make_collate()
+    collate = Collate.create(LoaderConfig(batch_size=2, max_history_length=4, num_tasks=1), STORE.manifest)
     batches = collate(group_by_store([STORE], ids), ids, batch_size=2, num_batches=4)
     assert [batch.num_real for batch in batches] == [2, 2, 1, 0]
     for number, batch in enumerate(batches):

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader
+from evenrank.dataloader import LoaderConfig, SemanticIdBatch, build_loader
 from evenrank.dataloader.batches.schema import check_contents, schema_of
+from evenrank.dataloader.codes import CodeTable, read_codes
+from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
-from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.datasets import open_store
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
@@ -29,9 +30,9 @@ FLAGS = ("user_id", "label_offsets", "history_labels", "candidate_feature")
 
 def _collate(rows: list[int], **options: Any) -> SemanticIdBatch:
     table = CodeTable(codes=CODES.T.astype(np.int32), codebook_sizes=(4, 10))
-    defaults = {"table": table, "max_history_length": 100, **dict.fromkeys(FLAGS, False)}
-    collate = SemanticIdCollate(**{**defaults, **options})
+    collate = Collate.create(LoaderConfig(batch_size=3, codes=table, **options), STORE.manifest)
     ids = np.array(rows, dtype=np.int64)
+    batch: SemanticIdBatch
     (batch,) = collate(group_by_store([STORE], ids), ids, batch_size=3)
     return batch
 
@@ -64,7 +65,8 @@ def test_labels_follow_from_the_sample(
     store = replace(STORE, offsets=offsets, columns=columns)
     codes = np.random.default_rng(1).integers(0, 9, (40, 2), dtype=np.int32)
     table = CodeTable(codes=codes, codebook_sizes=(9, 9))
-    collate = SemanticIdCollate(table=table, max_history_length=max_history_length, **options)
+    config = LoaderConfig(batch_size=batch_size, codes=table, max_history_length=max_history_length, **options)
+    collate = Collate.create(config, store.manifest)
     ids = np.arange(len(num_events))
     num_batches = -(-len(ids) // batch_size)
     seen = 0
@@ -94,7 +96,7 @@ def test_users_without_codes_are_left_out(
     codes = np.zeros((2, 400), dtype=np.int64)  # the dataset has items above 399
     codes[:, 3] = -1
     np.save(tmp_path / "codes.npy", codes)
-    config = SemanticIdConfig(batch_size=16, codes=tmp_path / "codes.npy", max_history_length=4)
+    config = LoaderConfig(batch_size=16, codes=tmp_path / "codes.npy", max_history_length=4)
     with caplog.at_level(logging.WARNING, logger="evenrank"):
         loader = build_loader(small_dataset, config, rank=0, world_size=1)
     shown = [store.columns["item_id"][a:b][-5:] for a, b in zip(store.offsets, store.offsets[1:], strict=False)]

@@ -1,0 +1,246 @@
+"""`Collate`: samples of stores -> batches, by a list of parts that says how each of their keys is made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from evenrank.core.errors import DataError
+from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch, name_keys
+from evenrank.dataloader.codes import CodeTable, read_codes
+from evenrank.dataloader.collate.gather import (
+    DrawKey,
+    HistorySpans,
+    ItemTokens,
+    KeyValues,
+    SampleLengths,
+    StoreRows,
+    find_context,
+    find_known,
+    find_spans,
+    gather,
+    pad_rows,
+)
+from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler, Sources
+from evenrank.dataloader.collate.parts import Part, list_parts, predicted_events
+from evenrank.dataloader.config import LoaderConfig
+from evenrank.datasets.order import resolve_order
+from evenrank.datasets.schema import FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, Manifest
+from evenrank.datasets.store import SequenceStore
+
+_FLOAT_FIELDS = ("float_features", "targets", "weights", LOG_Q)
+_EVENTS_PER_CHUNK = 1 << 24  # bounds the memory for checking a store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Collate:
+    """Makes batches of samples, and decides which rows are samples.
+
+    The last `max_num_candidates` events of a user are the candidates, and the newest `max_history_length` events before
+    them the history:
+
+        events          a b c d e f g       max_history_length = 3, max_num_candidates = 2
+        history               c d e
+        candidates                  f g
+        item_id               c d e f g     action  c d e     label  f g
+
+    With codes, the last event is the target, the one candidate, and each event has `levels` tokens:
+
+        events          a b c d             max_history_length = 2, levels = 2
+        semantic_id     b1 b2 c1 c2
+        candidate_id    d1 d2               with `candidate_feature`
+        label           d1 d2
+        label           c1 c2 d1 d2         with `history_labels`
+    """
+
+    config: LoaderConfig
+    parts: tuple[Part, ...]
+    table: CodeTable | None = None
+    sampler: NegativeSampler | None = None
+    has_requests: bool = False
+
+    @classmethod
+    def create(cls, config: LoaderConfig, manifest: Manifest, sources: Sources = ()) -> "Collate":
+        """Read the codes, count the items that negatives are drawn from, and return the collate of a dataset.
+
+        Raises:
+            ConfigError: the dataset lacks a column, or is none to draw negatives from.
+            DataError: a file of codes or of hard negatives is missing or malformed.
+        """
+        table, negatives = config.codes, config.negatives
+        if table is not None and not isinstance(table, CodeTable):
+            table = read_codes(table, config.codebook_sizes)
+        items = config.key_maps.get(ITEM_ID)
+        return cls(
+            config=config,
+            parts=list_parts(config, manifest.columns, table),
+            table=table,
+            sampler=None if negatives is None else NegativeSampler.create(negatives, sources, items),
+            has_requests=resolve_order(config.order).has_requests,
+        )
+
+    def of(self, manifest: Manifest) -> "Collate":
+        """Return this collate for another dataset; a ConfigError if it lacks a column."""
+        return replace(self, parts=list_parts(self.config, manifest.columns, self.table))
+
+    def describe(self) -> dict[str, str | None]:
+        """Return what files say, by option: the same for equal contents, at any path."""
+        return {
+            "codes": None if self.table is None else self.table.describe(),
+            "negatives": None if self.sampler is None else self.sampler.describe(),
+        }
+
+    def filters(self) -> tuple[object, ...]:
+        """Return the settings of a loader's fingerprint: those that decide which rows are samples, and the codes."""
+        if self.table is None:
+            return ("candidates", self.config.max_num_candidates)
+        return ("codes", self.config.max_history_length, self.table.describe())
+
+    def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
+        """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons.
+
+        They have fewer events than candidates or, if rows have numbers of targets, none; or an item without a code.
+        """
+        reasons: dict[str, NDArray[np.int64]] = {}
+        if self.config.user_id:
+            _check_user_ids(store)
+        if most := self.config.max_num_candidates:
+            is_short = store.lengths < most if store.num_targets is None else store.num_targets < 1
+            reason = "no event to predict" if most == 1 else f"fewer events than {most} candidates"
+            reasons[reason] = np.flatnonzero(is_short)
+        if self.table is not None:
+            reasons["an item without a code"] = self._rows_without_codes(store, self.table)
+        return reasons
+
+    def _rows_without_codes(self, store: SequenceStore, table: CodeTable) -> NDArray[np.int64]:
+        first_shown = np.maximum(store.begins, store.ends - 1 - self.config.max_history_length)
+        items = store.columns[ITEM_ID]
+        without_code = [np.empty(0, dtype=np.int64)]
+        for first in range(0, len(items), _EVENTS_PER_CHUNK):
+            without_code.append(first + np.flatnonzero(~table.has_code(items[first : first + _EVENTS_PER_CHUNK])))
+        events = np.concatenate(without_code)
+        return np.flatnonzero(np.searchsorted(events, first_shown) < np.searchsorted(events, store.ends))
+
+    def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
+        """Return how long the rows of these samples are in a batch, without making it."""
+        spans, fields = self._find(groups, num_samples)
+        of_keys = {(field, name): values.lengths for field, keys in fields.items() for name, values in keys.items()}
+        num_candidates = np.zeros_like(spans.ends) if self.table is not None else spans.ends - spans.history_ends
+        return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
+
+    def __call__(
+        self,
+        groups: Sequence[StoreRows],
+        sample_ids: NDArray[np.int64],
+        *,
+        batch_size: int,
+        num_batches: int = 1,
+        seed: int = 0,
+        epoch: int = 0,
+    ) -> list[Any]:
+        """Make batches of samples [n], in order; rows after the last sample are padding.
+
+        At least one group is needed, because the stores have the types of values. What is drawn for a sample depends on
+        its id, `seed` and `epoch`.
+        """
+        num_samples = len(sample_ids)
+        spans, jagged = self._find(groups, num_samples, DrawKey(seed, epoch, sample_ids))
+        fields: dict[str, Sequence[Any]] = {}
+        values: dict[str, NDArray[Any]] = {}
+        longest = []
+        for field, keys in jagged.items():
+            dtype = FLOAT if field in _FLOAT_FIELDS else "int64"
+            values[field], fields[field], longest_of_keys = gather(groups, keys, batch_size, num_batches, dtype)
+            longest.append(longest_of_keys)
+        if self.config.num_tasks > 1 and "labels" in values:
+            values["labels"] &= (1 << self.config.num_tasks) - 1
+        if "known" in values and "weights" in values:
+            values["weights"][np.isnan(values["targets"])] = 0
+        if (predicted := jagged.get("known") or jagged.get("labels") or jagged.get("targets")) is None:
+            # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
+            loss_lengths = np.maximum(jagged["features"][ITEM_ID].lengths - 1, 0)
+        else:
+            (loss_lengths,) = (of_key.lengths for of_key in predicted.values())
+        loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
+        for name, column in self._dense_columns(groups, spans).items():
+            fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
+        fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
+        of_keys = {(field, key): of_key for field, keys in jagged.items() for key, of_key in keys.items()}
+        names = name_keys(tuple(of_keys))
+        max_lengths = [dict(zip(names, of_batch, strict=True)) for of_batch in np.concatenate(longest, axis=1).tolist()]
+        limits = {name: of_key.length_limit for name, of_key in zip(names, of_keys.values(), strict=True)}
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
+        batch_type: Any = SequenceBatch
+        if self.table is not None:
+            batch_type = partial(SemanticIdBatch, candidate_levels=len(self.table.codebook_sizes))
+        return [
+            batch_type(
+                batch_size=batch_size,
+                num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
+                loss_tokens=loss_tokens[batch],
+                max_lengths=max_lengths[batch],
+                length_limits=dict(limits),
+                **dict(zip(fields, tensors, strict=True)),
+            )
+            for batch, tensors in enumerate(zip(*fields.values(), strict=True))
+        ]
+
+    def _find(
+        self, groups: Sequence[StoreRows], num_samples: int, key: DrawKey | None = None
+    ) -> tuple[HistorySpans, dict[str, dict[str, KeyValues]]]:
+        """Return the samples' histories and candidates, and their values by field and key, in the order of batches.
+
+        Without a key to draw with, only lengths are right.
+        """
+        config = self.config
+        spans = find_spans(groups, num_samples, config.max_history_length, config.max_num_candidates)
+        fields: dict[str, dict[str, KeyValues]] = {}
+        for part in self.parts:
+            fields.setdefault(part.field, {})[part.key] = self._values_of(part, groups, spans, key)
+        if self.sampler is not None:
+            begin, end, limit = predicted_events(config)
+            fields |= self.sampler.values(groups, getattr(spans, begin), getattr(spans, end), limit, key)
+        return spans, fields
+
+    def _values_of(
+        self, part: Part, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None
+    ) -> KeyValues:
+        if part.events is None:
+            return find_context(groups, part.column, len(spans.ends))
+        begins, ends = getattr(spans, part.events.begin), getattr(spans, part.events.end)
+        values = KeyValues(part.column, begins, ends - begins, part.events.limit)
+        if part.of_event == "row":
+            rows = find_context(groups, part.column, len(begins)).begins
+            return values._replace(begins=rows, is_repeated=True)
+        if part.of_event == "place":
+            return find_known(groups, values, has_places=key is not None)
+        if self.table is None or part.level_offsets is None:
+            return values
+        # Each event has one code, the same for features and labels, on any number of ranks.
+        tokens, alternatives = ItemTokens(self.table.codes, part.level_offsets), self.table.alternatives
+        if key is not None and self.config.draw_alternatives and alternatives is not None:
+            tokens = tokens._replace(alternatives=alternatives, words=key.words(), ends=spans.ends)
+        return values._replace(tokens=tokens)
+
+    def _dense_columns(self, groups: Sequence[StoreRows], spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
+        """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
+        columns = {} if self.table is not None else {"num_candidates": spans.ends - spans.history_ends}
+        if self.has_requests:
+            times = columns["request_ts_ms"] = np.empty_like(spans.begins)
+            for store, _, samples in groups:
+                times[samples] = store.columns[TIMESTAMP_MS][spans.history_ends[samples]]
+        return columns
+
+
+def _check_user_ids(store: SequenceStore) -> None:
+    """Raise a DataError if a user id is negative, and so no row of an embedding table; datasets may have such ids."""
+    user_ids = store.columns[USER_ID]
+    if len(user_ids) and (least := int(user_ids.min())) < 0:
+        raise DataError(
+            f"user_id=True makes user ids a feature, but {store.folder or 'the dataset'} has user {least}; number its "
+            "users from 0, or leave user_id=True out"
+        )

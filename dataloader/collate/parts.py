@@ -1,0 +1,119 @@
+"""What batches are made of: a flat list of their keys, from the settings of a loader and the columns of a dataset."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.batch import SequenceBatch
+from evenrank.dataloader.codes import CANDIDATE_ID, SEMANTIC_ID, CodeTable
+from evenrank.dataloader.collate.gather import Ints
+from evenrank.dataloader.config import LoaderConfig
+from evenrank.datasets.schema import ACTION, FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, Column, Schema
+
+LABEL, TARGET, WEIGHT, KNOWN = "label", "target", "weight", "known"
+
+
+class Events(NamedTuple):
+    """Consecutive events of a sample, from one bound to another; bounds are named as in HistorySpans."""
+
+    begin: str
+    end: str
+    limit: int
+    """Most events of any sample."""
+
+
+class Part(NamedTuple):
+    """How a key of batches is made."""
+
+    field: str
+    """Of the batch."""
+    key: str
+    column: str
+    """Of the store."""
+    events: Events | None = None
+    """Those that have values; None: the values are the row's own, one or any number."""
+    of_event: Literal["value", "codes", "row", "place"] = "value"
+    """What an event has: the column's value; the codes of its item; the row's value; its place, if its float is known.
+    """
+    level_offsets: Ints | None = None
+    """[levels]: what is added to the codes."""
+
+
+def history_events(config: LoaderConfig) -> Events:
+    """Return the events before the candidates."""
+    return Events("begins", "history_ends", config.max_history_length)
+
+
+def predicted_events(config: LoaderConfig) -> Events:
+    """Return the events that have a loss: the candidates, the labeled history, or all that follow another one."""
+    if config.history_labels or not (config.max_num_candidates or config.num_tasks or config.label or config.target):
+        return Events("followers", "ends", max(config.max_history_length - 1, 0) + config.max_num_candidates)
+    if config.max_num_candidates:
+        return Events("history_ends", "ends", config.max_num_candidates)
+    return history_events(config)
+
+
+def list_parts(config: LoaderConfig, schema: Schema, table: CodeTable | None) -> tuple[Part, ...]:
+    """Return the keys of the batches of a dataset with these columns, except those of negatives, which are drawn.
+
+    Raises:
+        ConfigError: the dataset lacks a column.
+    """
+    columns = {column.name: column for column in schema}
+    rows = [name for name, column in columns.items() if column.kind != "event" and name != USER_ID]
+    context = rows if config.context is None else config.context
+    _check_known("contextual feature", context, rows)
+    names = (*((USER_ID,) if config.user_id else ()), *context)
+    parts = [Part(_features(columns[name]), name, name) for name in names]
+    parts += _parts_of_events(config, columns) if table is None else _parts_of_codes(config, table)
+    order = [field.name for field in fields(SequenceBatch)]
+    return tuple(sorted(parts, key=lambda part: order.index(part.field)))
+
+
+def _parts_of_events(config: LoaderConfig, columns: Mapping[str, Column]) -> Iterator[Part]:
+    events = {name: column for name, column in columns.items() if column.kind == "event" and name != ITEM_ID}
+    integers = [name for name, column in events.items() if column.dtype != FLOAT]
+    floats = [name for name, column in columns.items() if column.kind != "event" and column.dtype == FLOAT]
+    label, target, weight = config.label, config.target, config.weight
+    _check_known("extra events", config.extra_events, [name for name in events if name != ACTION])
+    _check_known("integer events for label", [label] if label else (), integers)
+    _check_known("events for target", [target] if target else (), events)
+    _check_known("events or float feature for weight", [weight] if weight else (), [*events, *floats])
+    history, predicted = history_events(config), predicted_events(config)
+    shown = Events("begins", "ends", history.limit + config.max_num_candidates)
+    for name in (ITEM_ID, ACTION, *config.extra_events):
+        # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
+        is_known = name in (ITEM_ID, TIMESTAMP_MS) or config.candidate_actions
+        yield Part(_features(columns[name]), name, name, shown if is_known else history)
+    if config.max_num_candidates or config.num_tasks or label:
+        yield Part("labels", LABEL, label or ACTION, predicted)
+    if target:
+        yield Part("targets", TARGET, target, predicted)
+        if columns[target].may_be_missing:
+            yield Part("known", KNOWN, target, predicted, "place")
+    if weight:
+        if columns[weight].may_be_missing:
+            raise ConfigError(f"weight {weight!r} may be missing in the dataset; declare it with =FILL or =drop there")
+        yield Part("weights", WEIGHT, weight, predicted, "value" if weight in events else "row")
+
+
+def _parts_of_codes(config: LoaderConfig, table: CodeTable) -> Iterator[Part]:
+    tokens = table.level_offsets
+    yield Part("features", SEMANTIC_ID, ITEM_ID, history_events(config), "codes", tokens)
+    if config.candidate_feature:
+        yield Part("features", CANDIDATE_ID, ITEM_ID, Events("history_ends", "ends", 1), "codes", tokens)
+    of_labels = tokens if config.label_offsets else np.zeros_like(tokens)
+    yield Part("labels", LABEL, ITEM_ID, predicted_events(config), "codes", of_labels)
+
+
+def _features(column: Column) -> str:
+    return "float_features" if column.dtype == FLOAT else "features"
+
+
+def _check_known(kind: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"the dataset has no {kind} {name!r}; known: {', '.join(known) or 'none'}")
