@@ -76,7 +76,7 @@ class LoaderConfig(Settings):
     persistent_workers: Annotated[bool, PER_RANK] = False
     """Keep the threads between epochs."""
     pin_memory: Annotated[bool, PER_RANK] = False
-    """Return batches in pinned memory, for asynchronous copies to a GPU. With `device`, they are there already."""
+    """Return batches in pinned memory, for asynchronous copies to a GPU, if the training makes these itself."""
     device: Annotated[torch.device | str | None, PER_RANK] = None
     """Where batches are handed out; None: on the CPU, as a Balancer needs them. A CUDA device: the thread that makes
     batches uploads them too, so the device holds up to `(num_workers + 1) * prefetch` of them."""
@@ -119,6 +119,11 @@ class LoaderConfig(Settings):
     as for evaluation."""
 
     def _check(self) -> None:
+        if self.pin_memory and self.device is not None:
+            raise ConfigError(
+                f"batches are handed out on device={str(self.device)!r}, so nothing copies them from pinned memory; "
+                "leave pin_memory out"
+            )
         object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy that no caller changes later
         for name in self.key_maps:
             if name in (ACTION, TIMESTAMP_MS):

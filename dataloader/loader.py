@@ -262,7 +262,7 @@ class Loader(StepLoader[Batch]):
         return batch
 
     def _batches(self, steps: Sequence[StepSamples], *, seed: int, epoch: int) -> list[Batch]:
-        return self._samples_of(epoch).stored.batches(steps, seed=seed, epoch=epoch)
+        return self._samples_of(epoch).stored.batches(steps, seed=seed, epoch=epoch, memory=self._collated_in)
 
     def _own_invariants(self) -> dict[str, Any]:
         samples = self._samples_of(0)

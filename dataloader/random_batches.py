@@ -180,7 +180,8 @@ class RandomBatches(StepLoader[Batch]):
         rows = np.arange(num_samples)
         groups = [StoreRows(self._draw(rng, num_samples).remapped(self._config.key_maps), rows, rows)]
         batch: Batch
-        (batch,) = self._collate(groups, sample_ids[:num_samples], batch_size=batch_size, seed=seed, epoch=0)
+        place: dict[str, Any] = {"batch_size": batch_size, "memory": self._collated_in}
+        (batch,) = self._collate(groups, sample_ids[:num_samples], seed=seed, epoch=0, **place)
         return batch
 
 

@@ -16,6 +16,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.rules import PER_RANK
 from evenrank.core.settings import rules_of
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
+from evenrank.dataloader.batches.memory import HOST, Memory
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import StoreRows
@@ -25,7 +26,6 @@ from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSa
 from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape, remapped_stores
 from evenrank.dataloader.state.node import EpochNode
 from evenrank.dataloader.state.resume_point import CurrentPosition, Position
-from evenrank.dataloader.upload import Upload
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import RowOrder, Samples
 from evenrank.datasets.schema import IdSummary, Manifest
@@ -62,7 +62,7 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         self._rank = rank
         self._world_size = world_size
         self._transform = transform
-        self._upload = None if config.device is None else Upload(config.device)
+        self._memory = Memory(config.device, pins=config.pin_memory)
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
         self._set_up(CurrentPosition(config.seed), ids or {}, config.key_maps)
 
@@ -70,9 +70,10 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         return self._hand_out(self._made_steps())
 
     def _made_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
-        upload = self._upload
+        memory = self._memory
+        memory.begin()
         for batch, position, samples in self._make_steps():
-            yield batch if upload is None else upload.hand_out(batch), position, samples
+            yield memory.hand_out(batch), position, samples
 
     @abstractmethod
     def _make_steps(self) -> Iterator[tuple[Batch, Position, StepSamples]]:
@@ -126,31 +127,32 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         """Make a batch with these fields, and `_finish` it."""
         batch: Batch
         shape = {"batch_size": self._config.batch_size, "seed": seed}
-        (batch,) = self._collate(groups, sample_ids, **shape, epoch=fields["epoch"])
+        (batch,) = self._collate(groups, sample_ids, **shape, epoch=fields["epoch"], memory=self._collated_in)
         for name, value in fields.items():
             setattr(batch, name, value)
-        (batch,) = self._placed([self._finish(batch, seed, *counters)])
-        return batch
+        return self._finish(batch, seed, *counters)
 
-    def _placed(self, batches: list[Batch]) -> list[Batch]:
-        """Return finished batches where they are handed out."""
-        return batches if self._upload is None else self._upload(batches)
+    @property
+    def _collated_in(self) -> Memory:
+        """Where batches are collated: those that a transform gets are on the CPU."""
+        return self._memory if self._transform is None else HOST
 
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
-        """Transform a batch with a generator for seed, epoch and `counters`, and pin it."""
-        if self._transform is not None:
-            epoch, step, position = batch.epoch, batch.step, batch.position
-            try:
-                batch = self._transform(batch, make_rng(seed, epoch, *counters))
-            except StopIteration as error:  # would be taken for the end of the epoch
-                raise RuntimeError(
-                    f"the transform raised StopIteration in step {step} of epoch {epoch}; pass next() a default, or "
-                    "raise another error"
-                ) from error
-            if not isinstance(batch, JaggedBatch):
-                raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
-            batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
-        return batch.pin_memory() if self._config.pin_memory else batch
+        """Transform a batch, if there is a transform, with a generator for seed, epoch and `counters`."""
+        if self._transform is None:
+            return batch
+        epoch, step, position = batch.epoch, batch.step, batch.position
+        try:
+            batch = self._transform(batch, make_rng(seed, epoch, *counters))
+        except StopIteration as error:  # would be taken for the end of the epoch
+            raise RuntimeError(
+                f"the transform raised StopIteration in step {step} of epoch {epoch}; pass next() a default, or raise "
+                "another error"
+            ) from error
+        if not isinstance(batch, JaggedBatch):
+            raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
+        batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
+        return self._memory.move(batch)
 
 
 class StepLoader(RankLoader[Batch]):
@@ -172,7 +174,7 @@ class StepLoader(RankLoader[Batch]):
             for step, batch in zip(steps, self._batches(sampled, seed=seed, epoch=epoch), strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
                 made.append(self._finish(batch, seed, schedule.first_position(step, self._rank)))
-            return list(zip(self._placed(made), sampled, strict=True))
+            return list(zip(made, sampled, strict=True))
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))

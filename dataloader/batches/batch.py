@@ -210,8 +210,10 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the batch on another device; host-side caches and metadata are kept, without synchronization."""
+        """Return the batch on a device, itself if it is there; host-side caches are kept, without synchronization."""
         target = torch.device(device)
+        if all(value is None or _device_of(value) == target for _, value in self.tensors()):
+            return self
 
         def move(value: Any) -> Any:
             moved = value.to(target, non_blocking=non_blocking)
@@ -238,6 +240,10 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         return self.replace(**{name: function(value) for name, value in self.tensors() if value is not None})
+
+
+def _device_of(value: KeyedJaggedTensor | Tensor) -> torch.device:
+    return value.device() if isinstance(value, KeyedJaggedTensor) else value.device
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -58,11 +58,13 @@ def keyed_jagged_tensor(
     length_per_key: list[int] | None = None,
     *,
     weights: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> KeyedJaggedTensor:
     """Build a KeyedJaggedTensor with its host-side caches filled, so that no later call has to synchronize.
 
     The values [sum(lengths)] are key-major: all rows of the first key, then all of the second. Lengths are int64 or
-    int32 [K, B], contiguous if they are a tensor; `length_per_key` has their sums over rows, if known.
+    int32 [K, B], contiguous if they are a tensor; `length_per_key` has their sums over rows, if known, and `offsets`,
+    [K * B + 1], where rows begin.
     """
     suppress_fx_tracing_warning()
     if length_per_key is None:
@@ -75,6 +77,7 @@ def keyed_jagged_tensor(
         values=values,
         weights=weights,
         lengths=flat_lengths if values.is_cpu else flat_lengths.to(values.device),
+        offsets=offsets,
         stride=lengths.shape[1],
         length_per_key=length_per_key,
         offset_per_key=[0, *accumulate(length_per_key)],

@@ -1,16 +1,17 @@
 """`Collate`: samples of stores -> batches, by a list of parts that says how each of their keys is made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch, name_keys
+from evenrank.dataloader.batches.memory import HOST, Memory
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.dataloader.codes import CodeTable, read_codes
 from evenrank.dataloader.collate.gather import (
     DrawKey,
@@ -141,36 +142,38 @@ class Collate:
         num_batches: int = 1,
         seed: int = 0,
         epoch: int = 0,
+        memory: Memory = HOST,
     ) -> list[Any]:
         """Make batches of samples [n], in order; rows after the last sample are padding.
 
         At least one group is needed, because the stores have the types of values. What is drawn for a sample depends on
-        its id, `seed` and `epoch`.
+        its id, `seed` and `epoch`. Tensors are placed in `memory`.
         """
         num_samples = len(sample_ids)
         spans, jagged = self._find(groups, num_samples, DrawKey(seed, epoch, sample_ids))
-        fields: dict[str, Sequence[Any]] = {}
         values: dict[str, NDArray[Any]] = {}
-        longest = []
+        lengths: dict[str, NDArray[np.int64]] = {}
         for field, keys in jagged.items():
             dtype = FLOAT if field in _FLOAT_FIELDS else "int64"
-            values[field], fields[field], longest_of_keys = gather(groups, keys, batch_size, num_batches, dtype)
-            longest.append(longest_of_keys)
+            values[field], lengths[field] = gather(groups, keys, batch_size, num_batches, dtype)
         if self.config.num_tasks > 1 and "labels" in values:
             values["labels"] &= (1 << self.config.num_tasks) - 1
         if "known" in values and "weights" in values:
             values["weights"][np.isnan(values["targets"])] = 0
+        dense = {
+            name: pad_rows(column, batch_size, num_batches)
+            for name, column in self._dense_columns(groups, spans).items()
+        }
+        dense["sample_ids"] = pad_rows(sample_ids, batch_size, num_batches, fill=-1)
+        fields = _place(memory, {field: [*keys] for field, keys in jagged.items()}, values, lengths, dense)
         if (predicted := jagged.get("known") or jagged.get("labels") or jagged.get("targets")) is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
             loss_lengths = np.maximum(jagged["features"][ITEM_ID].lengths - 1, 0)
         else:
             (loss_lengths,) = (of_key.lengths for of_key in predicted.values())
         loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
-        for name, column in self._dense_columns(groups, spans).items():
-            fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
-        fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
         of_keys = {(field, key): of_key for field, keys in jagged.items() for key, of_key in keys.items()}
-        names = name_keys(tuple(of_keys))
+        names, longest = name_keys(tuple(of_keys)), [of_field.max(axis=2, initial=0) for of_field in lengths.values()]
         max_lengths = [dict(zip(names, of_batch, strict=True)) for of_batch in np.concatenate(longest, axis=1).tolist()]
         limits = {name: of_key.length_limit for name, of_key in zip(names, of_keys.values(), strict=True)}
         limits = {name: limit for name, limit in limits.items() if limit is not None}
@@ -234,6 +237,38 @@ class Collate:
             for store, _, samples in groups:
                 times[samples] = store.columns[TIMESTAMP_MS][spans.history_ends[samples]]
         return columns
+
+
+def _place(
+    memory: Memory,
+    keys: Mapping[str, list[str]],
+    values: Mapping[str, NDArray[Any]],
+    lengths: Mapping[str, NDArray[np.int64]],
+    dense: Mapping[str, NDArray[np.int64]],
+) -> dict[str, Sequence[Any]]:
+    """Return the fields of G batches by name, [G] each, all of which are placed together.
+
+    Given the keys of the jagged ones, their values, batch after batch, and lengths, [G, K, B]; the dense ones, [G, B].
+    """
+    offsets = {}
+    if memory.is_device:  # where a model that needs them would launch a kernel
+        for field, of_field in lengths.items():
+            offsets[field] = np.zeros((len(of_field), of_field[0].size + 1), dtype=np.int64)
+            np.cumsum(of_field.reshape(len(of_field), -1), axis=1, out=offsets[field][:, 1:])
+    groups = (values, lengths, offsets, dense)
+    tensors = iter(memory.place([array for group in groups for array in group.values()]))
+    placed = [{name: next(tensors) for name in group} for group in groups]
+    fields: dict[str, Sequence[Any]] = {}
+    for field, of_field in lengths.items():
+        counts = of_field.sum(axis=2).tolist()
+        parts = placed[0][field].split([sum(of_batch) for of_batch in counts])
+        starts = placed[2][field].unbind() if field in offsets else [None] * len(counts)
+        batches = zip(parts, placed[1][field].unbind(), counts, starts, strict=True)
+        fields[field] = [
+            keyed_jagged_tensor(keys[field], of_values, of_lengths, of_keys, offsets=begins)
+            for of_values, of_lengths, of_keys, begins in batches
+        ]
+    return fields | {name: tensor.unbind() for name, tensor in placed[3].items()}
 
 
 def _check_user_ids(store: SequenceStore) -> None:

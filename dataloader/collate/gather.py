@@ -5,13 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.compiled import compiled
 from evenrank.core.hashing import mix64, mix_word
-from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.datasets.store import SequenceStore
 
 Ints = NDArray[np.int64]
@@ -167,10 +164,10 @@ def find_known(groups: Sequence[StoreRows], values: KeyValues, *, has_places: bo
 
 def gather(
     groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_size: int, num_batches: int, dtype: str
-) -> tuple[NDArray[Any], list[KeyedJaggedTensor], Ints]:
+) -> tuple[NDArray[Any], Ints]:
     """Copy the samples' values into one array, batch after batch and key after key; rows after the last are padding.
 
-    Return the array, views of it as G batches, and the longest row of each of K keys: [G, K].
+    Return the array, and the lengths of the rows of G batches with K keys: [G, K, B].
 
     batch_size = 2, lengths {"sex": [1 1 1], "item_id": [2 0 3]}, two batches, the second with one padding row:
 
@@ -178,9 +175,8 @@ def gather(
                   batch 0       | batch 1
     """
     lengths = np.stack([pad_rows(values.lengths, batch_size, num_batches) for values in keys.values()], axis=1)
-    out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
-    num_values = lengths.sum(axis=2)
-    out = np.empty(int(num_values.sum()), dtype=dtype)
+    out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
+    out = np.empty(int(lengths.sum()), dtype=dtype)
     for index, values in enumerate(keys.values()):
         begins_of_key = out_begins[:, index].reshape(-1)
         for store, _, samples in groups:
@@ -191,9 +187,7 @@ def gather(
                 _copy_elements(*places, out)
             elif not _copy_tokens(*places, *values.tokens, out):
                 raise IndexError("a row has an item without a code; it is not a sample")
-    parts = torch.from_numpy(out).split(num_values.sum(axis=1).tolist())
-    of_batches = zip(parts, torch.from_numpy(lengths), num_values.tolist(), strict=True)
-    return out, [keyed_jagged_tensor(list(keys), *of_batch) for of_batch in of_batches], lengths.max(axis=2, initial=0)
+    return out, lengths
 
 
 def pad_rows(column: Ints, batch_size: int, num_batches: int, *, fill: int = 0) -> Ints:

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
+from evenrank.dataloader.batches.memory import HOST, Memory
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
@@ -121,7 +122,9 @@ class StoredSamples:
         ((store, rows, _),) = group_by_store(self.stores, np.array([sample_id]))
         return f"row {int(store.rows_of(rows)[0])} of {store.folder or 'the dataset'}"
 
-    def batches(self, steps: Sequence[StepSamples], *, seed: int = 0, epoch: int = 0) -> list[Any]:
+    def batches(
+        self, steps: Sequence[StepSamples], *, seed: int = 0, epoch: int = 0, memory: Memory = HOST
+    ) -> list[Any]:
         """Make the batch of each step, in one pass if all but the last are full."""
         is_full = all(len(step.sample_ids) == self._batch_size for step in steps[:-1])
         batches: list[Any] = []
@@ -129,7 +132,7 @@ class StoredSamples:
             sample_ids = np.concatenate([step.sample_ids for step in run])
             groups = group_by_store(self.stores, sample_ids)
             shape = {"batch_size": self._batch_size, "num_batches": len(run)}
-            batches += self._collate(groups, sample_ids, **shape, seed=seed, epoch=epoch)
+            batches += self._collate(groups, sample_ids, **shape, seed=seed, epoch=epoch, memory=memory)
         for batch, step in zip(batches, steps, strict=True):
             for name, value in step.fields.items():
                 setattr(batch, name, value)

@@ -15,7 +15,7 @@ from trainer.world import World, on_all_ranks, on_first_rank
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 Batches = Balancer[Batch] | Loader[Batch]
-"""Balanced batches: of a loader that balances, on the CPU, or of a Balancer, on the device that trains on them."""
+"""Balanced batches, on the device that trains on them: of a loader that balances, or of a Balancer."""
 NO_EXCHANGE = "no-exchange"
 """Each rank plans the steps of all ranks and reads what it trains; likewise with `none`, which moves no sample."""
 

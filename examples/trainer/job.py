@@ -14,6 +14,7 @@ import typer
 from torch import nn
 
 from evenrank.dataloader import Loader
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.ranks.agree import gather_checked
 from trainer.balance_log import BalanceLog
 from trainer.checkpoints import Checkpoints
@@ -140,7 +141,7 @@ def _open(
         max_history_length=config.max_history_length,
         num_workers=config.num_workers,
         seed=config.seed,
-        pin_memory=world.device.type == "cuda",
+        device=None if config.balance in EXCHANGES else world.device,
     )
     balance = balance_config(config, cost=task.cost)
     if balance_log is not None:

@@ -1,6 +1,7 @@
 """The sources of batches that scripts/bench/host.py compares: prepared ones, loaders, and Balancers."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,6 @@ class Rank:
             user_id=True,
             num_workers=1,
             persistent_workers=True,
-            pin_memory=self.device.type == "cuda",
         )
 
     def made_before(self) -> RandomBatches[Any]:
@@ -84,10 +84,10 @@ def prepared(rank: Rank) -> Batches:
 
 def loaded(rank: Rank, balance: BalanceConfig | None) -> Batches:
     """Return the batches of `build_loader`, epoch after epoch."""
-    loader = build_loader(rank.store(), rank.config, rank=rank.rank, world_size=rank.world_size, balance=balance)
+    config = dataclasses.replace(rank.config, device=rank.device)
+    loader = build_loader(rank.store(), config, rank=rank.rank, world_size=rank.world_size, balance=balance)
     while True:
-        for batch in loader:
-            yield batch.to(rank.device, non_blocking=True)
+        yield from loader
 
 
 def balanced(rank: Rank, batches: Iterable[JaggedBatch], strategy: str) -> Batches:

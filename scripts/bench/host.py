@@ -9,7 +9,7 @@ gradients. Batches have 32 samples with the int64 keys user_id, user_age, item_i
 lengths (mean 512, std 512, 1..4096). They come from, in turns of up to 32 steps:
 
     prepared             batches that are on the device already, and the same again, which shows the noise
-    loader               build_loader with one worker, pinned, and .to(device, non_blocking=True)
+    loader               build_loader with one worker, which uploads batches too
     no exchange          the same with balance=BalanceConfig(...)
     none ... min-move    a Balancer with each strategy, over batches made before
     StatefulDataLoader   a Balancer with lpt-swap over torchdata's loader with 2 workers and a JaggedCollate

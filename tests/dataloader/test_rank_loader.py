@@ -40,6 +40,7 @@ CHANGES: dict[Any, dict[str, Any]] = {
         **dict.fromkeys(("batch_size", "max_history_length", "seed", "num_workers", "prefetch", "num_tasks"), 9),
         **dict.fromkeys(("user_id", "drop_last", "persistent_workers", "pin_memory", "candidate_actions"), True),
         "split": "eval",
+        "device": "cpu",
         "order": "rows",
         "max_num_candidates": 1,
         "extra_events": ("timestamp_ms",),
@@ -58,7 +59,7 @@ CHANGES: dict[Any, dict[str, Any]] = {
 }
 
 # Settings that affect speed, not the contents of batches.
-MAY_DIFFER = {"num_workers", "prefetch", "persistent_workers", "pin_memory", "poll_seconds"}
+MAY_DIFFER = {"num_workers", "prefetch", "persistent_workers", "pin_memory", "device", "poll_seconds"}
 
 
 def _transform(batch: Any, rng: np.random.Generator) -> Any:

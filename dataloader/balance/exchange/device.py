@@ -21,6 +21,7 @@ from torch import Tensor
 
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.memory import resolve_device
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -89,17 +90,13 @@ class _CudaDevice(ExchangeDevice):
     tile_bytes = TILE_BYTES
 
     def __init__(self, device: torch.device) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device on this host; pass device=None")
-        if device.index is not None and device.index >= (count := torch.cuda.device_count()):
-            raise ConfigError(f"device is {device}, but this host has {count} CUDA devices; pass cuda:0..{count - 1}")
         if triton is None:
             raise ConfigError(
                 f"device is {device}, but Triton, which comes with CUDA builds of PyTorch, is not installed; install "
                 "it, or pass device=None"
             )
         super().__init__()
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = device
         # Not the index, which is 0 on all ranks if each of them sees its own device only.
         self.hardware = str(torch.cuda.get_device_properties(self.device).uuid)
         # High priority, so that small kernels of the exchange do not queue behind large ones of the training.
@@ -158,16 +155,9 @@ class _CudaDevice(ExchangeDevice):
 
 
 def make_device(device: torch.device | str | None) -> ExchangeDevice:
-    """Return the exchange device for a PyTorch device; None is the CPU."""
-    try:
-        target = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {device!r}, which PyTorch does not know; pass cpu or cuda") from error
-    if target.type == "cpu":
-        return ExchangeDevice()
-    if target.type == "cuda":
-        return _CudaDevice(target)
-    raise ConfigError(f"device is {device}; batches are exchanged on cpu or cuda")
+    """Return the exchange device for a PyTorch device; None is the CPU. A ConfigError if there is none."""
+    target = resolve_device(device)
+    return _CudaDevice(target) if target.type == "cuda" else ExchangeDevice()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Source:
         order = _Cycle() if endless else "rows"
         return build_loader(
             self._dataset(),
-            dataclasses.replace(self._config, order=order, num_workers=num_workers),
+            dataclasses.replace(self._config, order=order, num_workers=num_workers, device=self._world.device),
             rank=self._world.data_rank,
             world_size=self._world.data_size,
             balance=balance,

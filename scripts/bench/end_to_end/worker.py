@@ -89,7 +89,6 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         batch_size=config.batch_size,
         max_history_length=config.max_history_length,
         seed=workload.seed,
-        pin_memory=device.type == "cuda",
     )
     assert isinstance(read, LoaderConfig)
     source = Source(workload, task.distribution, read, world, cost)

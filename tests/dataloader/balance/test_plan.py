@@ -24,6 +24,7 @@ def own_strategy() -> Any:
         yield
 
 
+@pytest.mark.filterwarnings("ignore::evenrank.dataloader.balance.TokenLimitWarning")
 @settings(max_examples=300)
 @given(st.data(), st.integers(1, 5), st.integers(1, 6), st.integers(1, 6))
 def test_many_steps_are_planned_as_each_alone(
@@ -59,5 +60,5 @@ def test_steps_that_stay_unbalanced_are_among_balanced_ones() -> None:
 def test_a_limit_that_one_step_exceeds_is_an_error_of_all() -> None:
     costs = np.array([[[2, 2], [2, 2]], [[9, 1], [1, 1]]])
     config = BalanceConfig(cost=LinearCost(interleave_actions=False), max_tokens_per_rank=8)
-    with pytest.raises(Exception, match="max_tokens_per_rank = 8 cannot be kept: .* the longest sample has 9"):
+    with pytest.raises(Exception, match=r"max_tokens_per_rank = 8 cannot be kept: .* the longest sample has 9"):
         plan_steps(costs, costs, config, steps=range(2))
