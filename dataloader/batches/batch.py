@@ -87,7 +87,7 @@ def dense(
 
 
 @functools.cache
-def _fill_values(batch_type: Any) -> dict[str, float]:
+def _fill_values(batch_type: Any) -> Mapping[str, float]:
     return {entry.name: entry.metadata.get("fill", 0) for entry in dataclasses.fields(batch_type)}
 
 
@@ -152,13 +152,6 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     def replace(self, **changes: Any) -> Self:
         """Return a batch with other values of these fields, by name."""
         return dataclasses.replace(self, **changes)
-
-    @classmethod
-    def without_samples(
-        cls, batch_size: int, tensors: Mapping[str, Any], fill_values: Mapping[str, float], loss_key: LossKey | None
-    ) -> Self:
-        """Return a batch of padding only, given the `tensors()`, `fill_values()` and `loss_key()` of its schema."""
-        return cls(batch_size=batch_size, num_real=0, **tensors)
 
     def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
         """Return the batch of these rows, in this order; on a GPU, this synchronizes.
