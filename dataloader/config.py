@@ -94,11 +94,9 @@ class LoaderConfig(Settings):
     extra_events: Annotated[tuple[str, ...], _NO_CODES] = ()
     """Further list columns as features: `timestamp_ms`, for history and candidates, or columns that the dataset adds,
     for the same events as `action`. Columns of floats are in `float_features`."""
-    label: Annotated[str | None, _NO_CODES] = None
-    """Column of integers of the labels, also without `num_tasks`; None: the actions."""
-    target: Annotated[str | None, _NO_CODES] = None
-    """Column of integers or floats: `targets`, for regression, of the events that labels are of. Without candidates,
-    `num_tasks` and `label`, targets take the place of labels."""
+    label: Annotated[str | tuple[str, ...] | None, _NO_CODES] = None
+    """Column of events with the labels, also without `num_tasks`: one of integers, `labels`, or of floats,
+    `float_labels`, or one of each, as a tuple. None: the actions."""
     weight: Annotated[str | None, _NO_CODES] = None
     """`weights`, one per loss token: a column of events, or a contextual feature of floats, equal for a sample's."""
     negatives: Annotated[Negatives | None, _NO_CODES] = None
@@ -132,10 +130,17 @@ class LoaderConfig(Settings):
             self._check_codes()
         if (kind := resolve_order(self.order).targets) and not self.max_num_candidates:
             raise ConfigError(f"{kind} have candidates as targets; pass max_num_candidates of at least 1")
-        if self.num_tasks > 1 and self.label not in (None, ACTION):
+        if self.num_tasks > 1 and ACTION not in self.labels:
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
-        if self.negatives and not self.max_num_candidates and (self.num_tasks or self.label or self.target):
+        if self.negatives and not self.max_num_candidates and self.labels:
             raise ConfigError("negatives are for items that are predicted, not actions; set max_num_candidates to 1")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns of the labels of events; empty where items are predicted."""
+        if not self.label:
+            return (ACTION,) if self.num_tasks or (self.max_num_candidates and self.codes is None) else ()
+        return (self.label,) if isinstance(self.label, str) else self.label
 
     def _check_codes(self) -> None:
         if self.max_num_candidates > 1:

@@ -122,15 +122,8 @@ class Loader(StepLoader[Batch]):
         members: Members | None = None,
     ) -> None:
         ids = _shared_ids({str(store.folder): store.manifest for store in stores})
-        super().__init__(
-            config,
-            stores[0].manifest,
-            rank=rank,
-            world_size=world_size,
-            transform=transform,
-            sources=stores,
-            ids=ids,
-        )
+        of_rank: Any = {"rank": rank, "world_size": world_size, "transform": transform}
+        super().__init__(config, stores[0].manifest, **of_rank, sources=stores, ids=ids)
         if balance is not None and transform is not None:
             raise ConfigError(
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "

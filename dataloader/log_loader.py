@@ -51,13 +51,7 @@ class LogLoader(RankLoader[Batch]):
         if config.order != "rows":
             raise ConfigError(f"a log is read in its order; order must be 'rows', got {config.order!r}")
         super().__init__(
-            config,
-            source.manifest,
-            rank=rank,
-            world_size=world_size,
-            transform=transform,
-            sources=[source],
-            ids=source.manifest.ids,
+            config, source.manifest, rank=rank, world_size=world_size, transform=transform, sources=[source]
         )
         self._current = CurrentPosition(config.seed, has_epochs=False)
         self._samples = self._in_order(ENDLESS, _FINGERPRINT)

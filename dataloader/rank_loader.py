@@ -41,7 +41,7 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`.
 
-    Batches have the columns of `manifest`; `ids` are those whose meaning a state has.
+    Batches have the columns of `manifest`; `ids` are those whose meaning a state has, None: its own.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         self._transform = transform
         self._memory = Memory(config.device, pins=config.pin_memory)
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
-        self._set_up(CurrentPosition(config.seed), ids or {}, config.key_maps)
+        self._set_up(CurrentPosition(config.seed), manifest.ids if ids is None else ids, config.key_maps)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._hand_out(self._made_steps())

@@ -121,13 +121,7 @@ class StreamLoader(RankLoader[Batch]):
         transform: Transform[Batch] | None = None,
     ) -> None:
         super().__init__(
-            config,
-            source.manifest,
-            rank=rank,
-            world_size=world_size,
-            transform=transform,
-            sources=[source],
-            ids=source.manifest.ids,
+            config, source.manifest, rank=rank, world_size=world_size, transform=transform, sources=[source]
         )
         self._source = source
         self._stream = stream

@@ -148,7 +148,7 @@ class TabularConfig(Settings):
     """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; float32, below 2^24, unless `int`,
     which is int64. `=drop` leaves out events without a value; with `:float?`, they are NaN."""
     label: _Name = ""
-    """One more of them, which the manifest names as the label; for `LoaderConfig.label` or `target`."""
+    """One more of them, which the manifest names as the label; for `LoaderConfig.label`."""
     weight: Annotated[
         _Name, Valid(lambda text: not text.endswith("?"), "a column without missing values: give =FILL or =drop")
     ] = ""

@@ -201,7 +201,7 @@ def makers(folder: Path) -> Options:
     table, items = of.CodeTable(codes=codes, codebook_sizes=sizes), [*range(1, num_items)]
     lists = pa.table({"item_id": items, "negatives": [[n % 17 + 1, n % 23 + 1] for n in items]})
     pq.write_table(lists, hard := folder / f"hard {os.getpid()}.parquet")
-    columns: Options = {"label": "place", "target": "dwell", "weight": "share", "extra_events": ("dwell", "place")}
+    columns: Options = {"label": ("place", "dwell"), "weight": "share", "extra_events": ("dwell", "place")}
     orders: dict[str, Options] = {"stored/shuffle": {}, "stored/rows": {"order": "rows", "user_id": True} | columns}
     orders |= {"windows of time": {"order": of.TimeWindows(every="1w")}, "requests": {"order": of.Requests()}}
     orders["mixture"] = {"data": of.Mixture(weights={rich: 1, log: 2}, num_samples=57), "context": ("segment",)}

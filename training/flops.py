@@ -192,10 +192,10 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
         history = history + actions - candidate_actions
         candidates = candidates + candidate_actions
     front = sum((_lengths(batch, key) for key in contextual), torch.zeros_like(items))
-    if batch.labels is None:  # retrieval: each item is predicted
+    if (labels := batch.any_labels) is None:  # retrieval: each item is predicted
         sees_history = torch.zeros_like(front)
     else:
-        sees_history = front.masked_fill(batch.labels.lengths() > batch.num_candidates, 0)
+        sees_history = front.masked_fill(labels.lengths() > batch.num_candidates, 0)
     return hstu_work(history + front, sees_history, candidates, predictions=batch.loss_tokens)
 
 

@@ -87,7 +87,7 @@ def dense(
 
 
 @functools.cache
-def _fill_values(batch_type: Any) -> dict[str, float]:
+def _fill_values(batch_type: Any) -> Mapping[str, float]:
     return {entry.name: entry.metadata.get("fill", 0) for entry in dataclasses.fields(batch_type)}
 
 
@@ -152,13 +152,6 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     def replace(self, **changes: Any) -> Self:
         """Return a batch with other values of these fields, by name."""
         return dataclasses.replace(self, **changes)
-
-    @classmethod
-    def without_samples(
-        cls, batch_size: int, tensors: Mapping[str, Any], fill_values: Mapping[str, float], loss_key: LossKey | None
-    ) -> Self:
-        """Return a batch of padding only, given the `tensors()`, `fill_values()` and `loss_key()` of its schema."""
-        return cls(batch_size=batch_size, num_real=0, **tensors)
 
     def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
         """Return the batch of these rows, in this order; on a GPU, this synchronizes.
@@ -258,12 +251,12 @@ class SequenceBatch(JaggedBatch):
     """float32; keys: the contextual features and extra events of floats."""
     labels: KeyedJaggedTensor | None = None
     """int64; key `label`: the actions of the candidates, or of the history, or another column of these events."""
-    targets: KeyedJaggedTensor | None = None
-    """float32; key `target`: the column `LoaderConfig.target` of these events, NaN where it is missing."""
+    float_labels: KeyedJaggedTensor | None = None
+    """float32; key `label`: a column of floats of these events, NaN where it is missing."""
     weights: KeyedJaggedTensor | None = None
-    """float32; key `weight`: of each label or target, 0 where the target is missing."""
+    """float32; key `weight`: of each label, 0 where the float is missing."""
     known: KeyedJaggedTensor | None = None
-    """int64; key `known`: of each target that is not missing, its place among those of its sample. None: the column has
+    """int64; key `known`: of each float that is not missing, its place among those of its sample. None: the column has
     no missing values."""
     negatives: KeyedJaggedTensor | None = None
     """int64; key `item_id`: equally many of each sample; see `Negatives`."""
@@ -277,16 +270,21 @@ class SequenceBatch(JaggedBatch):
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
-    def loss_key(self) -> LossKey | None:
-        """Return the key of known targets where some may be missing, else that of all that are predicted.
+    @property
+    def any_labels(self) -> KeyedJaggedTensor | None:
+        """The labels or, without these, the labels of floats: equally many; None where items are predicted."""
+        return self.float_labels if self.labels is None else self.labels
 
-        These are labels, else targets, else item ids, each predicted from the one before.
+    def loss_key(self) -> LossKey | None:
+        """Return the key of known labels where some may be missing, else that of all that are predicted.
+
+        These are labels, else labels of floats, else item ids, each predicted from the one before.
         """
         if self.known is not None:
             return LossKey("known", "known")
-        if self.labels is None and self.targets is None:
+        if self.any_labels is None:
             return LossKey("features", "item_id", skip=1)
-        return LossKey("targets", "target") if self.labels is None else LossKey("labels", "label")
+        return LossKey("float_labels" if self.labels is None else "labels", "label")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -46,13 +46,15 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
 @outside_inference_mode()
 def empty_batch(schema: BatchSchema) -> JaggedBatch:
     """Return a batch of this schema without samples, for a rank that has run out of data."""
-    max_lengths = dict.fromkeys(schema.key_names, 0)
-    return schema.batch_type.without_samples(
-        schema.batch_size,
-        {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields},
-        {spec.name: spec.fill for spec in schema.fields},
-        schema.loss_key,
-    ).replace(max_lengths=max_lengths, length_limits=dict(schema.length_limits) or None, **dict(schema.shared))
+    tensors: dict[str, Any] = {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields}
+    return schema.batch_type(
+        batch_size=schema.batch_size,
+        num_real=0,
+        max_lengths=dict.fromkeys(schema.key_names, 0),
+        length_limits=dict(schema.length_limits) or None,
+        **tensors,
+        **dict(schema.shared),
+    )
 
 
 def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tensor | None":

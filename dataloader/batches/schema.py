@@ -65,8 +65,11 @@ class BatchSchema:
 
     def differences(self, other: "BatchSchema") -> list[str]:
         """Return the differences from another schema, each as `field: this schema's value and the other's`."""
-        values = [
-            (name, getattr(self, name), getattr(other, name)) for name in ("batch_type", "batch_size", "loss_key")
+        values: list[tuple[str, Any, Any]] = [
+            # By name, because classes that a JaggedCollate makes of other tensors are told apart by these.
+            ("batch_type", repr(self.batch_type), repr(other.batch_type)),
+            ("batch_size", self.batch_size, other.batch_size),
+            ("loss_key", self.loss_key, other.loss_key),
         ]
         limits = _pair(dict(self.length_limits), dict(other.length_limits))
         values += [(f"length limit of {key}", *of_key) for key, *of_key in limits]
@@ -99,7 +102,7 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
     return _schema(
         batch_type=batch_type,
         batch_size=batch.batch_size,
-        fields=tuple(_spec_of(name, value, batch.batch_size, fills.get(name, 0)) for name, value in batch.tensors()),
+        fields=tuple(_spec_of(name, value, batch.batch_size, fills[name]) for name, value in batch.tensors()),
         loss_key=batch.loss_key(),
         length_limits=tuple(sorted(limits.items())) if limits else (),
         shared=tuple((name, getattr(batch, name)) for name in _names_of_shared(batch_type)),

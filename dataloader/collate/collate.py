@@ -33,7 +33,7 @@ from evenrank.datasets.order import resolve_order
 from evenrank.datasets.schema import FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, Manifest
 from evenrank.datasets.store import SequenceStore
 
-_FLOAT_FIELDS = ("float_features", "targets", "weights", LOG_Q)
+_FLOAT_FIELDS = ("float_features", "float_labels", "weights", LOG_Q)
 _EVENTS_PER_CHUNK = 1 << 24  # bounds the memory for checking a store
 
 
@@ -159,14 +159,14 @@ class Collate:
         if self.config.num_tasks > 1 and "labels" in values:
             values["labels"] &= (1 << self.config.num_tasks) - 1
         if "known" in values and "weights" in values:
-            values["weights"][np.isnan(values["targets"])] = 0
+            values["weights"][np.isnan(values["float_labels"])] = 0
         dense = {
             name: pad_rows(column, batch_size, num_batches)
             for name, column in self._dense_columns(groups, spans).items()
         }
         dense["sample_ids"] = pad_rows(sample_ids, batch_size, num_batches, fill=-1)
         fields = _place(memory, {field: [*keys] for field, keys in jagged.items()}, values, lengths, dense)
-        if (predicted := jagged.get("known") or jagged.get("labels") or jagged.get("targets")) is None:
+        if (predicted := jagged.get("known") or jagged.get("labels") or jagged.get("float_labels")) is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
             loss_lengths = np.maximum(jagged["features"][ITEM_ID].lengths - 1, 0)
         else:

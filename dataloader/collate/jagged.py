@@ -1,10 +1,13 @@
 """`JaggedCollate`: anyone's samples, as dicts of arrays -> JaggedBatches."""
 
+import copyreg
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import keyword
+from abc import ABCMeta
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from evenrank.dataloader.batches.batch import (
     JaggedBatch,
     LossKey,
     check_loss_key,
-    host,
+    dense,
     longest_rows,
     loss_tokens,
 )
@@ -49,49 +52,37 @@ def jagged(dtype: torch.dtype = torch.int64, *, field: str = "features", max_len
     return Jagged(dtype, field, max_length)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class CollatedBatch(JaggedBatch):
-    """A batch of a JaggedCollate. Its tensors are attributes, such as `batch.features` and `batch.label`."""
+class _CollatedType(ABCMeta):
+    """Type of the classes of collated batches, so that these are pickled as what they were made of."""
 
-    values: dict[str, KeyedJaggedTensor | Tensor | None] = host()
-    fills: Mapping[str, float] = host()
-    counted: LossKey | None = host(None)
+    _made_of: tuple[Any, ...]
 
-    def loss_key(self) -> LossKey | None:
-        """Return the loss key that the JaggedCollate was given."""
-        return self.counted
 
-    def tensors(self) -> Iterator[tuple[str, KeyedJaggedTensor | Tensor | None]]:
-        """Yield name and value of every tensor, KeyedJaggedTensors first."""
-        yield from self.values.items()
+copyreg.pickle(_CollatedType, lambda made: (_collated_type, made._made_of))
 
-    def fill_values(self) -> dict[str, float]:
-        """Return the fill value of the padding rows of every tensor, by name."""
-        return dict(self.fills)
 
-    def replace(self, **changes: Any) -> Self:
-        """Return a batch with other values of these tensors or other fields, by name."""
-        values = {name: changes.pop(name, value) for name, value in self.values.items()}
-        return dataclasses.replace(self, values=values, **changes)
+class _Collated(JaggedBatch, metaclass=_CollatedType):
+    _made_of = ((), None)
 
-    @classmethod
-    def without_samples(
-        cls, batch_size: int, tensors: Mapping[str, Any], fill_values: Mapping[str, float], loss_key: LossKey | None
-    ) -> Self:
-        """Return a batch of padding only, as `JaggedBatch.without_samples`."""
-        return cls(batch_size=batch_size, num_real=0, values=dict(tensors), fills=dict(fill_values), counted=loss_key)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["values"][name]
-        except KeyError:
-            raise AttributeError(f"a batch of {', '.join(self.__dict__.get('values', ()))} has no {name!r}") from None
+_collated_types: dict[str, Any] = {}  # what was made of the same is the same, also where it was unpickled
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("values", ()):
-            self.__dict__["values"] = {**self.values, name: value}
-        else:
-            super().__setattr__(name, value)
+
+def _collated_type(fills: Sequence[tuple[str, float]], loss_key: LossKey | None) -> Any:
+    """Return the class of batches of tensors with these names, in this order, and fill values."""
+    if (key := repr((fills, loss_key))) not in _collated_types:
+        members = {"__module__": __name__, "_made_of": (fills, loss_key), "loss_key": lambda _: loss_key}
+        made = dataclasses.make_dataclass(
+            "CollatedBatch",
+            [(name, Any, dense(fill)) for name, fill in fills],
+            bases=(_Collated,),
+            namespace=members,
+            kw_only=True,
+            eq=False,
+            repr=False,
+        )
+        return _collated_types.setdefault(key, made)  # as another thread may have made it
+    return _collated_types[key]
 
 
 class JaggedCollate:
@@ -132,12 +123,14 @@ class JaggedCollate:
             else:
                 raise ConfigError(f"{name!r} must be jagged() or dense(), got {declaration!r}")
         for name in (*self._jagged, *self._dense):
-            if not name.isidentifier() or hasattr(JaggedBatch, name) or name in CollatedBatch.__dataclass_fields__:
+            is_name = name.isidentifier() and not keyword.iskeyword(name)
+            if not is_name or hasattr(_Collated, name) or name in JaggedBatch.__dataclass_fields__:
                 raise ConfigError(f"a batch cannot have a tensor called {name!r}; rename it")
             if name in self._jagged and name in self._dense:
                 raise ConfigError(f"{name!r} is declared as dense and as the field of jagged keys; rename one of them")
         check_loss_key(loss_key, [(field, key) for field, keys in self._jagged.items() for key in keys])
-        self._fills = dict.fromkeys(self._jagged, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
+        fills = dict.fromkeys(self._jagged, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
+        self._batch_type = _collated_type(tuple(fills.items()), loss_key)
 
     def _add_jagged(self, name: str, declaration: Jagged) -> None:
         if declaration.dtype == torch.bfloat16:
@@ -152,13 +145,13 @@ class JaggedCollate:
             self._limits[name] = declaration.max_length
 
     @outside_inference_mode()
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> CollatedBatch:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:
         """Return the batch of these samples.
 
         Raises:
             DataError: a sample lacks a name, or its value does not fit the declaration.
         """
-        values: dict[str, KeyedJaggedTensor | Tensor | None] = {}
+        values: dict[str, KeyedJaggedTensor | Tensor] = {}
         lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
         for field, keys in self._jagged.items():
             flat, counts = _concatenate(samples, keys)
@@ -166,15 +159,13 @@ class JaggedCollate:
             lengths |= {(field, key): of_key for key, of_key in zip(keys, counts, strict=True)}
         for name, declared in self._dense.items():
             values[name] = _stack(_column(samples, name), name, declared["dtype"], declared["shape"])
-        batch = CollatedBatch(
+        batch = self._batch_type(
             batch_size=len(samples),
             num_real=len(samples),
             loss_tokens=int(loss_tokens(self._loss_key, lengths, np.ones(len(samples), dtype=np.bool_)).sum()),
             max_lengths=longest_rows(lengths),
             length_limits=dict(self._limits) or None,
-            values=values,
-            fills=dict(self._fills),
-            counted=self._loss_key,
+            **values,
         )
         # TorchRec takes no batch without rows.
         return pad_batch(batch, self._batch_size or max(len(samples), 1))

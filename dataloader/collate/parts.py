@@ -13,7 +13,7 @@ from evenrank.dataloader.collate.gather import Ints
 from evenrank.dataloader.config import LoaderConfig
 from evenrank.datasets.schema import ACTION, FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, Column, Schema
 
-LABEL, TARGET, WEIGHT, KNOWN = "label", "target", "weight", "known"
+LABEL, WEIGHT, KNOWN = "label", "weight", "known"
 
 
 class Events(NamedTuple):
@@ -49,7 +49,7 @@ def history_events(config: LoaderConfig) -> Events:
 
 def predicted_events(config: LoaderConfig) -> Events:
     """Return the events that have a loss: the candidates, the labeled history, or all that follow another one."""
-    if config.history_labels or not (config.max_num_candidates or config.num_tasks or config.label or config.target):
+    if config.history_labels or not (config.max_num_candidates or config.labels):
         return Events("followers", "ends", max(config.max_history_length - 1, 0) + config.max_num_candidates)
     if config.max_num_candidates:
         return Events("history_ends", "ends", config.max_num_candidates)
@@ -67,7 +67,7 @@ def list_parts(config: LoaderConfig, schema: Schema, table: CodeTable | None) ->
     context = rows if config.context is None else config.context
     _check_known("contextual feature", context, rows)
     names = (*((USER_ID,) if config.user_id else ()), *context)
-    parts = [Part(_features(columns[name]), name, name) for name in names]
+    parts = [Part(_of_type("features", columns[name]), name, name) for name in names]
     parts += _parts_of_events(config, columns) if table is None else _parts_of_codes(config, table)
     order = [field.name for field in fields(SequenceBatch)]
     return tuple(sorted(parts, key=lambda part: order.index(part.field)))
@@ -75,25 +75,27 @@ def list_parts(config: LoaderConfig, schema: Schema, table: CodeTable | None) ->
 
 def _parts_of_events(config: LoaderConfig, columns: Mapping[str, Column]) -> Iterator[Part]:
     events = {name: column for name, column in columns.items() if column.kind == "event" and name != ITEM_ID}
-    integers = [name for name, column in events.items() if column.dtype != FLOAT]
     floats = [name for name, column in columns.items() if column.kind != "event" and column.dtype == FLOAT]
-    label, target, weight = config.label, config.target, config.weight
+    weight = config.weight
     _check_known("extra events", config.extra_events, [name for name in events if name != ACTION])
-    _check_known("integer events for label", [label] if label else (), integers)
-    _check_known("events for target", [target] if target else (), events)
+    for name in config.labels:
+        if name not in events:
+            known = f"known: {', '.join(events)}; preprocess the log with --label {name}"
+            raise ConfigError(f"the dataset has no events {name!r} to be labels; {known}")
+    labels = {_of_type("labels", events[name]): name for name in config.labels}
+    if len(labels) < len(config.labels):
+        raise ConfigError(f"label can be one column of integers and one of floats, got {config.label!r}; leave one out")
     _check_known("events or float feature for weight", [weight] if weight else (), [*events, *floats])
     history, predicted = history_events(config), predicted_events(config)
     shown = Events("begins", "ends", history.limit + config.max_num_candidates)
     for name in (ITEM_ID, ACTION, *config.extra_events):
         # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
         is_known = name in (ITEM_ID, TIMESTAMP_MS) or config.candidate_actions
-        yield Part(_features(columns[name]), name, name, shown if is_known else history)
-    if config.max_num_candidates or config.num_tasks or label:
-        yield Part("labels", LABEL, label or ACTION, predicted)
-    if target:
-        yield Part("targets", TARGET, target, predicted)
-        if columns[target].may_be_missing:
-            yield Part("known", KNOWN, target, predicted, "place")
+        yield Part(_of_type("features", columns[name]), name, name, shown if is_known else history)
+    for field, name in labels.items():
+        yield Part(field, LABEL, name, predicted)
+        if columns[name].may_be_missing:
+            yield Part("known", KNOWN, name, predicted, "place")
     if weight:
         if columns[weight].may_be_missing:
             raise ConfigError(f"weight {weight!r} may be missing in the dataset; declare it with =FILL or =drop there")
@@ -109,8 +111,9 @@ def _parts_of_codes(config: LoaderConfig, table: CodeTable) -> Iterator[Part]:
     yield Part("labels", LABEL, ITEM_ID, predicted_events(config), "codes", of_labels)
 
 
-def _features(column: Column) -> str:
-    return "float_features" if column.dtype == FLOAT else "features"
+def _of_type(field: str, column: Column) -> str:
+    """Return the field of integers or, for a column of floats, the one beside it."""
+    return f"float_{field}" if column.dtype == FLOAT else field
 
 
 def _check_known(kind: str, names: Collection[str], known: Collection[str]) -> None:

@@ -16,7 +16,6 @@ from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import (
     ElasticLoader,
     ElasticSampler,
-    JaggedBatch,
     JaggedCollate,
     LoaderConfig,
     LossKey,
@@ -288,7 +287,7 @@ def test_batches_that_do_not_fit_the_plan_are_refused() -> None:
     with pytest.raises(ConfigError, match="the batch has loss_key None, its ElasticSampler LossKey"):
         next(iter(ElasticLoader(DataLoader(Histories(), batch_sampler=sampler, collate_fn=no_loss_key))))
 
-    def drop_one(samples: Sequence[Mapping[str, Any]]) -> JaggedBatch:
+    def drop_one(samples: Sequence[Mapping[str, Any]]) -> Any:
         return COLLATE(samples[1:])
 
     with pytest.raises(ConfigError, match="collate_fn made 3 rows of 4 samples"):
@@ -304,7 +303,7 @@ def _train_with_lengths(rank: int, world_size: int, key: str, wrong: int | None)
     )
     collate = JaggedCollate({"item_id": jagged(), "num_candidates": dense(dtype=torch.int64, shape=())})
 
-    def with_candidates(samples: Sequence[dict[str, Any]]) -> JaggedBatch:
+    def with_candidates(samples: Sequence[dict[str, Any]]) -> Any:
         return collate([{**sample, "num_candidates": 1} for sample in samples])
 
     loader: ElasticLoader[Any] = ElasticLoader(

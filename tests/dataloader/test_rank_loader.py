@@ -44,7 +44,7 @@ CHANGES: dict[Any, dict[str, Any]] = {
         "order": "rows",
         "max_num_candidates": 1,
         "extra_events": ("timestamp_ms",),
-        **dict.fromkeys(("label", "target", "weight"), "timestamp_ms"),
+        **dict.fromkeys(("label", "weight"), "timestamp_ms"),
         "context": (),
         "negatives": Negatives(count=1),
         "key_maps": {"item_id": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},

@@ -80,13 +80,13 @@ def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
 
 
 def test_columns_of_every_kind_are_those_of_a_loader(rich_dataset: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"extra_events": ("price",), "label": "dwell", "target": "price", "weight": "share"}
+    options: dict[str, Any] = {"extra_events": ("price",), "label": ("dwell", "price"), "weight": "share"}
     config = LoaderConfig(batch_size=8, max_history_length=10, **options)
     loader = build_loader(rich_dataset, config, rank=0, world_size=1)
     stream = build_stream_loader(write_in_parts(rich_dataset, tmp_path / "parts"), config, SMALL, rank=0, world_size=1)
     for batch in stream:
         same = loader.collate(batch.sample_ids[: batch.num_real].numpy())
-        for name in ("features", "float_features", "labels", "targets", "weights"):
+        for name in ("features", "float_features", "labels", "float_labels", "weights"):
             streamed, collated = (getattr(each, name) for each in (batch.slice(0, batch.num_real), same))
             assert streamed.keys() == collated.keys()
             assert streamed.lengths().tolist() == collated.lengths().tolist()

@@ -99,7 +99,7 @@ class Rows(NamedTuple):
                 "float_features.share": np.float32(ids["share"][row]),
                 "float_features.price": events["price"][begin:targets].astype(np.float32),
                 "labels.label": events["dwell"][labelled].astype(np.int64),
-                "targets.target": prices,
+                "float_labels.label": prices,
                 "weights.weight": np.float32(ids["share"][row]) * ~np.isnan(prices),
                 "known.known": np.flatnonzero(~np.isnan(prices)),
             }

@@ -57,7 +57,7 @@ class Job:
 
 
 def _columns(**options: Any) -> dict[str, Any]:
-    columns = {"extra_events": ("price",), "label": "dwell", "target": "price", "weight": "share", "user_id": True}
+    columns = {"extra_events": ("price",), "label": ("dwell", "price"), "weight": "share", "user_id": True}
     return columns | {"max_history_length": of_data.HISTORY} | options
 
 

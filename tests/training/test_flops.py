@@ -152,7 +152,9 @@ def test_the_work_of_a_batch_has_the_tokens_that_costs_count(interleave_actions:
     lengths = {"gender": [1, 1, 0], "genres": [0, 2, 0], "item_id": [4, 7, 0], "action": actions}
     candidates = [1, 2, 0]
     keys: Any = {"interleave_actions": interleave_actions, "contextual": ("gender", "genres")}
-    work = batch_work(_batch(lengths, candidates, candidates), **keys)
+    batch = _batch(lengths, candidates, candidates)
+    work = batch_work(batch, **keys)
+    assert batch_work(batch.replace(labels=None, float_labels=batch.labels), **keys) == work
     cost = HSTUCost(**SHAPE, layers=1, **keys)
     arrays = {key: np.array(values) for key, values in lengths.items()}
     tokens = torch.from_numpy(cost.tokens(arrays))

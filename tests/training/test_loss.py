@@ -124,14 +124,14 @@ def test_balanced_gradients_equal_those_of_one_rank_with_all_samples(ranks: Rank
             torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
 
 
-_WEIGHTED: dict[str, Any] = {"max_history_length": 20, "target": "price", "weight": "share"}
+_WEIGHTED: dict[str, Any] = {"max_history_length": 20, "label": "price", "weight": "share"}
 
 
 def _weighted_loss_sum(bias: Tensor, batch: SequenceBatch) -> Tensor:
-    assert batch.targets is not None
+    assert batch.float_labels is not None
     assert batch.weights is not None
     weights: Tensor = batch.weights.values()
-    errors: Tensor = batch.targets.values() - bias
+    errors: Tensor = batch.float_labels.values() - bias
     return (weights * errors**2).sum().view(1) + 0 * bias
 
 

@@ -24,6 +24,8 @@ def test_the_mask_is_that_of_plain_loops(small_dataset: Path, num_candidates: in
         assert mask.tolist() == [[other not in rows[row] for _, other in targets] for row, _ in targets]
         if num_candidates:  # of which some may be no loss tokens, because something else of them is missing
             assert torch.equal(in_batch_mask(batch.replace(loss_tokens=0)), mask)
+            # The lengths of labels of floats are those of integers.
+            assert torch.equal(in_batch_mask(batch.replace(labels=None, float_labels=batch.labels)), mask)
         seen |= {*mask.flatten().tolist()}
     assert seen == {True, False}
 

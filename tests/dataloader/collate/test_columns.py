@@ -26,8 +26,7 @@ CONFIGS = st.builds(
     candidate_actions=st.booleans(),
     extra_events=st.lists(st.sampled_from(["timestamp_ms", "dwell", "price"]), unique=True).map(tuple),
     context=st.one_of(st.none(), st.lists(st.sampled_from(["age", "tags", "share"]), unique=True).map(tuple)),
-    label=st.sampled_from([None, "action", "dwell", "timestamp_ms"]),
-    target=st.sampled_from([None, "action", "dwell", "price"]),
+    label=st.sampled_from([None, "action", "dwell", "timestamp_ms", "price", ("dwell", "price"), ("price", "action")]),
     weight=st.sampled_from([None, "action", "price", "share"]),
 )
 
@@ -69,13 +68,12 @@ def _expected(config: LoaderConfig, store: SequenceStore, row: int) -> dict[str,
     fields: dict[str, dict[str, list[float]]] = {"features": {}, "float_features": {}}
     for name, of_key in values.items():
         fields["float_features" if name in ("share", "price") else "features"][name] = of_key
-    has_labels = bool(config.max_num_candidates or config.num_tasks or config.label)
-    if has_labels or config.target:
+    if config.labels:
         predicted = slice(split if config.max_num_candidates else begin, None)
     else:
         predicted = slice(begin + 1, None)
-    fields["labels"] = {"label": events[config.label or "action"][predicted]} if has_labels else {}
-    fields["targets"] = {"target": events[config.target][predicted]} if config.target else {}
+    of_label = {name == "price": {"label": events[name][predicted]} for name in config.labels}
+    fields |= {"labels": of_label.get(False, {}), "float_labels": of_label.get(True, {})}
     of_sample = [context["share"][0]] * len(events["item_id"][predicted])
     weights = of_sample if config.weight == "share" else events[config.weight][predicted] if config.weight else []
     fields["weights"] = {"weight": weights} if config.weight else {}
@@ -125,20 +123,19 @@ def test_batches_equal_a_plain_collation(config: LoaderConfig, stores: list[Any]
         assert batch.weights is None or batch.weights["weight"].lengths().tolist()[: len(rows)] == counted
 
 
-def test_the_loss_tokens_are_those_of_targets_where_there_are_no_labels() -> None:
+def test_the_loss_tokens_are_those_of_floats_where_there_are_no_integers() -> None:
     def loss_key(**options: Any) -> LossKey | None:
         store = _store([(4, 0)])
         collate = Collate.create(LoaderConfig(batch_size=1, **options), store.manifest)
         batch: SequenceBatch
         (batch,) = collate([StoreRows(store, np.array([0]), np.array([0]))], np.array([0]), batch_size=1)
-        assert batch.loss_tokens == 4 - (batch.labels is None and batch.targets is None)
+        assert batch.loss_tokens == 4 - (batch.labels is None and batch.float_labels is None)
         return batch.loss_key()
 
     assert loss_key(weight="price") == LossKey("features", "item_id", skip=1)
-    assert loss_key(target="price", weight="share") == LossKey("targets", "target")
-    assert (
-        loss_key(target="price", label="dwell") == loss_key(target="price", num_tasks=2) == LossKey("labels", "label")
-    )
+    assert loss_key(label="price", weight="share") == LossKey("float_labels", "label")
+    assert loss_key(label=("price", "dwell")) == loss_key(label=("action", "price"), num_tasks=2)
+    assert loss_key(num_tasks=2) == loss_key(label="dwell") == LossKey("labels", "label")
 
 
 @pytest.mark.parametrize(
@@ -146,8 +143,15 @@ def test_the_loss_tokens_are_those_of_targets_where_there_are_no_labels() -> Non
     [
         ({"context": ("age", "sex")}, "no contextual feature 'sex'; known: age, share, tags$"),
         ({"extra_events": ("share",)}, "no extra events 'share'; known: timestamp_ms, dwell, price$"),
-        ({"label": "price"}, "no integer events for label 'price'; known: action, timestamp_ms, dwell$"),
-        ({"target": "cost"}, "no events for target 'cost'; known: action, timestamp_ms, dwell, price$"),
+        (
+            {"label": ("dwell", "cost")},
+            "^the dataset has no events 'cost' to be labels; known: action, timestamp_ms, dwell, price; preprocess the "
+            "log with --label cost$",
+        ),
+        (
+            {"label": ("dwell", "action")},
+            r"^label can be one column of integers and one of floats, got \('dwell', 'action'\); leave one out$",
+        ),
         ({"weight": "age"}, "no events or float feature for weight 'age'; known: action, .*, price, share$"),
         ({"label": "dwell", "num_tasks": 2}, "num_tasks above 1 are bits of actions, got label 'dwell'; use num_tasks"),
     ],
@@ -159,6 +163,6 @@ def test_a_column_that_the_dataset_lacks_is_named_with_those_it_has(options: dic
 
 def test_a_weight_that_may_be_missing_is_refused() -> None:
     manifest = replace(_store([(4, 0)]).manifest, extra_events={"price": "float32?"})
-    Collate.create(LoaderConfig(batch_size=1, target="price", extra_events=("price",)), manifest)
+    Collate.create(LoaderConfig(batch_size=1, label="price", extra_events=("price",)), manifest)
     with pytest.raises(ConfigError, match="weight 'price' may be missing in the dataset; declare it with =FILL or"):
         Collate.create(LoaderConfig(batch_size=1, weight="price"), manifest)

@@ -1,3 +1,4 @@
+import math
 import pickle
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged, pad_batch
 from evenrank.dataloader.batches.schema import check_contents, schema_of
+from tests.ranks import RankPool
 
 SAMPLES: list[dict[str, Any]] = [
     {"item_id": [7, 3, 9], "price": [0.5, 1.5, 2.5], "user": 4, "label": 1, "extra": "left out"},
@@ -135,8 +137,29 @@ def test_batch_is_pickled_replaced_and_selected_like_any_other() -> None:
     chosen = batch.index_select([2, 0])
     assert _rows(chosen.features, "item_id") == [[4], [7, 3, 9]]
     assert (chosen.label.tolist(), chosen.loss_tokens) == ([2, 2], 4)
-    with pytest.raises(AttributeError, match="a batch of features, prices, label has no 'labels'"):
+    with pytest.raises(AttributeError, match="labels"):
         _ = batch.labels
+
+
+def _pickled(rank: int, world_size: int, fill: float) -> bytes:
+    collate = JaggedCollate({"a": jagged(), "b": dense(fill=fill)}, loss_key=LossKey("features", "a"))
+    batch = collate([{"a": [rank], "b": 0.5}])
+    return pickle.dumps((batch, schema_of(batch)))
+
+
+@pytest.mark.parametrize("fill", [math.nan, -0.0, 2**53 + 1])
+def test_batches_of_equal_declarations_are_of_one_class_in_all_processes(ranks: RankPool, fill: float) -> None:
+    of_ranks = [pickle.loads(pickled) for pickled in (*ranks.run(2, _pickled, fill), _pickled(2, 3, fill))]
+    assert [batch.features.values().tolist() for batch, _ in of_ranks] == [[0], [1], [2]]
+    (batch_type,) = {type(batch) for batch, _ in of_ranks}
+    assert {schema.batch_type for _, schema in of_ranks} == {batch_type}
+    assert all(schema.differences(other) == [] for _, schema in of_ranks for _, other in of_ranks)
+    for batch, _ in of_ranks:
+        (filled,) = pad_batch(batch, 2).b[1:].tolist()
+        assert str(filled) == str(float(np.float32(fill)))
+    other, schema = pickle.loads(_pickled(0, 1, 1.0))
+    assert type(other) is not batch_type
+    assert [text.split(":")[0] for text in schema.differences(of_ranks[0][1])] == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +169,7 @@ def test_batch_is_pickled_replaced_and_selected_like_any_other() -> None:
         ({"step": dense()}, {}, "a batch cannot have a tensor called 'step'; rename it"),
         ({"batch_size": dense()}, {}, "a batch cannot have a tensor called 'batch_size'"),
         ({"a": jagged(field="to")}, {}, "a batch cannot have a tensor called 'to'"),
+        ({"class": dense()}, {}, "a batch cannot have a tensor called 'class'; rename it"),
         ({"features": dense(), "a": jagged()}, {}, "'features' is declared as dense and as the field of jagged keys"),
         ({"a": jagged(), "b": jagged(torch.float32)}, {}, "'b' is torch.float32, but 'a' of the same field"),
         ({"a": jagged(torch.bfloat16)}, {}, "'a' cannot be jagged"),
@@ -195,7 +219,7 @@ def test_what_is_done_to_a_batch_changes_neither_the_samples_nor_other_batches(d
     batch.features.values().fill_(9)
     batch.features.keys().append("c")
     batch.b.fill_(9)
-    for own in (batch.fills, batch.length_limits, batch.max_lengths):
+    for own in (batch.length_limits, batch.max_lengths):
         own["a"] = own["b"] = 9
     after = collate(samples)
     assert after.features.values().tolist() == samples[0]["a"].tolist() == [0, 1, 2]

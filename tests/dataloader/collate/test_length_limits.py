@@ -35,10 +35,10 @@ SEQUENCES = st.builds(
     batch_size=st.integers(1, 4),
     max_history_length=HISTORY,
     max_num_candidates=st.integers(0, 4),
-    num_tasks=st.integers(0, 2),
+    num_tasks=st.integers(0, 1),
     candidate_actions=st.booleans(),
     extra_events=st.sampled_from([(), ("timestamp_ms",), ("play_time_ms",), ("price", "timestamp_ms")]),
-    target=st.sampled_from([None, "price", "play_time_ms"]),
+    label=st.sampled_from([None, "price", "play_time_ms", ("action", "price")]),
     weight=st.sampled_from([None, "price", "share"]),
     user_id=st.booleans(),
 )

@@ -87,8 +87,8 @@ def test_settings_are_planned_as_trained(ranks: RankPool, small_dataset: Path, o
     "options",
     [
         {"extra_events": ("price", "dwell"), "weight": "dwell"},
-        {"max_num_candidates": 2, "label": "dwell", "target": "price", "weight": "share", "context": ("tags",)},
-        {"target": "dwell", "weight": "price", "context": ("share",)},
+        {"max_num_candidates": 2, "label": ("dwell", "price"), "weight": "share", "context": ("tags",)},
+        {"label": "price", "weight": "price", "context": ("share",)},
     ],
     ids=str,
 )

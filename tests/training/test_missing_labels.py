@@ -78,7 +78,7 @@ class _Model(torch.nn.Module):
 
 
 def _items(batch: SequenceBatch, num_candidates: int) -> Tensor:
-    """Return the items that targets are of: the last ones of each row."""
+    """Return the items that labels are of: the last ones of each row."""
     items = batch.features["item_id"]
     of_rows = torch.split(items.values(), items.lengths().tolist())
     return torch.cat([row[len(row) - num_candidates if num_candidates else 0 :] for row in of_rows])
@@ -87,12 +87,12 @@ def _items(batch: SequenceBatch, num_candidates: int) -> Tensor:
 def _train(
     rank: int, world_size: int, path: Path, way: str, num_candidates: int, is_weighted: bool
 ) -> tuple[Step, set[int]]:
-    """Return what all ranks together get for an epoch in one optimizer step, and the places of known targets."""
+    """Return what all ranks together get for an epoch in one optimizer step, and the places of known labels."""
     config = LoaderConfig(
         batch_size=7,
         max_history_length=99,
         max_num_candidates=num_candidates,
-        target="rating",
+        label="rating",
         weight="w" if is_weighted else None,
     )
     model, average, metrics = _Model(), LossAverage(), RegressionMetrics()
@@ -111,18 +111,18 @@ def _train(
     known = set()
     for batches in accumulate(loader, 99, task_tokens=task_tokens if is_weighted else None):
         for batch in batches:
-            assert batch.targets is not None
+            assert batch.float_labels is not None
             assert batch.known is not None
-            targets = batch.targets.values()
-            is_known = ~targets.isnan()
+            labels = batch.float_labels.values()
+            is_known = ~labels.isnan()
             weights = batch.weights.values() if batch.weights is not None else is_known
             scores = model(_items(batch, num_candidates))
-            losses = (scores - targets.nan_to_num()) ** 2 * weights
+            losses = (scores - labels.nan_to_num()) ** 2 * weights
             loss_sum = losses.sum().view(1)
             scale_loss(loss_sum + model.embedding.weight.sum() * 0, batch).sum().backward()
             average.update(loss_sum, batch, task_tokens=task_tokens(batch) if is_weighted else None)
-            metrics.update(scores[:, None], targets[:, None], weights)
-            starts = batch.targets.lengths().cumsum(0) - batch.targets.lengths()
+            metrics.update(scores[:, None], labels[:, None], weights)
+            starts = batch.float_labels.lengths().cumsum(0) - batch.float_labels.lengths()
             places = batch.known.values() + starts.repeat_interleave(batch.known.lengths())
             assert places.tolist() == is_known.nonzero()[:, 0].tolist()
             known.add(batch.loss_tokens)
