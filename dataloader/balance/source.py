@@ -28,7 +28,7 @@ from torch import Tensor
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
 from evenrank.core.rules import Bounds
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.steps_in_hand import Begin
+from evenrank.dataloader.balance.steps_in_hand import StepsInHand
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.checks import check_batch, check_batches
 from evenrank.dataloader.batches.tensors import outside_inference_mode
@@ -210,20 +210,22 @@ class LoaderAdapter(Generic[Batch]):
         """Return what is left of loaded steps in which the next iteration begins; None: it begins before a step."""
         return self._resumed[1] if self._resumed is not None and self._resumed[0] is self.current.next else None
 
-    def begin(self) -> Begin:
-        """Return where the next iteration begins, if steps are made of several loaded ones."""
+    def begin(self) -> StepsInHand:
+        """Return what makes the steps of the next iteration, if these are made of several loaded ones."""
         assert self._config is not None
         assert self._made is not None
         point, after, left = self.current.next, self.current.after_last, self._resumed_here()
         trained = after.position if after.epoch == point.epoch else 0
+        counted = trained if self._config.pack and not self._has_positions else None
         if left is None:
-            of_point = trained if self._config.pack and not self._has_positions else point.position
-            self._made.add(Position(point.epoch, of_point), (Left(point.position), None))
-        return Begin(
+            before = Position(point.epoch, point.position if counted is None else counted)
+            self._made.add(before, (Left(point.position), None))
+        return StepsInHand(
+            self._config,
             position=point.position,
             seed=self.current.seed,
-            trained=trained if self._config.pack and not self._has_positions else None,
             resumed=left,
+            trained=counted,
             is_each_position=self._rows_follow,
         )
 

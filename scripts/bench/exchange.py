@@ -21,6 +21,7 @@ median over steps on the slowest rank, and of that the median over 5 rounds in w
 
 import argparse
 import contextlib
+import copy
 import faulthandler
 import itertools
 import json
@@ -43,12 +44,11 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
-from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
+from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.exchange.layout import Layout
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
-from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
@@ -88,12 +88,9 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
     on_cpu = Exchange("all-to-all", alone, make_device(None), rank=dist.get_rank())
     planned: list[PlannedBatch] = []
 
-    def prepare(
-        batches: Any, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
-    ) -> PreparedStep:
-        prepared = on_cpu.prepare(batches, schema, rank_of, lengths)
-        planned.append(PlannedBatch(batches[0], schema, rank_of, lengths, prepared.layout))
-        return prepared
+    def prepare(step: Handle, batches: Any, *planned_as: Any) -> None:
+        on_cpu.prepare(step, batches, *planned_as)
+        planned.append(PlannedBatch(batches[0], *planned_as, step.layout))
 
     planner = StepPlanner(
         dict,
@@ -178,9 +175,10 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     for name in EXCHANGES:
         upload_once: Any = UploadOnce(exchange_device)
         exchange = Exchange(name, group, upload_once, rank=dist.get_rank())
-        prepared = [exchange.prepare([plan.batch], *plan[1:-1]) for plan in plans]
-        for step in prepared:  # uploads all batches
-            exchange.finish(exchange.launch(step))
+        prepared = [Handle(plan.batch) for plan in plans]
+        for number, (step, plan) in enumerate(zip(prepared, plans, strict=True)):
+            exchange.prepare(step, [plan.batch], *plan[1:-1])
+            exchanged(exchange, prepared, number)  # uploads all batches
         if name == "all-to-all":
             variants["copy"] = partial(upload, exchange_device, [step.host_buffer for step in prepared])
         label = "ours" if name == "all-to-all" else "ours-all-gather"
@@ -225,9 +223,11 @@ def upload(device: ExchangeDevice, host_buffers: list[Tensor], step: int) -> Ten
     return device.upload(host_buffers[step])
 
 
-def exchanged(exchange: Exchange, prepared: list[PreparedStep], step: int) -> Any:
-    """Exchange a step and return the balanced batch."""
-    return exchange.finish(exchange.launch(prepared[step]))
+def exchanged(exchange: Exchange, prepared: list[Handle], number: int) -> Any:
+    """Exchange a prepared step, which stays so, and return the balanced batch."""
+    exchange.launch(step := copy.copy(prepared[number]))
+    exchange.finish(step)
+    return step.batch
 
 
 def check_equal(results: dict[str, KeyedJaggedTensor], baseline: Jagged, num_real: int) -> None:
