@@ -30,8 +30,7 @@ from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.packing import warm_up as warm_up_packing
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
-from evenrank.dataloader.balance.ranks.connection import Connection, check_process
-from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
+from evenrank.dataloader.balance.ranks.connection import SCALING, Connection, check_process
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import StepPlanner

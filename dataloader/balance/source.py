@@ -33,9 +33,15 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.checks import check_batch, check_batches
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
-from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
+from evenrank.dataloader.state.node import (
+    EpochNode,
+    KnowsPositions,
+    batch_size_of,
+    exact_length,
+    find_rank_invariants,
+    in_epochs,
+)
 from evenrank.dataloader.state.resume_point import CurrentPosition, Left, Position, ResumePoint, Snapshots
-from evenrank.dataloader.state.torchdata_nodes import BaseNode, Loader, batch_size_of, exact_length
 
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
 _KEPT_STEPS = 16
@@ -91,13 +97,11 @@ class LoaderAdapter(Generic[Batch]):
     ) -> None:
         check_batches(batches)
         self._config = config
-        self._batches: Any = batches
+        self._batches = in_epochs(batches)
         self.batch_size = batch_size_of(batches)  # rows that a batch can have; 0 if the loader does not tell
         if isinstance(sampler := getattr(batches, "batch_sampler", None), KnowsPositions):
             self._batches = sampler.with_positions(cast(Any, batches))
             self.batch_size = find_rank_invariants(self._batches).get("batch_size", 0)
-        elif isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
-            self._batches = Loader(batches)
         self._rank = rank
         self._world_size = world_size
         state_dict = getattr(self._batches, "state_dict", None)

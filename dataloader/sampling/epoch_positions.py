@@ -10,7 +10,7 @@ from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.rules import Bounds, Seed
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
+from evenrank.dataloader.balance.ranks.connection import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
