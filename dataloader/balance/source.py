@@ -20,6 +20,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Annotated, Any, Generic, TypeVar, cast
 
 import torch
@@ -119,7 +120,6 @@ class LoaderAdapter(Generic[Batch]):
         self._state_at_start: dict[str, Any] | None = None  # of a loader with a position of its own
         # Of steps that are made of several loaded ones: what is left after each and, if it is kept here, the state.
         self._made: Snapshots[tuple[Left, _Saved | None]] | None = None
-        self._resumed: tuple[ResumePoint, Left] | None = None  # where the next iteration begins, if it is there
         self._rows_follow = self._is_shared and getattr(self._batches, "rows_follow_positions", False)
         self.current.left = None
         if config is not None and config.makes_steps:
@@ -132,6 +132,8 @@ class LoaderAdapter(Generic[Batch]):
         """Yield the batches of the next epoch, which moves `current` on once they are handed out."""
         if self._has_positions:
             self.start_next(skip_rest=False)
+            if not self._is_shared:  # else the loader itself moves on to the next epoch
+                self.current.next = replace(self.current.next, left=None)
             handed_out = self.current.after_last
             for batch in self._batches:
                 self.current.after_last = handed_out  # this one is not yet
@@ -207,28 +209,24 @@ class LoaderAdapter(Generic[Batch]):
         else:
             of_loader = self.length()
             of_loader = None if of_loader is None else max(of_loader - self.current.next.position, 0)
-        resumed = self._resumed_here()
-        return of_loader if of_loader is None or resumed is None else of_loader - resumed.num_trained
-
-    def _resumed_here(self) -> Left | None:
-        """Return what is left of loaded steps in which the next iteration begins; None: it begins before a step."""
-        return self._resumed[1] if self._resumed is not None and self._resumed[0] is self.current.next else None
+        left = self.current.next.left
+        return of_loader if of_loader is None or left is None else of_loader - left.num_trained
 
     def begin(self) -> StepsInHand:
         """Return what makes the steps of the next iteration, if these are made of several loaded ones."""
         assert self._config is not None
         assert self._made is not None
-        point, after, left = self.current.next, self.current.after_last, self._resumed_here()
+        point, after = self.current.next, self.current.after_last
         trained = after.position if after.epoch == point.epoch else 0
         counted = trained if self._config.pack and not self._has_positions else None
-        if left is None:
+        if point.left is None:
             before = Position(point.epoch, point.position if counted is None else counted)
             self._made.add(before, (Left(point.position), None))
         return StepsInHand(
             self._config,
             position=point.position,
             seed=self.current.seed,
-            resumed=left,
+            resumed=point.left,
             trained=counted,
             is_each_position=self._rows_follow,
         )
@@ -259,9 +257,8 @@ class LoaderAdapter(Generic[Batch]):
 
     def start_next(self, *, skip_rest: bool) -> None:
         """Make `state_after` return where the next iteration begins; see `EpochNode`."""
-        if not skip_rest and self._resumed_here() is not None:
+        if not skip_rest and self.current.next.left is not None:
             return
-        self._resumed = None
         if self._is_shared:
             self.current.start_next(skip_rest=skip_rest)
         elif self._has_positions:
@@ -329,11 +326,11 @@ class LoaderAdapter(Generic[Batch]):
         """Make the next iteration continue after the position of a state."""
         self._check_stateful()
         if self._has_positions and not (isinstance(state, Mapping) and "ranks" in state):
-            self._state_at_start = self._resumed = None
+            self._state_at_start = None
             if self._made is None or self._config is None or not self._rows_follow:
                 self._batches.load_state_dict(state)
-            elif (left := self._batches.load_window(state, self._config.window)) is not None:
-                self._resumed = self.current.next, left
+            else:
+                self._batches.load_window(state, self._config.window)
             self._end = self.current.after_last  # if nothing is left of that epoch
             if not self._is_shared:
                 self.current.move_to(ResumePoint(epoch=getattr(self._batches, "epoch", 0)))
@@ -376,7 +373,7 @@ class LoaderAdapter(Generic[Batch]):
             self._snapshots.add(Position(position.epoch, left.begin), (has_ended, saved))
         self.current.after_last = position
         self._end = position if is_end else None
-        self._resumed = None if left.rows is None else (self.current.next, left)
+        self.current.next = replace(self.current.next, left=None if left.rows is None else left)
         self._keep_loaded(position, left, (has_ended, saved))
 
     def _keep_loaded(self, position: Position, left: Left, saved: _Saved | None) -> None:
