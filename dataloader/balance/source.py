@@ -287,7 +287,7 @@ class LoaderAdapter(Generic[Batch]):
     def state_after(self, batch: JaggedBatch | None) -> dict[str, Any]:
         """Return the state after a batch that was handed out; None: the last one."""
         self._check_stateful()
-        position = self.current.after_last if batch is None else Position(batch.epoch, batch.position)
+        position = self.current.after(batch)
         left, saved = Left(position.position), None
         # A position that nothing was kept at is one that the loader was moved to.
         if self._made is not None and (batch is not None or position in dict(self._made.entries)) and position.position:

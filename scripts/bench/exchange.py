@@ -21,7 +21,6 @@ median over steps on the slowest rank, and of that the median over 5 rounds in w
 
 import argparse
 import contextlib
-import copy
 import faulthandler
 import itertools
 import json
@@ -49,6 +48,7 @@ from evenrank.dataloader.balance.exchange.layout import Layout
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
+from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
@@ -69,6 +69,9 @@ def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
     """Return this rank's batches, with the actions as labels."""
     config = LoaderConfig(batch_size=batch_size, max_history_length=4096, max_num_candidates=0, num_tasks=1)
     return RandomBatches(config, DATA, num_batches=steps, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+Prepared = tuple[Handle, Tensor, Callable[[Tensor], JaggedBatch]]
 
 
 class PlannedBatch(NamedTuple):
@@ -175,12 +178,11 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     for name in EXCHANGES:
         upload_once: Any = UploadOnce(exchange_device)
         exchange = Exchange(name, group, upload_once, rank=dist.get_rank())
-        prepared = [Handle(plan.batch) for plan in plans]
-        for number, (step, plan) in enumerate(zip(prepared, plans, strict=True)):
-            exchange.prepare(step, [plan.batch], *plan[1:-1])
-            exchanged(exchange, prepared, number)  # uploads all batches
+        prepared = [prepare_again(exchange, plan) for plan in plans]
+        for number in range(steps):  # uploads all batches
+            exchanged(exchange, prepared, number)
         if name == "all-to-all":
-            variants["copy"] = partial(upload, exchange_device, [step.host_buffer for step in prepared])
+            variants["copy"] = partial(upload, exchange_device, [host_buffer for _, host_buffer, _ in prepared])
         label = "ours" if name == "all-to-all" else "ours-all-gather"
         variants[label] = partial(exchanged, exchange, prepared)
         results[label] = variants[label](0).features
@@ -223,11 +225,19 @@ def upload(device: ExchangeDevice, host_buffers: list[Tensor], step: int) -> Ten
     return device.upload(host_buffers[step])
 
 
-def exchanged(exchange: Exchange, prepared: list[Handle], number: int) -> Any:
-    """Exchange a prepared step, which stays so, and return the balanced batch."""
-    exchange.launch(step := copy.copy(prepared[number]))
+def prepare_again(exchange: Exchange, plan: PlannedBatch) -> Prepared:
+    """Return a prepared step, and what it needs to be so again after it is finished."""
+    exchange.prepare(step := Handle(plan.batch), [plan.batch], *plan[1:-1])
+    return step, step.host_buffer, step.make_batch
+
+
+def exchanged(exchange: Exchange, prepared: list[Prepared], number: int) -> Any:
+    """Exchange a step and return the balanced batch."""
+    step, step.host_buffer, step.make_batch = prepared[number]
+    exchange.launch(step)
     exchange.finish(step)
-    return step.batch
+    batch, step.batch = step.batch, None
+    return batch
 
 
 def check_equal(results: dict[str, KeyedJaggedTensor], baseline: Jagged, num_real: int) -> None:
