@@ -42,7 +42,7 @@ FOLDERS = ("core", "datasets", "preprocess", "dataloader", "training", "cli")
 # What only GPUs run, what draws, and what leaves the package.
 NOT_MUTATED = "__init__|/warmup|reports/|metrics/writers"
 # Rooms where a silent fault costs most have twice as many.
-SENSITIVE = ("agree", "plan_check", "layout", "state/", "collate/", "preprocess/")
+SENSITIVE = ("agree", "connection", "layout", "state/", "collate/", "preprocess/")
 SKIPPED = (ast.JoinedStr, ast.arguments)
 SWAPS = {"Lt": "LtE", "Gt": "GtE", "Eq": "NotEq", "In": "NotIn", "Is": "IsNot", "And": "Or", "Add": "Sub"}
 SWAPS |= {"LShift": "RShift", "BitAnd": "BitOr"}

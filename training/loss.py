@@ -17,7 +17,7 @@ from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.ranks.agree import compare_settings
-from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
+from evenrank.dataloader.balance.ranks.connection import SCALING
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch, SequenceBatch
 

@@ -26,7 +26,7 @@ from evenrank.dataloader.balance.partition.strategies import (
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.balancer import Balancer
-    from evenrank.dataloader.balance.steps_ahead import Handle
+    from evenrank.dataloader.balance.exchange.exchange import Handle
 
 __all__ = [
     "COSTS",
@@ -55,7 +55,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported when they are used: they need torch, which takes seconds to import, and planning and costs do without.
-    if (module := {"Balancer": "balancer", "Handle": "steps_ahead"}.get(name)) is None:
+    if (module := {"Balancer": "balancer", "Handle": "exchange.exchange"}.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with naming_extras():
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -24,18 +24,17 @@ from evenrank.core.errors import ConfigError, RankError
 from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import MAX_STEPS, BalanceConfig, timeout_of
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
-from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
+from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.exchange.exchange import warm_up as warm_up_exchange
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.packing import warm_up as warm_up_packing
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
-from evenrank.dataloader.balance.ranks.connection import Connection, check_process
-from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
+from evenrank.dataloader.balance.ranks.connection import SCALING, Connection, check_process
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import StepPlanner
-from evenrank.dataloader.balance.steps_ahead import Handle, StepsAhead, drain
+from evenrank.dataloader.balance.steps_ahead import StepsAhead, drain
 from evenrank.dataloader.balance.steps_in_hand import MOST_IN_HAND
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
@@ -155,22 +154,25 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         launched: deque[Handle] = deque()
         try:
             launched.append(self.launch(ahead.take()))
-            while launched[0].in_flight is not None:
+            while launched[0].layout is not None:
                 following = ahead.take()
                 # All ranks learn of a failure here, before any of them waits for samples that were never sent.
-                prepared = self._await_plan(following)
+                self._await_plan(following)
                 self._unpack(launched[0])
-                launched.append(self._launch(following, prepared))
+                launched.append(self._launch(following))
                 # User code can raise on one rank alone, so it runs after the collective was launched on all ranks.
-                yield self._hand_out(launched.popleft(), is_last=launched[-1].in_flight is None)
+                yield self._hand_out(launched.popleft(), is_last=launched[-1].layout is None)
         except GeneratorExit:
             # Other ranks may go on, and wait for samples, up to the next all-gather, which tells them.
             with contextlib.suppress(Exception):
                 while ahead.await_group():
                     pass
-                for prepared in [handle.await_plan() for handle in ahead.started]:
-                    if prepared is not None:
-                        self._exchange.launch(prepared)  # and not awaited, because a rank may be in another collective
+                for handle in ahead.started:
+                    handle.await_plan()
+                for handle in ahead.started:
+                    if handle.layout is not None:
+                        self._exchange.launch(handle)
+                        handle.work = None  # not awaited, because a rank may be in another collective
             raise
         except RankError as error:
             # Ranks may have launched different steps, so nothing is awaited; what is in flight ends with the groups.
@@ -209,7 +211,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             RankError: a rank failed, or ranks are inconsistent; on every rank, with the failed rank's message.
         """
         handle.check("launch", "started")
-        return self._launch(handle, self._await_plan(handle))
+        self._await_plan(handle)
+        return self._launch(handle)
 
     def finish(self, handle: Handle) -> Batch | None:
         """Wait for the exchange of a launched step and return the balanced batch; None if no rank had batches left."""
@@ -273,29 +276,27 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             step.waited_seconds += time.perf_counter() - started
         return made
 
-    def _await_plan(self, handle: Handle) -> PreparedStep | None:
+    def _await_plan(self, handle: Handle) -> None:
         started = time.perf_counter()
         with self._connection.watching():
-            prepared = handle.await_plan()
+            handle.await_plan()
         handle.waited_seconds += time.perf_counter() - started
-        return prepared
 
-    def _launch(self, handle: Handle, prepared: PreparedStep | None) -> Handle:
+    def _launch(self, handle: Handle) -> Handle:
         handle.state = "launched"
-        if prepared is not None:
+        if handle.layout is not None:
             started = time.perf_counter()
             with self._connection.watching():
-                handle.in_flight = self._exchange.launch(prepared)
+                self._exchange.launch(handle)
             handle.exchange_seconds = time.perf_counter() - started
         return handle
 
     def _unpack(self, handle: Handle) -> None:
         handle.state = "finished"
-        if handle.in_flight is not None:
+        if handle.layout is not None:
             started = time.perf_counter()
             with self._connection.watching():
-                handle.batch = self._exchange.finish(handle.in_flight)
-            handle.in_flight = None
+                self._exchange.finish(handle)
             handle.exchange_seconds += time.perf_counter() - started
 
     def _hand_out(self, handle: Handle, *, is_last: bool) -> Batch:

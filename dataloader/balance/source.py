@@ -20,6 +20,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Annotated, Any, Generic, TypeVar, cast
 
 import torch
@@ -28,14 +29,20 @@ from torch import Tensor
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
 from evenrank.core.rules import Bounds
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.steps_in_hand import Begin
+from evenrank.dataloader.balance.steps_in_hand import StepsInHand
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.checks import check_batch, check_batches
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
-from evenrank.dataloader.state.node import EpochNode, KnowsPositions, find_rank_invariants
+from evenrank.dataloader.state.node import (
+    EpochNode,
+    KnowsPositions,
+    batch_size_of,
+    exact_length,
+    find_rank_invariants,
+    in_epochs,
+)
 from evenrank.dataloader.state.resume_point import CurrentPosition, Left, Position, ResumePoint, Snapshots
-from evenrank.dataloader.state.torchdata_nodes import BaseNode, Loader, batch_size_of, exact_length
 
 # Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
 _KEPT_STEPS = 16
@@ -91,13 +98,11 @@ class LoaderAdapter(Generic[Batch]):
     ) -> None:
         check_batches(batches)
         self._config = config
-        self._batches: Any = batches
+        self._batches = in_epochs(batches)
         self.batch_size = batch_size_of(batches)  # rows that a batch can have; 0 if the loader does not tell
         if isinstance(sampler := getattr(batches, "batch_sampler", None), KnowsPositions):
             self._batches = sampler.with_positions(cast(Any, batches))
             self.batch_size = find_rank_invariants(self._batches).get("batch_size", 0)
-        elif isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
-            self._batches = Loader(batches)
         self._rank = rank
         self._world_size = world_size
         state_dict = getattr(self._batches, "state_dict", None)
@@ -115,7 +120,6 @@ class LoaderAdapter(Generic[Batch]):
         self._state_at_start: dict[str, Any] | None = None  # of a loader with a position of its own
         # Of steps that are made of several loaded ones: what is left after each and, if it is kept here, the state.
         self._made: Snapshots[tuple[Left, _Saved | None]] | None = None
-        self._resumed: tuple[ResumePoint, Left] | None = None  # where the next iteration begins, if it is there
         self._rows_follow = self._is_shared and getattr(self._batches, "rows_follow_positions", False)
         self.current.left = None
         if config is not None and config.makes_steps:
@@ -128,6 +132,8 @@ class LoaderAdapter(Generic[Batch]):
         """Yield the batches of the next epoch, which moves `current` on once they are handed out."""
         if self._has_positions:
             self.start_next(skip_rest=False)
+            if not self._is_shared:  # else the loader itself moves on to the next epoch
+                self.current.next = replace(self.current.next, left=None)
             handed_out = self.current.after_last
             for batch in self._batches:
                 self.current.after_last = handed_out  # this one is not yet
@@ -203,27 +209,25 @@ class LoaderAdapter(Generic[Batch]):
         else:
             of_loader = self.length()
             of_loader = None if of_loader is None else max(of_loader - self.current.next.position, 0)
-        resumed = self._resumed_here()
-        return of_loader if of_loader is None or resumed is None else of_loader - resumed.num_trained
+        left = self.current.next.left
+        return of_loader if of_loader is None or left is None else of_loader - left.num_trained
 
-    def _resumed_here(self) -> Left | None:
-        """Return what is left of loaded steps in which the next iteration begins; None: it begins before a step."""
-        return self._resumed[1] if self._resumed is not None and self._resumed[0] is self.current.next else None
-
-    def begin(self) -> Begin:
-        """Return where the next iteration begins, if steps are made of several loaded ones."""
+    def begin(self) -> StepsInHand:
+        """Return what makes the steps of the next iteration, if these are made of several loaded ones."""
         assert self._config is not None
         assert self._made is not None
-        point, after, left = self.current.next, self.current.after_last, self._resumed_here()
+        point, after = self.current.next, self.current.after_last
         trained = after.position if after.epoch == point.epoch else 0
-        if left is None:
-            of_point = trained if self._config.pack and not self._has_positions else point.position
-            self._made.add(Position(point.epoch, of_point), (Left(point.position), None))
-        return Begin(
+        counted = trained if self._config.pack and not self._has_positions else None
+        if point.left is None:
+            before = Position(point.epoch, point.position if counted is None else counted)
+            self._made.add(before, (Left(point.position), None))
+        return StepsInHand(
+            self._config,
             position=point.position,
             seed=self.current.seed,
-            trained=trained if self._config.pack and not self._has_positions else None,
-            resumed=left,
+            resumed=point.left,
+            trained=counted,
             is_each_position=self._rows_follow,
         )
 
@@ -253,9 +257,8 @@ class LoaderAdapter(Generic[Batch]):
 
     def start_next(self, *, skip_rest: bool) -> None:
         """Make `state_after` return where the next iteration begins; see `EpochNode`."""
-        if not skip_rest and self._resumed_here() is not None:
+        if not skip_rest and self.current.next.left is not None:
             return
-        self._resumed = None
         if self._is_shared:
             self.current.start_next(skip_rest=skip_rest)
         elif self._has_positions:
@@ -284,7 +287,7 @@ class LoaderAdapter(Generic[Batch]):
     def state_after(self, batch: JaggedBatch | None) -> dict[str, Any]:
         """Return the state after a batch that was handed out; None: the last one."""
         self._check_stateful()
-        position = self.current.after_last if batch is None else Position(batch.epoch, batch.position)
+        position = self.current.after(batch)
         left, saved = Left(position.position), None
         # A position that nothing was kept at is one that the loader was moved to.
         if self._made is not None and (batch is not None or position in dict(self._made.entries)) and position.position:
@@ -323,11 +326,11 @@ class LoaderAdapter(Generic[Batch]):
         """Make the next iteration continue after the position of a state."""
         self._check_stateful()
         if self._has_positions and not (isinstance(state, Mapping) and "ranks" in state):
-            self._state_at_start = self._resumed = None
+            self._state_at_start = None
             if self._made is None or self._config is None or not self._rows_follow:
                 self._batches.load_state_dict(state)
-            elif (left := self._batches.load_window(state, self._config.window)) is not None:
-                self._resumed = self.current.next, left
+            else:
+                self._batches.load_window(state, self._config.window)
             self._end = self.current.after_last  # if nothing is left of that epoch
             if not self._is_shared:
                 self.current.move_to(ResumePoint(epoch=getattr(self._batches, "epoch", 0)))
@@ -370,7 +373,7 @@ class LoaderAdapter(Generic[Batch]):
             self._snapshots.add(Position(position.epoch, left.begin), (has_ended, saved))
         self.current.after_last = position
         self._end = position if is_end else None
-        self._resumed = None if left.rows is None else (self.current.next, left)
+        self.current.next = replace(self.current.next, left=None if left.rows is None else left)
         self._keep_loaded(position, left, (has_ended, saved))
 
     def _keep_loaded(self, position: Position, left: Left, saved: _Saved | None) -> None:

@@ -10,22 +10,21 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
-from evenrank.dataloader.balance.exchange.exchange import PreparedStep
+from evenrank.dataloader.balance.exchange.exchange import Handle
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.balance.partition.strategies import real_rows, unbalanced
 from evenrank.dataloader.balance.plan import in_rows, plan_steps
 from evenrank.dataloader.balance.ranks import agree, metadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
-from evenrank.dataloader.balance.steps_ahead import Handle
-from evenrank.dataloader.balance.steps_in_hand import Begin, MadeStep, StepsInHand
+from evenrank.dataloader.balance.steps_in_hand import StepsInHand
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
@@ -39,17 +38,15 @@ class StepPlanner:
     _: KW_ONLY
     config: BalanceConfig
     group: FailFastGroup  # over which metadata is gathered
-    prepare: Callable[..., PreparedStep]  # see `Exchange.prepare`
+    prepare: Callable[..., None]  # see `Exchange.prepare`
     batch_size: int  # rows that a batch of this rank's loader can have; 0 if it does not tell
     is_measured: bool  # whether steps have metrics: they are only computed where somebody reads them
     _schema: BatchSchema | None = field(default=None, init=False)
-    _begin: Begin = field(default_factory=Begin, init=False)
     _hand: StepsInHand | None = field(default=None, init=False)  # of windows and packed steps
-    _num_made: int = field(default=0, init=False)
 
-    def begin(self, begin: Begin) -> None:
-        """Begin an iteration."""
-        self._begin, self._hand, self._num_made = begin, None, 0
+    def begin(self, hand: StepsInHand) -> None:
+        """Begin an iteration of steps that are made of several loaded ones."""
+        self._hand = hand
 
     def plan(self, steps: Sequence[Handle]) -> Sequence[Handle]:
         """All-gather the metadata of steps, plan and prepare them. Collective: every rank must call this.
@@ -58,121 +55,116 @@ class StepPlanner:
         that fails, and those after it, have its error: on every rank, a RankError or its own.
         """
         started = time.perf_counter()
-        if self._schema is None and (schema := self._common_schema(steps[0])) is not None:
-            self._schema = schema
         if self._schema is None:
+            self._schema = self._common_schema(steps[0])
+        if (schema := self._schema) is None:
             return steps
-        known, errors = self._gather_metadata(self._schema, steps)
+        known, errors = self._gather_metadata(schema, steps)
         gather_seconds = (time.perf_counter() - started) / len(steps)
         num_steps, error = agree.steps_to_plan(known, errors)
         known = compared = known[:num_steps]
+        if (hand := self._hand) is not None:
+            compared = known[:1] if num_steps or hand.known is None else hand.known[:1]
         planned: list[Handle] = []
         plans: list[NDArray[np.int32]] = []
         failure: Exception | None = None
-        if makes_steps := self.config.makes_steps:
-            hand = self._hand = self._hand or StepsInHand(self.config, self._schema.batch_size, self._begin)
-            compared = known[:1] if num_steps or hand.known is None else hand.known[:1]
         try:
-            for step, rows, made, since in self._steps_to_hand_out(steps, self._schema, known):
-                plans.append(self._plan(step, self._schema, rows, made, since, gather_seconds))
+            for step, rank_of in self._steps_to_hand_out(steps, schema, known, gather_seconds):
                 planned.append(step)
+                plans.append(rank_of)
         except Exception as raised:  # reported to all ranks
             failure = raised
-        if makes_steps:
+        if hand is not None:
             # One plan of all these steps, because a rank that failed may not know how many there are.
             of_all = np.concatenate([np.empty(0, dtype=np.int32), *map(np.ravel, plans)])
             plans = [of_all] if failure is None else []
         following = steps[num_steps:]
-        strategy = self.config.strategy
-        if len(compared) and (differing := agree.confirm(self.group, plans, failure, compared, strategy)):
+        if len(compared) and (differing := agree.confirm(self.group, plans, failure, compared, self.config.strategy)):
             first, error = differing
             planned = planned[:first]
-            following = (following or [Handle(None)]) if makes_steps else steps[first:]
+            following = steps[first:] if hand is None else following or [Handle(None)]
         if error is not None:
             for step in following:
                 step.error = error
         return [*planned, *following]
 
     def _steps_to_hand_out(
-        self, steps: Sequence[Handle], schema: BatchSchema, known: metadata.StepMetadata
-    ) -> Iterator[tuple[Handle, "_Rows", MadeStep | None, float]]:
-        """Yield the steps that become of loaded ones, of which n are known, [n, W], and what `_plan` needs of each."""
+        self, steps: Sequence[Handle], schema: BatchSchema, known: metadata.StepMetadata, gather_seconds: float
+    ) -> Iterator[tuple[Handle, NDArray[np.int32]]]:
+        """Yield the steps that become of loaded ones, of which n are known, [n, W], and the plan of each."""
         batches = [_own_batch(step, schema, of_step) for step, of_step in zip(steps, known, strict=False)]
+        started = time.perf_counter()
         if (hand := self._hand) is None:
-            for index, (step, batch) in enumerate(zip(steps, batches, strict=False)):
+            for step, of_step, batch in zip(steps, known, batches, strict=False):
+                step.known = of_step
+                yield step, self._plan(step, schema, [batch], _rows_of(of_step[np.newaxis]), gather_seconds, started)
                 started = time.perf_counter()
-                yield step, _Rows.of(known[index : index + 1], [batch]), None, started
             return
         if batches:
             hand.add(known, batches)
-        started = time.perf_counter()
         if (made := hand.make(is_last=len(known) < len(steps))) and hand.known is not None:
-            rows = _Rows.of(hand.known, hand.batches)
-            seconds = (time.perf_counter() - started) / len(made)
-            for of_step in made:
-                yield Handle(None, left=of_step.left), rows, of_step, time.perf_counter() - seconds
+            rows = _rows_of(hand.known)
+            for step in made:
+                yield step, self._plan(step, schema, hand.batches, rows, gather_seconds, started)
+                started = time.perf_counter()
         hand.drop()
 
     def _plan(
         self,
         step: Handle,
         schema: BatchSchema,
-        rows: "_Rows",
-        made: MadeStep | None,
-        started: float,
+        batches: Sequence[JaggedBatch],
+        rows: Sequence[NDArray[np.int64]],
         gather_seconds: float,
+        started: float,
     ) -> NDArray[np.int32]:
         """Plan and prepare a step that some rank has samples of, and return who trains on each row: int32 [W, n * B].
 
-        `made` None: it is the one that was loaded. Planning it began at `started`.
+        `batches` are this rank's n loaded ones that it is made of, `rows` those of all ranks, see `_rows_of`. Planning
+        it began at `started`.
         """
-        of_loaded = rows.known[0 if made is None else made.loaded]
-        place = {name: metadata.common_word(of_loaded, name) for name in ("epoch", "step")}
-        fields: dict[str, Any] = {}
-        costs, tokens, num_real, moved = rows.costs, rows.tokens, of_loaded["num_real"], None
-        if made is not None:
-            place["step"] = self._num_made
-            self._num_made += 1
-            plan_hash = metadata.common_word(of_loaded, "plan_hash") or None
-            fields = {**place, "position": made.position, "plan_hash": plan_hash}
+        (costs, tokens, lengths), num_real, made_of = rows, step.known["num_real"], step.rows
+        place = {name: step.fields.get(name, metadata.common_word(step.known, name)) for name in ("epoch", "step")}
+        if made_of is not None:
             # The order of rows is that of the ranks that have loaded them, so most count as loaded by their own rank.
-            num_real = np.diff(np.arange(len(costs) + 1) * len(made.rows) // len(costs))
+            num_real = np.diff(np.arange(len(costs) + 1) * len(made_of) // len(costs))
             is_real = real_rows(schema.batch_size, len(costs), num_real)
-            costs, tokens = (in_rows(values.reshape(-1)[made.rows], is_real) for values in (costs, tokens))
+            costs, tokens = (in_rows(values.reshape(-1)[made_of], is_real) for values in (costs, tokens))
         of_step = (values[np.newaxis] for values in (costs, tokens))
         (assignment,) = plan_steps(
             *of_step, self.config, num_real=num_real[np.newaxis], epoch=place["epoch"], steps=(place["step"],)
         )
         rank_of = assignment.rank_of
-        if made is not None:
-            rank_of = np.full(rows.costs.shape, -1, dtype=np.int32)
-            rank_of.reshape(-1)[made.rows] = assignment.rank_of[is_real]
-        step.prepared = self.prepare(rows.batches, schema, rank_of, rows.lengths, **fields)
+        if made_of is not None:
+            rank_of = np.full((len(costs), lengths.shape[-1]), -1, dtype=np.int32)
+            rank_of.reshape(-1)[made_of] = assignment.rank_of[is_real]
+        self.prepare(step, batches, schema, rank_of, lengths)
         plan_seconds = time.perf_counter() - started
-        if self.is_measured:
-            lengths = rows.lengths.transpose(1, 0, 2).reshape(rows.lengths.shape[1], rank_of.size)
-            if made is None:
-                num_bytes = np.where(rank_of >= 0, sample_bytes(schema, lengths).reshape(rank_of.shape), 0)
-            else:
-                num_bytes = in_rows(sample_bytes(schema, lengths[:, made.rows]), is_real)
-                home = np.full(is_real.shape, -1, dtype=np.int32)
-                home[is_real] = made.rows // rank_of.shape[1]
-                moved = assignment.rank_of != home
-            step.metrics = measure_step(
-                assignment,
-                costs=costs,
-                tokens=tokens,
-                sample_bytes=num_bytes,
-                moved=moved,
-                is_balanced=self.config.balances(**place),
-                gather_seconds=gather_seconds,
-                plan_seconds=plan_seconds,
-                **place,
-            )
-            if made is not None and not self.config.pack:  # else it was not loaded as a step
-                is_loaded = real_rows(schema.batch_size, len(costs), of_loaded["num_real"])
-                before = unbalanced(is_loaded, padded=assignment.padded).loads(of_loaded["costs"])
-                step.metrics = dataclasses.replace(step.metrics, before=before)
+        if not self.is_measured:
+            return rank_of
+        of_rows, moved = lengths.transpose(1, 0, 2).reshape(lengths.shape[1], rank_of.size), None
+        if made_of is None:
+            num_bytes = np.where(rank_of >= 0, sample_bytes(schema, of_rows).reshape(rank_of.shape), 0)
+        else:
+            num_bytes = in_rows(sample_bytes(schema, of_rows[:, made_of]), is_real)
+            home = np.full(is_real.shape, -1, dtype=np.int32)
+            home[is_real] = made_of // rank_of.shape[1]
+            moved = assignment.rank_of != home
+        step.metrics = measure_step(
+            assignment,
+            costs=costs,
+            tokens=tokens,
+            sample_bytes=num_bytes,
+            moved=moved,
+            is_balanced=self.config.balances(**place),
+            gather_seconds=gather_seconds,
+            plan_seconds=plan_seconds,
+            **place,
+        )
+        if made_of is not None and not self.config.pack:  # else it was not loaded as a step
+            is_loaded = real_rows(schema.batch_size, len(costs), step.known["num_real"])
+            before = unbalanced(is_loaded, padded=assignment.padded).loads(step.known["costs"])
+            step.metrics = dataclasses.replace(step.metrics, before=before)
         return rank_of
 
     def _common_schema(self, first: Handle) -> BatchSchema | None:
@@ -205,20 +197,10 @@ class StepPlanner:
         return known, errors
 
 
-class _Rows(NamedTuple):
-    """The rows of all ranks in n loaded steps."""
-
-    known: metadata.StepMetadata  # [n, W]
-    batches: Sequence[JaggedBatch]  # [n], of this rank
-    costs: NDArray[np.int64]  # [W, n * B], as tokens
-    tokens: NDArray[np.int64]
-    lengths: NDArray[np.int64]  # [W, K, n * B]
-
-    @classmethod
-    def of(cls, known: metadata.StepMetadata, batches: Sequence[JaggedBatch]) -> Self:
-        """Return the rows of these steps, contiguous."""
-        names = ("costs", "tokens", "lengths")
-        return cls(known, batches, *(np.concatenate([*known[name]], axis=-1, dtype=np.int64) for name in names))
+def _rows_of(known: metadata.StepMetadata) -> list[NDArray[np.int64]]:
+    """Return the costs and the tokens, [W, n * B], and the lengths, [W, K, n * B], of the rows of steps, [n, W]."""
+    names = ("costs", "tokens", "lengths")
+    return [np.concatenate([*known[name]], axis=-1, dtype=np.int64) for name in names]  # contiguous
 
 
 def _own_schema(batch: JaggedBatch, batch_size: int) -> BatchSchema:

@@ -1,4 +1,4 @@
-"""Steps between `start` and `finish`, and those that a Balancer starts ahead of the one that trains.
+"""`StepsAhead`: the steps that a Balancer starts ahead of the one that trains.
 
 Metadata is gathered for several steps at once: an all-gather takes as long for 8 as for one. So batches are loaded
 ahead of it, one for each step that is handed out, and a step is started with the others of its group:
@@ -14,65 +14,11 @@ known once it is planned, so this is awaited when no other step is left.
 """
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.config import MAX_STEPS, BalanceConfig
-from evenrank.dataloader.balance.exchange.exchange import PreparedStep, StepInFlight
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.connection import check_process
-from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.state.resume_point import Left
-
-State = Literal["started", "launched", "finished"]
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """A step between `start` and `finish`."""
-
-    loaded: JaggedBatch | None
-    """This rank's batch before balancing, on the CPU; None once the rank has no more."""
-    error: Exception | None = None
-    """What the loader has raised instead or, once the step is planned, what it ends with."""
-    _: KW_ONLY
-    state: State = "started"
-    group: "Future[Sequence[Handle]]" = field(init=False, repr=False)
-    """Once it is started: the steps that all which were started with it have become, planned in the background."""
-    left: Left | None = None
-    """What is left after it, if it is made of several loaded steps."""
-    prepared: PreparedStep | None = None
-    """The exchange, ready to be launched, once it is planned; None if no rank has batches left."""
-    metrics: StepMetrics | None = None
-    """If they are measured; the times of the exchange are 0."""
-    in_flight: StepInFlight | None = None
-    """The exchange, once it is launched."""
-    batch: JaggedBatch | None = None
-    """The balanced batch, once it is finished."""
-    waited_seconds: float = 0.0
-    """See `StepMetrics`, also for the next one."""
-    exchange_seconds: float = 0.0
-    process: int = field(default_factory=os.getpid)
-    """Id of the process that started it."""
-
-    def check(self, call: str, needed: State) -> None:
-        """Raise a ConfigError unless a call comes after the one that it needs, and once."""
-        if self.state != needed:
-            found = "only started" if self.state == "started" else f"already {self.state}"
-            raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
-
-    def await_plan(self) -> PreparedStep | None:
-        """Wait for the plan of the step and return its exchange, or raise its error."""
-        check_process(self.process)
-        self.group.result()
-        if self.error is not None:
-            raise self.error
-        return self.prepared
+from evenrank.dataloader.balance.exchange.exchange import Handle
 
 
 class StepsAhead:
@@ -151,5 +97,5 @@ def drain(handles: Iterable[Handle]) -> None:
     for handle in handles:
         with contextlib.suppress(Exception):
             handle.await_plan()
-            if handle.in_flight is not None and handle.in_flight.work is not None:
-                handle.in_flight.work.wait()
+            if handle.work is not None:
+                handle.work.wait()

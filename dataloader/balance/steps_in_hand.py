@@ -5,8 +5,6 @@ steps. Packed steps take as many of the first samples as fit; what more loaded s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +12,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import StateError
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.costs.cost import COST_BITS, cost_shift
+from evenrank.dataloader.balance.exchange.exchange import Handle
 from evenrank.dataloader.balance.packing import clip_tokens, pack_in_hand
 from evenrank.dataloader.balance.partition.strategies import real_rows
 from evenrank.dataloader.balance.plan import assign_to_steps
@@ -29,43 +28,36 @@ Rows = NDArray[np.bool_]
 """bool [n, W, B]: of the rows of n loaded steps."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Begin:
-    """Where an iteration begins, the same on all ranks."""
-
-    position: int = 0
-    """Before the first step that is loaded."""
-    seed: int = 0
-    trained: int | None = None
-    """Samples trained before, for positions in packed steps of a loader that does not count samples; None: it does."""
-    resumed: Left | None = None
-    """What is left of the first steps, of a loaded state."""
-    is_each_position: bool = False
-    """Whether each position is a sample, unless a step has fewer."""
-
-
-class MadeStep(NamedTuple):
-    """A step that is made of loaded ones."""
-
-    rows: NDArray[np.int64]
-    """[samples], ascending: into the rows of all ranks, [W, n * B]."""
-    position: int
-    loaded: int
-    """Index of the loaded step in whose place it comes."""
-    left: Left
-    """After it."""
-
-
 class StepsInHand:
-    """Makes steps of loaded ones: of n steps of W ranks with B rows each."""
+    """Makes steps of loaded ones, of n steps of W ranks with B rows each, in one iteration; the same on all ranks.
 
-    def __init__(self, config: BalanceConfig, batch_size: int, begin: Begin) -> None:
+    Args:
+        config: how steps are made.
+        position: before the first step that is loaded.
+        seed: of the order of samples.
+        resumed: what is left of the first steps, of a loaded state.
+        trained: samples trained before, for positions in packed steps of a loader that does not count samples; None: it
+            does.
+        is_each_position: whether each position is a sample, unless a step has fewer.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        *,
+        position: int,
+        seed: int,
+        resumed: Left | None,
+        trained: int | None,
+        is_each_position: bool,
+    ) -> None:
         self._config = config
-        self._batch_size = batch_size
-        self._begin = begin
-        self._position = begin.position  # before the steps in hand
-        self._trained = begin.trained
-        self._resumed = begin.resumed
+        self._position = position  # before the steps in hand
+        self._seed = seed
+        self._resumed = resumed
+        self._trained = trained
+        self._is_each_position = is_each_position
+        self._num_made = 0
         self._num_taken = 0  # of the samples in hand, if steps are packed
         self.known: StepMetadata | None = None  # [n, W]
         self.batches: list[JaggedBatch] = []  # [n], of this rank
@@ -75,17 +67,26 @@ class StepsInHand:
         self.known = known if self.known is None else np.concatenate([self.known, known])
         self.batches += batches
 
-    def make(self, *, is_last: bool) -> list[MadeStep]:
+    def make(self, *, is_last: bool) -> list[Handle]:
         """Return the steps that are made of those in hand, which stay there; `is_last`: no more will be loaded."""
         if (known := self.known) is None:
             return []
-        is_real = np.stack([real_rows(self._batch_size, len(step), step["num_real"]) for step in known])
+        batch_size = known["costs"].shape[-1]
+        is_real = np.stack([real_rows(batch_size, len(step), step["num_real"]) for step in known])
         untrained = self._untrained(known, is_real)
         if not self._config.pack:
             return self._window(known, is_real, untrained)
         if untrained is not None:
             self._num_taken = int(np.count_nonzero(is_real & ~untrained))
         return self._pack(known, is_real, is_last=is_last or len(known) >= MOST_IN_HAND, is_end=is_last)
+
+    def _made(self, of: StepMetadata, rows: NDArray[np.int64], position: int, left: Left) -> Handle:
+        """Return a step of these rows, in the place of a loaded one, [W]; `position` and `left` are those after it."""
+        fields = {"epoch": common_word(of, "epoch"), "step": self._num_made, "position": position}
+        self._num_made += 1
+        step = Handle(None, rows=rows, left=left, fields=fields | {"plan_hash": common_word(of, "plan_hash") or None})
+        step.known = of
+        return step
 
     def _untrained(self, known: StepMetadata, is_real: Rows) -> Rows | None:
         """Return what a loaded state says of the first steps in hand, when they come; None: nothing."""
@@ -121,11 +122,11 @@ class StepsInHand:
         """Return the positions before the steps in hand, and after each: int64 [n + 1]."""
         return np.array([self._position, *(common_word(step, "position") for step in known)])
 
-    def _window(self, known: StepMetadata, is_real: Rows, resumed: Rows | None) -> list[MadeStep]:
-        (num_steps, world_size, _), positions = is_real.shape, self._positions(known)
+    def _window(self, known: StepMetadata, is_real: Rows, resumed: Rows | None) -> list[Handle]:
+        (num_steps, world_size, batch_size), positions = is_real.shape, self._positions(known)
         per_step, counts = is_real[0].size, np.count_nonzero(is_real, axis=(1, 2))
         step_of = np.where(is_real, np.arange(num_steps)[:, np.newaxis, np.newaxis], -1)
-        epoch, seed = common_word(known[0], "epoch"), derive_seed(self._begin.seed, self._position)
+        epoch, seed = common_word(known[0], "epoch"), derive_seed(self._seed, self._position)
 
         def assign(rows: Rows, steps: NDArray[np.int64]) -> None:
             """Assign the samples in these rows to these steps."""
@@ -135,10 +136,10 @@ class StepsInHand:
             costs >>= shifts[0] - shifts[1]
             most = len(steps) * per_step * int(costs.max(initial=0))
             costs >>= max(0, most.bit_length() - COST_BITS)
-            options = {"seed": seed, "epoch": epoch, "batch_size": self._batch_size}
+            options = {"seed": seed, "epoch": epoch, "batch_size": batch_size}
             step_of[rows] = steps[assign_to_steps(costs, tokens, len(steps), world_size, self._config, **options)]
 
-        is_each = self._begin.is_each_position and np.array_equal(np.diff(positions), counts)
+        is_each = self._is_each_position and np.array_equal(np.diff(positions), counts)
         # Few samples stay together and, as where a rank plans alone, the last ones of an epoch.
         joint = np.flatnonzero(counts == per_step if is_each else 2 * counts >= per_step)
         if len(joint) > 1:
@@ -160,10 +161,10 @@ class StepsInHand:
             if number < num_steps - 1:
                 left = Left(begin, self._config.window, is_left, number + 1, has_positions=is_each)
             position = end - int(np.count_nonzero(is_left)) if is_each else int(positions[number + 1])
-            made.append(MadeStep(np.flatnonzero(by_rank == number), position, number, left))
+            made.append(self._made(known[number], np.flatnonzero(by_rank == number), position, left))
         return made
 
-    def _pack(self, known: StepMetadata, is_real: Rows, *, is_last: bool, is_end: bool) -> list[MadeStep]:
+    def _pack(self, known: StepMetadata, is_real: Rows, *, is_last: bool, is_end: bool) -> list[Handle]:
         (_, world_size, batch_size), positions = is_real.shape, self._positions(known)
         samples = np.flatnonzero(is_real)[self._num_taken :]  # into [n, W, B]
         if not len(samples):
@@ -189,13 +190,13 @@ class StepsInHand:
             else:
                 position = before + done
             left = Left(position)
-            if done < num_real and not (self._begin.is_each_position and after - before == num_real):
+            if done < num_real and not (self._is_each_position and after - before == num_real):
                 untrained = is_real[loaded] & (np.cumsum(is_real[loaded]).reshape(is_real[0].shape) > done)
                 left = Left(before, rows=untrained[np.newaxis])
             if self._trained is not None:
                 self._trained += end - first
                 position = self._trained
-            made.append(MadeStep(rows, position, loaded, left))
+            made.append(self._made(known[loaded], rows, position, left))
             first = end
         self._num_taken += first
         return made

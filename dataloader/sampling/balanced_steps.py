@@ -274,13 +274,12 @@ class WindowedStepSampler(BalancedStepSampler):
 
     def resume(self, order: SampleOrder, after: ResumePoint, skipped: SkippedSamples, *, seed: int) -> ResumePoint:
         """Return where to go on: within the window of a saved position, if this sampler assigns it in the same way."""
-        pending, window = skipped
-        shape = self._shape.world_size, self._shape.batch_size, self._balance.window
-        if window is None or shape != (window.world_size, window.batch_size, window.steps):
+        pending, begin, shape = skipped
+        if begin is None or shape != (self._balance.window, self._shape.world_size, self._shape.batch_size):
             return after
-        if (after.position - window.start) % self._shape.samples_per_step:
+        if (after.position - begin.start) % self._shape.samples_per_step:
             return after
-        within = replace(after, start=window.start, pending=window.pending)
+        within = replace(after, start=begin.start, pending=begin.pending)
         again = self.skipped(order, within, after.position, seed=seed).pending
         return within if pending is not None and again is not None and np.array_equal(again, pending) else after
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -10,7 +11,7 @@ from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.rules import Bounds, Seed
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
+from evenrank.dataloader.balance.ranks.connection import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.routing.key_map import KeyMap
@@ -21,7 +22,6 @@ from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text
 from evenrank.dataloader.state.node import HasRankInvariants
 from evenrank.dataloader.state.resume_point import (
     CurrentPosition,
-    Left,
     Position,
     ResumePoint,
     SkippedSamples,
@@ -102,8 +102,11 @@ class EpochPositions(HasRankInvariants):
         """Take a position, and what a state says of the meaning of ids and keys: the first part of creating it."""
         self._current, self._begun = current, {}
         self._ids, self._key_maps = ids, key_maps
-        self._meaning = {checks.VOCABULARY: checks.vocabulary_entry(ids), DIST_TYPE: dist_type(key_maps)}
         self._plan_check = self._observe = None
+
+    @cached_property
+    def _meaning(self) -> dict[str, str]:
+        return {checks.VOCABULARY: checks.vocabulary_entry(self._ids), DIST_TYPE: dist_type(self._key_maps)}
 
     @property
     def epoch(self) -> int:
@@ -205,27 +208,24 @@ class EpochPositions(HasRankInvariants):
         self._begun[point.epoch] = point
         self._current.move_to(point, is_over=is_over)
 
-    def load_window(self, state: Mapping[str, Any], num_steps: int) -> Left | None:
+    def load_window(self, state: Mapping[str, Any], num_steps: int) -> None:
         """Load a state and, if it is within a window of `num_steps` steps as these, go to its begin.
 
-        Returns what is left of that window, for a Balancer, which then makes its steps again.
+        The point there has what is left of that window, for a Balancer, which then makes its steps again.
         """
         self.load_state_dict(state)
         epoch, position, num_samples = (state[name] for name in ("epoch", "position", "num_samples"))
-        pending, window = SkippedSamples.from_text(state["pending"], position=position, num_samples=num_samples)
+        skipped = SkippedSamples.from_text(state["pending"], position=position, num_samples=num_samples)
         world_size, batch_size = (self.rank_invariants()[name] for name in ("world_size", "batch_size"))
-        if pending is None or window is None or self._current.left is None:
-            return None
-        is_as_here = (world_size, batch_size, num_steps) == (window.world_size, window.batch_size, window.steps)
-        if not is_as_here or (position - window.start) % (world_size * batch_size):
-            return None
-        point = ResumePoint(epoch=epoch, start=window.start, position=window.start, pending=window.pending)
-        left = window.left(pending, position, num_samples)
-        self._begun[epoch] = point
+        if skipped.begin is None or skipped.shape != (num_steps, world_size, batch_size) or self._current.left is None:
+            return
+        if (position - skipped.begin.start) % (world_size * batch_size):
+            return
+        left = skipped.left(position, num_samples)
+        self._begun[epoch] = point = replace(skipped.begin, epoch=epoch, left=left)
         self._current.move_to(point)
         self._current.after_last = Position(epoch, position)
         self._current.left.add(self._current.after_last, left)
-        return left
 
     def begin_after(self, state: Mapping[str, Any]) -> None:
         """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.

@@ -50,6 +50,8 @@ class ResumePoint:
     """Samples trained before the iteration."""
     pending: Positions | None = None
     """[n]: untrained positions below `frontier` after `start` samples, ascending; None: there are none."""
+    left: "Left | None" = None
+    """If a Balancer goes on in the middle of steps that it makes of several loaded ones: what is left of these."""
 
     @property
     def frontier(self) -> int:
@@ -148,29 +150,6 @@ class _ResumedOrder:
         return (*self._order.fingerprint(), "pending", self._point.start, self._hash)
 
 
-class OpenWindow(NamedTuple):
-    """A window of steps that is partly trained; `batch_size` is per rank."""
-
-    start: int
-    """Samples trained before the window."""
-    world_size: int
-    batch_size: int
-    steps: int
-    pending: Positions | None = None
-    """`ResumePoint.pending` at the beginning of the window."""
-
-    def left(self, pending: Positions, position: int, num_samples: int) -> "Left":
-        """Return what is left of the window, given the positions pending at a position within it."""
-        point = ResumePoint(start=self.start, position=self.start, pending=self.pending)
-        is_left = np.zeros(self.steps * self.world_size * self.batch_size, dtype=np.bool_)
-        is_left[position + len(pending) - self.start : num_samples - self.start] = True
-        places = point.places(pending) - self.start
-        is_left[places[places < len(is_left)]] = True
-        num_trained = (position - self.start) // (self.world_size * self.batch_size)
-        rows = is_left.reshape(self.steps, self.world_size, self.batch_size)
-        return Left(self.start, self.steps, rows, num_trained, has_positions=True)
-
-
 class Left(NamedTuple):
     """What is left after a step that was made of several loaded ones."""
 
@@ -192,8 +171,8 @@ class Left(NamedTuple):
         places = self.begin + np.flatnonzero(self.rows)
         pending = np.sort(point.positions(np.concatenate([places, np.arange(end, max(end, point.frontier))])))
         _, world_size, batch_size = self.rows.shape
-        window = OpenWindow(self.begin, world_size, batch_size, self.window, before.pending)
-        return SkippedSamples(pending, window)
+        begin = ResumePoint(start=self.begin, position=self.begin, pending=before.pending)
+        return SkippedSamples(pending, begin, (self.window, world_size, batch_size))
 
     def to_text(self) -> str:
         """Return it as text, which every format of checkpoints can hold."""
@@ -216,15 +195,32 @@ class SkippedSamples(NamedTuple):
 
     pending: Positions | None = None
     """As in `ResumePoint`, for a `start` at that position."""
-    window: OpenWindow | None = None
+    begin: ResumePoint | None = None
+    """Where a window of steps begins that is partly trained; None: there is none. It tells no epoch."""
+    shape: tuple[int, int, int] = (0, 0, 0)
+    """Its steps, ranks, and rows of each rank."""
+
+    def left(self, position: int, num_samples: int) -> Left:
+        """Return what is left of the window at a position within it, of an epoch of `num_samples`."""
+        assert self.pending is not None
+        assert self.begin is not None
+        start, num_rows = self.begin.start, math.prod(self.shape)
+        is_left = np.zeros(num_rows, dtype=np.bool_)
+        is_left[position + len(self.pending) - start : num_samples - start] = True
+        places = self.begin.places(self.pending) - start
+        is_left[places[places < num_rows]] = True
+        num_trained = (position - start) // math.prod(self.shape[1:])
+        return Left(start, self.shape[0], is_left.reshape(self.shape), num_trained, has_positions=True)
 
     def to_text(self) -> str:
         """Return the samples as text, which every format of checkpoints can hold; empty if there are none."""
         if self.pending is None:
             return ""
-        window = None if self.window is None else self.window._asdict()
-        if window is not None and window["pending"] is not None:
-            window["pending"] = _encode(window["pending"])
+        window: dict[str, Any] | None = None
+        if self.begin is not None:
+            before, (steps, world_size, batch_size) = self.begin.pending, self.shape
+            window = {"start": self.begin.start, "world_size": world_size, "batch_size": batch_size, "steps": steps}
+            window["pending"] = None if before is None else _encode(before)
         return json.dumps({"positions": _encode(self.pending), "window": window})
 
     @classmethod
@@ -237,14 +233,15 @@ class SkippedSamples(NamedTuple):
             pending, window = _decode(entries["positions"], position, num_samples), entries["window"]
             if window is None:
                 return cls(pending)
-            start, *sizes = (window[name] for name in ("start", "world_size", "batch_size", "steps"))
+            start, *shape = (window[name] for name in ("start", "steps", "world_size", "batch_size"))
             check_value("start", start, Annotated[int, Bounds(at_least=0, at_most=position)])
-            check_value("sizes", sizes, Sequence[Annotated[int, Bounds(at_least=1, below=1 << 63)]])
+            check_value("shape", shape, Sequence[Annotated[int, Bounds(at_least=1, below=1 << 63)]])
             before = None if window["pending"] is None else _decode(window["pending"], start, num_samples)
         except (ValueError, KeyError, TypeError, RecursionError):
             message = "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
             raise StateError(message) from None
-        return cls(pending, OpenWindow(start, *sizes)._replace(pending=before))
+        steps, world_size, batch_size = shape
+        return cls(pending, ResumePoint(start=start, position=start, pending=before), (steps, world_size, batch_size))
 
 
 def _encode(positions: Positions) -> list[Any]:

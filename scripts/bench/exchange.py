@@ -43,12 +43,12 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
-from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
+from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.exchange.layout import Layout
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
-from evenrank.dataloader.balance.steps_ahead import Handle
+from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
@@ -71,6 +71,9 @@ def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
     return RandomBatches(config, DATA, num_batches=steps, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
+Prepared = tuple[Handle, Tensor, Callable[[Tensor], JaggedBatch]]
+
+
 class PlannedBatch(NamedTuple):
     """What a Balancer knows of a step before its exchange."""
 
@@ -88,12 +91,9 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
     on_cpu = Exchange("all-to-all", alone, make_device(None), rank=dist.get_rank())
     planned: list[PlannedBatch] = []
 
-    def prepare(
-        batches: Any, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
-    ) -> PreparedStep:
-        prepared = on_cpu.prepare(batches, schema, rank_of, lengths)
-        planned.append(PlannedBatch(batches[0], schema, rank_of, lengths, prepared.layout))
-        return prepared
+    def prepare(step: Handle, batches: Any, *planned_as: Any) -> None:
+        on_cpu.prepare(step, batches, *planned_as)
+        planned.append(PlannedBatch(batches[0], *planned_as, step.layout))
 
     planner = StepPlanner(
         dict,
@@ -178,11 +178,11 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     for name in EXCHANGES:
         upload_once: Any = UploadOnce(exchange_device)
         exchange = Exchange(name, group, upload_once, rank=dist.get_rank())
-        prepared = [exchange.prepare([plan.batch], *plan[1:-1]) for plan in plans]
-        for step in prepared:  # uploads all batches
-            exchange.finish(exchange.launch(step))
+        prepared = [prepare_again(exchange, plan) for plan in plans]
+        for number in range(steps):  # uploads all batches
+            exchanged(exchange, prepared, number)
         if name == "all-to-all":
-            variants["copy"] = partial(upload, exchange_device, [step.host_buffer for step in prepared])
+            variants["copy"] = partial(upload, exchange_device, [host_buffer for _, host_buffer, _ in prepared])
         label = "ours" if name == "all-to-all" else "ours-all-gather"
         variants[label] = partial(exchanged, exchange, prepared)
         results[label] = variants[label](0).features
@@ -225,9 +225,19 @@ def upload(device: ExchangeDevice, host_buffers: list[Tensor], step: int) -> Ten
     return device.upload(host_buffers[step])
 
 
-def exchanged(exchange: Exchange, prepared: list[PreparedStep], step: int) -> Any:
+def prepare_again(exchange: Exchange, plan: PlannedBatch) -> Prepared:
+    """Return a prepared step, and what it needs to be so again after it is finished."""
+    exchange.prepare(step := Handle(plan.batch), [plan.batch], *plan[1:-1])
+    return step, step.host_buffer, step.make_batch
+
+
+def exchanged(exchange: Exchange, prepared: list[Prepared], number: int) -> Any:
     """Exchange a step and return the balanced batch."""
-    return exchange.finish(exchange.launch(prepared[step]))
+    step, step.host_buffer, step.make_batch = prepared[number]
+    exchange.launch(step)
+    exchange.finish(step)
+    batch, step.batch = step.batch, None
+    return batch
 
 
 def check_equal(results: dict[str, KeyedJaggedTensor], baseline: Jagged, num_real: int) -> None:

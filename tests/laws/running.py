@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import one_line
-from evenrank.dataloader.balance.ranks import plan_check
+from evenrank.dataloader.balance.ranks import connection
 from tests.dataloader.batch_helpers import ids_of
 from tests.laws.data import Values
 from tests.laws.kinds import make
@@ -178,7 +178,7 @@ def state_of(runs: Sequence[Ran]) -> Mapping[str, Any]:
 def failure_of(rank: int, world_size: int, data: Path, job: Job) -> str:
     """Return the line of the error with which a job ends on a rank."""
     # Seconds, after which ranks that wait for the end of an epoch look whether another one has failed.
-    with patch.object(plan_check, "_WAIT", timedelta(seconds=0.05)):
+    with patch.object(connection, "_POLL", timedelta(seconds=0.05)):
         try:
             for _ in make(data, job.of(rank, world_size)):
                 pass

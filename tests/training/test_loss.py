@@ -19,7 +19,7 @@ import evenrank.training
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, LinearCost
-from evenrank.dataloader.balance.ranks.loss_scaling import SCALING
+from evenrank.dataloader.balance.ranks.connection import SCALING
 from evenrank.training import LossAverage, accumulate, label_bits, scale_loss
 from tests.dataloader.balance.costs import COST, rich_tokens
 from tests.dataloader.rich_batch import rich_batch

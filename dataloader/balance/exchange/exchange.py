@@ -1,4 +1,4 @@
-"""`Exchange`: carries out a step. Lays out what a rank sends, moves it in one collective, and makes it a batch.
+"""`Handle`: a step, from the loaded batch to the balanced one. `Exchange`: lays it out, moves it, makes the new batch.
 
     prepare    in the background: write the samples, by destination, to one host buffer, followed by what the host knows
                of the new batch, and the tiles of the copies that fill it
@@ -17,47 +17,89 @@ that was enqueued before the last batch was handed out; the training waits for a
 of that common order that is not complete waits for no other collective on any rank, so it completes; then the next one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, copy_ranges
-from evenrank.dataloader.balance.exchange.fields import WireFormat, caches_of, make_fields, tensors_of, wire_format
+from evenrank.dataloader.balance.exchange.fields import caches_of, make_fields, tensors_of, wire_format
 from evenrank.dataloader.balance.exchange.layout import Layout, Sections, lay_out, write_host_buffer
+from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.ranks.connection import check_process
+from evenrank.dataloader.balance.ranks.metadata import StepMetadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, describe_lengths
 from evenrank.dataloader.batches.tensors import outside_inference_mode
+from evenrank.dataloader.state.resume_point import Left
+
+State = Literal["started", "launched", "finished"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedStep:
-    """A step that can be launched, once."""
+@dataclass(slots=True, eq=False)
+class Handle:
+    """A step between `start` and `finish`: its fields are filled as it goes. Buffers are uint8."""
 
-    layout: Layout
-    send_bytes: list[int]  # see `Layout`
-    receive_bytes: list[int]
-    wire: WireFormat
-    views: list[int]  # see `Layout`
-    caches: list[dict[str, Any]]  # see `caches_of`
-    host_buffer: Tensor  # uint8 [host_bytes]
-    batch: JaggedBatch  # before the exchange, or the first one
-    metadata: dict[str, Any]  # what the new batch has instead, besides its tensors
+    loaded: JaggedBatch | None
+    """This rank's batch before balancing, on the CPU; None once the rank has no more."""
+    error: Exception | None = None
+    """What the loader has raised instead or, once the step is planned, what it ends with."""
+    _: KW_ONLY
+    process: int = field(default_factory=os.getpid, repr=False)
+    """Id of the process that started it."""
+    state: State = "started"
+    group: "Future[Sequence[Handle]]" = field(init=False, repr=False)
+    """Once it is started: the steps that all which were started with it have become, planned in the background."""
 
+    known: StepMetadata = field(init=False, repr=False)
+    """[W]: what all ranks know of it or, if it is made of several loaded steps, of the one in whose place it comes."""
+    rows: NDArray[np.int64] | None = field(default=None, repr=False)
+    """If it is made of n loaded steps: the rows of its samples, ascending, among those of all ranks, [W, n * B]."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """If it is: the fields of the new batch that differ from those of the loaded one, besides tensors."""
+    left: Left | None = None
+    """If it is: what is left after it."""
+    metrics: StepMetrics | None = None
+    """If they are measured; the times of the exchange are 0."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInFlight:
-    """A launched step. Buffers are uint8, on the device."""
+    layout: Layout | None = field(default=None, repr=False)
+    """What moves, once it is planned; None if no rank has batches left."""
+    host_buffer: Tensor = field(init=False, repr=False)
+    """[host_bytes], until it is finished, as the next ones: what this rank sends, and knows of the new batch."""
+    make_batch: Callable[[Tensor], JaggedBatch] = field(init=False, repr=False)
+    """Makes the new batch of the filled output buffer, [output_bytes]."""
+    uploaded: Tensor = field(init=False, repr=False)
+    """The host buffer on the device, once it is launched, as the next ones."""
+    received: Tensor = field(init=False, repr=False)
+    """What all ranks send, on the device."""
+    work: Work | None = field(default=None, repr=False)
+    """The collective, if the host must wait for it."""
+    batch: JaggedBatch | None = None
+    """The balanced batch, once it is finished."""
+    waited_seconds: float = 0.0
+    """See `StepMetrics`, also for the next one."""
+    exchange_seconds: float = 0.0
 
-    prepared: PreparedStep
-    uploaded: Tensor  # the host buffer
-    received: Tensor
-    work: Work | None  # the collective, if the host must wait for it
+    def check(self, call: str, needed: State) -> None:
+        """Raise a ConfigError unless a call comes after the one that it needs, and once."""
+        if self.state != needed:
+            found = "only started" if self.state == "started" else f"already {self.state}"
+            raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
+
+    def await_plan(self) -> None:
+        """Wait until the step is planned and prepared, or raise its error."""
+        check_process(self.process)
+        self.group.result()
+        if self.error is not None:
+            raise self.error
 
 
 class Exchange:
@@ -89,19 +131,18 @@ class Exchange:
 
     def prepare(
         self,
+        step: Handle,
         batches: Sequence[JaggedBatch],
         schema: BatchSchema,
         rank_of: NDArray[np.int32],
         lengths: NDArray[np.int64],
-        **fields: Any,
-    ) -> PreparedStep:
+    ) -> None:
         """Do all that needs no other rank and moves nothing on the device; on any thread.
 
         `rank_of` is who trains on each row of the n batches of each rank, [W, n * B], -1 for nobody; `lengths` are
-        those of all ranks' rows, [W, K, n * B]. A batch may have fewer rows than B. `fields` are those of the new batch
-        that the first one has otherwise, besides tensors.
+        those of all ranks' rows, [W, K, n * B]. A batch may have fewer rows than B.
         """
-        wire, tile_bytes, rank = wire_format(schema), self._device.tile_bytes, self._rank
+        wire, tile_bytes, rank, first = wire_format(schema), self._device.tile_bytes, self._rank, batches[0]
         chosen = (rank_of, lengths) if len(batches) == 1 else chosen_rows(rank_of, lengths)
         layout = lay_out(wire.sections, *chosen, schema.batch_size, rank, self._sends_all, tile_bytes)
         host_buffer = self._device.host_buffer(layout.host_bytes)
@@ -109,8 +150,8 @@ class Exchange:
         addresses = np.array([[tensor.data_ptr() for tensor in of_batch] for of_batch in tensors], dtype=np.int64)
         own = addresses, lengths[rank], rank_of[rank]
         write_host_buffer(layout, wire.sections, *own, tile_bytes, host_buffer.numpy())
-        metadata = {
-            **fields,
+        fields = {
+            **step.fields,
             "batch_size": schema.batch_size,
             "num_real": layout.num_real,
             "loss_tokens": layout.loss_tokens,
@@ -118,44 +159,41 @@ class Exchange:
             "dp_size": len(rank_of),
             "max_lengths": dict(zip(schema.key_names, layout.max_lengths.tolist(), strict=True)),
         }
-        return PreparedStep(
-            layout=layout,
-            send_bytes=layout.send_bytes.tolist(),
-            receive_bytes=layout.receive_bytes.tolist(),
-            wire=wire,
-            views=layout.views.tolist(),
-            caches=caches_of(wire, layout.length_per_key.tolist()),
-            host_buffer=host_buffer,
-            batch=batches[0],
-            metadata=metadata,
-        )
+        sizes, caches = layout.views.tolist(), caches_of(wire, layout.length_per_key.tolist())
 
-    def launch(self, step: PreparedStep) -> StepInFlight:
-        """Start a step. Collective: every rank must call this, in the same order."""
-        device = self._device
+        def make_batch(output: Tensor) -> JaggedBatch:
+            return first.replace(**fields, **make_fields(output, wire, sizes, caches))
+
+        step.layout, step.host_buffer, step.make_batch = layout, host_buffer, make_batch
+
+    def launch(self, step: Handle) -> None:
+        """Start the collective of a prepared step. Collective: every rank must call this, in the same order."""
+        device, layout = self._device, step.layout
+        assert layout is not None
+        send_bytes, receive_bytes = layout.send_bytes.tolist(), layout.receive_bytes.tolist()
         with device.side_stream():
-            uploaded = device.upload(step.host_buffer)
-            received = device.buffer(sum(step.receive_bytes))
+            step.uploaded = device.upload(step.host_buffer)
+            step.received = device.buffer(sum(receive_bytes))
             # A collective occupies multiprocessors while it waits for other ranks. Right after the all-reduce of the
             # gradients, where a training step begins, no rank is far ahead, so it hardly waits.
             device.wait_for_training()
-            work = self._start(uploaded, step.send_bytes, received, step.receive_bytes)
-        return StepInFlight(prepared=step, uploaded=uploaded, received=received, work=work)
+            step.work = self._start(step.uploaded, send_bytes, step.received, receive_bytes)
 
-    def finish(self, in_flight: StepInFlight) -> JaggedBatch:
-        """Wait for the collective and return the new batch; on a GPU the side stream waits, not the host."""
+    def finish(self, step: Handle) -> None:
+        """Wait for the collective and make the new batch; on a GPU the side stream waits, not the host."""
         if torch.is_inference_mode_enabled():  # a batch that is made during an evaluation may be trained after it
             with outside_inference_mode():
-                return self.finish(in_flight)
-        device, step = self._device, in_flight.prepared
-        layout = step.layout
+                self.finish(step)
+            return
+        device, layout = self._device, step.layout
+        assert layout is not None
         with device.side_stream():
-            self._wait(in_flight.work)
+            self._wait(step.work)
             output = device.buffer(layout.output_bytes)
-            tiles = in_flight.uploaded[layout.tiles :]
-            device.copy(layout.copies, tiles, (in_flight.received, in_flight.uploaded), output)
+            device.copy(layout.copies, step.uploaded[layout.tiles :], (step.received, step.uploaded), output)
         device.hand_over((output,))
-        return step.batch.replace(**step.metadata, **make_fields(output, step.wire, step.views, step.caches))
+        step.batch, step.work = step.make_batch(output), None
+        del step.host_buffer, step.make_batch, step.uploaded, step.received  # the caller may keep the step
 
     def _start(self, sent: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> Work | None:
         if (group := self._group).is_alone:

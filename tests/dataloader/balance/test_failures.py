@@ -96,6 +96,24 @@ def test_a_step_in_flight_that_is_kept_does_not_keep_the_other_ranks_waiting(ran
         assert first == last == [of_others, f"the Balancer is closed, after {of_others}; create a new one"]
 
 
+def _leave_before_others(rank: int, world_size: int) -> str:
+    balancer = _balancer([replace(BATCH, step=step) for step in range(12)])
+    iterator: Any = iter(balancer)
+    next(iterator)
+    if rank == 1:
+        iterator.close()  # which launches steps that rank 0 launches after the barrier
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    with pytest.raises(RankError) as raised:
+        list(iterator if rank == 0 else balancer)
+    return one_line(raised.value)
+
+
+def test_a_rank_that_leaves_a_loop_does_not_wait_for_steps_that_others_launch_later(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _leave_before_others)
+    assert first == second
+    assert first.startswith("ranks are out of step: epoch is 0 on rank 0, 1 on rank 1; ")
+
+
 def _close(rank: int, world_size: int) -> None:
     balancers = [_balancer([BATCH] * 4) for _ in range(2)]
     iterator = iter(balancers[0])

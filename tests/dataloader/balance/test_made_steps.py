@@ -204,6 +204,40 @@ def test_pending_samples_of_a_window_are_trained_once_in_another_shape_or_with_a
             assert sorted(trained + rest) == list(range(state["num_samples"]))
 
 
+class _WithPosition:
+    """Someone else's loader, whose state tells the position after any of its batches."""
+
+    def __init__(self, path: Path) -> None:
+        self._loader = build_loader(path, LoaderConfig(batch_size=8, seed=1), rank=0, world_size=1)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._loader
+
+    def state_dict(self, *, after: Any = None) -> dict[str, Any]:
+        return self._loader.state_dict(after=after)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("way", "stop"), [({"window": 4}, 2), ({"pack": True, "max_tokens_per_rank": 100, "on_overflow": "warn"}, 4)]
+)
+@pytest.mark.filterwarnings("ignore:some samples have more tokens")
+def test_the_epoch_after_a_rest_in_the_middle_of_steps_is_whole(
+    small_dataset: Path, way: dict[str, Any], stop: int
+) -> None:
+    first, second = (Balancer(_WithPosition(small_dataset), BalanceConfig(cost=item_tokens, **way)) for _ in range(2))
+    with first, second:
+        batches = list(itertools.islice(first, stop))
+        state = through_json(first.state_dict(after=batches[-1]))
+        assert state["left"]
+        second.load_state_dict(state)
+        rest, following = ([sample for batch in second for sample in ids_of(batch)] for _ in range(2))
+    trained = [sample for batch in batches for sample in ids_of(batch)]
+    assert sorted(trained + rest) == sorted(following)
+
+
 def _fail(rank: int, world_size: int, way: dict[str, Any], step: int) -> tuple[list[int], str]:
     def batches() -> Iterator[RichBatch]:
         for number in range(12):

@@ -5,9 +5,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance import BalanceConfig
+from evenrank.dataloader.balance.exchange.exchange import Handle
 from evenrank.dataloader.balance.ranks.metadata import HEADER, StepMetadata
 from evenrank.dataloader.balance.step_planner import _hash_of, read_steps
-from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from tests.dataloader.balance.costs import rich_tokens

@@ -18,10 +18,9 @@ from numba.core import event
 from datetime import timedelta
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, partition
 from evenrank.dataloader.balance.exchange.device import make_device
-from evenrank.dataloader.balance.exchange.exchange import Exchange
+from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members
 from evenrank.dataloader.balance.step_planner import StepPlanner
-from evenrank.dataloader.balance.steps_ahead import Handle
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.exchange.exchange import warm_up as warm_up_exchange
 from tests.dataloader.balance.costs import rich_tokens
@@ -41,7 +40,8 @@ planner = StepPlanner(
 )
 with event.install_recorder("numba:compile") as recorder:
     planner.plan([step := Handle(batch)])
-    exchange.finish(exchange.launch(step.prepared))
+    exchange.launch(step)
+    exchange.finish(step)
     for strategy in STRATEGIES:
         partition(costs, 64, strategy=strategy, tokens=tokens)
         partition(costs, 64, strategy=strategy, tokens=tokens, max_tokens_per_rank=4100, on_overflow="warn")

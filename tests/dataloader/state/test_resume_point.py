@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
-from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SkippedSamples
+from evenrank.dataloader.state.resume_point import ResumePoint, SkippedSamples
 from evenrank.datasets.order import RowOrder, Samples
 
 Ints = NDArray[np.int64]
@@ -31,23 +31,22 @@ def _skipped(draw: st.DrawFn) -> tuple[SkippedSamples, int, int]:
     if draw(st.booleans()):
         return SkippedSamples(pending), position, num_samples
     start = draw(st.integers(0, position))
-    window = OpenWindow(
-        start=start,
-        world_size=draw(st.integers(1, 1 << 40)),
-        batch_size=draw(st.integers(1, 100)),
-        steps=draw(st.integers(1, 100)),
-        pending=draw(st.none() | _pending(start, num_samples)),
-    )
-    return SkippedSamples(pending, window), position, num_samples
+    begin = ResumePoint(start=start, position=start, pending=draw(st.none() | _pending(start, num_samples)))
+    shape = draw(st.tuples(st.integers(1, 100), st.integers(1, 1 << 40), st.integers(1, 100)))
+    return SkippedSamples(pending, begin, shape), position, num_samples
 
 
 def _entries(skipped: SkippedSamples) -> list[Any]:
     def as_list(pending: Ints | None) -> list[int] | None:
         return None if pending is None else pending.tolist()
 
-    window = skipped.window
-    sizes = None if window is None else [window.start, window.world_size, window.batch_size, window.steps]
-    return [as_list(skipped.pending), sizes, None if window is None else as_list(window.pending)]
+    begin = None if skipped.begin is None else (skipped.begin.start, skipped.begin.position)
+    return [
+        as_list(skipped.pending),
+        begin,
+        skipped.shape,
+        None if skipped.begin is None else as_list(skipped.begin.pending),
+    ]
 
 
 @given(_skipped())
@@ -59,18 +58,31 @@ def test_skipped_samples_go_through_text(drawn: tuple[SkippedSamples, int, int])
 
 
 PENDING = [2, 4, base64.b64encode(np.packbits([1, 0, 1, 1, 0, 1]).tobytes()).decode()]  # 2 4 5 7, after 4 samples
-WINDOW = {"start": 0, "world_size": 2, "batch_size": 2, "steps": 2, "pending": None}
+WINDOW = {"start": 0, "world_size": 2, "batch_size": 4, "steps": 3, "pending": None}
 
 
 def test_the_format_of_the_text() -> None:
     text = json.dumps({"positions": PENDING, "window": WINDOW})
     skipped = SkippedSamples.from_text(text, position=4, num_samples=9)
-    assert _entries(skipped) == [[2, 4, 5, 7], [0, 2, 2, 2], None]
+    assert _entries(skipped) == [[2, 4, 5, 7], (0, 0), (3, 2, 4), None]
     assert skipped.to_text() == text
     assert SkippedSamples().to_text() == ""
     assert SkippedSamples.from_text("", position=3, num_samples=3) == SkippedSamples()
     many = np.flatnonzero(np.arange(80_000) % 2)  # in a window, of which each position takes one bit
     assert len(SkippedSamples(many).to_text()) == pytest.approx(80_000 / 8 * 4 / 3, abs=60)
+
+
+def test_the_rows_that_are_left_of_a_window_are_its_pending_positions_and_those_of_the_epoch_after_them() -> None:
+    window = SkippedSamples(np.array([2, 4, 5, 7]), ResumePoint(), (3, 2, 2))
+    left = window.left(4, num_samples=10)  # positions 8 and 9 have not begun, and there are no more
+    assert left.rows is not None
+    assert left.rows.astype(int).tolist() == [[[0, 0], [1, 0]], [[1, 1], [0, 1]], [[1, 1], [0, 0]]]
+    assert (left.begin, left.window, left.num_trained, left.has_positions) == (0, 3, 1, True)
+    # The same window where 1 and 3 were pending at its begin, so that 0 and 2 come before it.
+    begin = ResumePoint(start=2, position=2, pending=np.array([1, 3]))
+    left = SkippedSamples(np.array([3, 4, 5, 7]), begin, (2, 2, 2)).left(6, num_samples=11)
+    assert left.rows is not None
+    assert left.rows.astype(int).tolist() == [[[0, 1], [1, 1]], [[0, 1], [0, 0]]]
 
 
 @pytest.mark.parametrize(

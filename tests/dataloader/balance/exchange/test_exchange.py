@@ -1,4 +1,5 @@
 import itertools
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of, copy_ranges
-from evenrank.dataloader.balance.exchange.exchange import Exchange, StepInFlight
+from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.exchange.fields import sample_bytes, wire_format
 from evenrank.dataloader.balance.exchange.layout import lay_out
 from evenrank.dataloader.balance.ranks.metadata import HEADER, new_message, started_steps
@@ -62,11 +63,10 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
     lengths = np.stack([np.concatenate([*map(lengths_of, of_rank)], axis=1) for of_rank in batches])
     group: Any = SimpleNamespace(is_alone=False)  # chunks are moved here, not by a group
     exchanges = [Exchange(collective, group, device(), rank=rank) for rank in range(len(batches))]
-    prepared = [
-        exchange.prepare(of_rank, schema, rank_of, lengths)
-        for exchange, of_rank in zip(exchanges, batches, strict=True)
-    ]
-    layouts = [step.layout for step in prepared]
+    prepared = [Handle(of_rank[0]) for of_rank in batches]
+    for exchange, step, of_rank in zip(exchanges, prepared, batches, strict=True):
+        exchange.prepare(step, of_rank, schema, rank_of, lengths)
+    layouts: list[Any] = [step.layout for step in prepared]
 
     # Each rank sends what the others expect, to the byte.
     sent, expected = (np.stack([getattr(one, name) for one in layouts]) for name in ("send_bytes", "receive_bytes"))
@@ -76,13 +76,15 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
         assert not sent.diagonal().any()
 
     chunks = [
-        torch.split(step.host_buffer[: step.layout.send_bytes.sum()], step.layout.send_bytes.tolist())
-        for step in prepared
+        torch.split(step.host_buffer[: layout.send_bytes.sum()], layout.send_bytes.tolist())
+        for step, layout in zip(prepared, layouts, strict=True)
     ]
-    of_all = 0
+    of_all, world_loss_tokens = 0, set()
     for rank, (exchange, step) in enumerate(zip(exchanges, prepared, strict=True)):
-        received = torch.cat([of_source[rank % len(of_source)] for of_source in chunks])
-        after = exchange.finish(StepInFlight(prepared=step, uploaded=step.host_buffer, received=received, work=None))
+        step.uploaded = step.host_buffer
+        step.received = torch.cat([of_source[rank % len(of_source)] for of_source in chunks])
+        exchange.finish(step)
+        after = step.batch
         assert isinstance(after, RichBatch)
         of_batches = zip(itertools.chain(*batches), rank_of.reshape(-1, schema.batch_size), strict=True)
         of_rows = [row for batch, ranks in of_batches for row in zip(samples_of(batch), ranks, strict=False)]
@@ -93,7 +95,22 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(
         assert after.matrix[after.num_real :].eq(0.5).all()
         assert after.loss_tokens == lengths_of(after)[-1].sum()
         of_all += after.loss_tokens
-    assert all(step.metadata["world_loss_tokens"] == of_all for step in prepared)
+        world_loss_tokens.add(after.world_loss_tokens)
+    assert world_loss_tokens == {of_all}
+
+
+def test_a_finished_step_that_is_kept_holds_no_buffer_of_its_exchange() -> None:
+    batch = rich_batch([[(2, 1), (1, 2)], [(3, 1), (1, 1)]])
+    group: Any = SimpleNamespace(is_alone=True)
+    exchange, step = Exchange("all-to-all", group, ExchangeDevice(), rank=0), Handle(batch)
+    exchange.prepare(step, [batch], schema_of(batch), np.zeros((1, 2), dtype=np.int32), lengths_of(batch)[np.newaxis])
+    exchange.launch(step)
+    buffers = [weakref.ref(buffer) for buffer in (step.host_buffer, step.uploaded, step.received)]
+    assert all(buffer() is not None for buffer in buffers)
+    exchange.finish(step)
+    assert not any(buffer() is not None for buffer in buffers)
+    assert isinstance(step.batch, RichBatch)
+    assert samples_of(step.batch) == samples_of(batch)
 
 
 def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

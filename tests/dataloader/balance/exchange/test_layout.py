@@ -10,6 +10,7 @@ from evenrank.dataloader.balance.exchange.layout import (
     output_parts,
     received_copies,
     sent_chunks,
+    write_host_buffer,
 )
 
 # By the bytes of an element: which bounds are those of its dtype, from the begin of the buffer to its end.
@@ -66,6 +67,16 @@ def test_an_all_gather_sends_one_chunk_which_has_the_size_of_the_largest() -> No
     assert [end for _, _, end in sizes] == [64 + 16] * 2
 
 
+# Source buffer (0: received, 1: uploaded), place in it, place in the output and bytes, by collective and rank.
+COPIES = {
+    (False, 0): [(1, 32, 0, 24), (1, 64, 64, 4), (0, 0, 24, 40), (0, 48, 68, 4)],
+    (False, 1): [(0, 0, 0, 8), (0, 16, 32, 8), (1, 64, 8, 16), (1, 80, 40, 4)],
+    # The chunk of rank 1 begins at 80, its rows at 144.
+    (True, 0): [(0, 0, 0, 24), (0, 32, 64, 4), (0, 96, 24, 40), (0, 148, 68, 4)],
+    (True, 1): [(0, 24, 0, 8), (0, 36, 32, 8), (0, 80, 8, 16), (0, 144, 40, 4)],
+}
+
+
 @pytest.mark.parametrize("sends_all", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_copies_fill_the_sections_of_the_output_without_a_gap(rank: int, sends_all: bool) -> None:
@@ -80,6 +91,7 @@ def test_copies_fill_the_sections_of_the_output_without_a_gap(rank: int, sends_a
     expected = [80, 80] if sends_all else [sum(CHUNKS[other, rank]) * (source == other) for source in range(2)]
     assert received.tolist() == expected
     assert (targets - first_targets).tolist() == [8 * lengths.sum(), 4 * (2 + rank)]
+    assert [*map(tuple, copies[:num_copies].tolist())] == COPIES[sends_all, rank]
     filled = sorted((target, target + size) for _, _, target, size in copies[:num_copies].tolist())
     for section, first in enumerate(first_targets.tolist()):
         of_section = [(start, end) for start, end in filled if first <= start < targets[section]]
@@ -100,3 +112,28 @@ def test_a_layout_has_what_the_host_knows_after_the_chunks_and_then_the_tiles() 
         [1, layout.host_data, 80, 32],
         [1, layout.host_data + 32, 64 + 8, 4],
     ]
+
+
+@pytest.mark.parametrize(
+    ("sends_all", "values", "rows", "first_tiles"),
+    [
+        (False, {0: [20], 32: [10, 11, 12]}, {16: [101, 102], 64: [100]}, [[1, 32, 0, 16], [1, 48, 16, 8]]),
+        (True, {0: [10, 11, 12, 20]}, {32: [100, 101, 102]}, [[0, 0, 0, 16], [0, 16, 16, 8]]),
+    ],
+)
+def test_the_host_buffer_has_the_samples_by_destination_then_what_the_host_knows_and_tiles(
+    sends_all: bool, values: dict[int, list[int]], rows: dict[int, list[int]], first_tiles: list[list[int]]
+) -> None:
+    own = np.array([10, 11, 12, 20]), np.array([100, 101, 102], dtype=np.int32)  # the tensors of rank 0
+    layout = lay_out(SECTIONS, RANK_OF, LENGTHS, 3, 0, sends_all, 16)
+    buffer = np.full(layout.host_bytes, 7, dtype=np.uint8)
+    addresses = np.array([[tensor.ctypes.data for tensor in own]])
+    write_host_buffer(layout, SECTIONS, addresses, LENGTHS[0], RANK_OF[0], 16, buffer)
+    assert (layout.host_data, layout.tiles) == (80, 128)
+    int32 = {**rows, 80: [3, 5, 0], 96: [0, 3, 8, 8]}  # the dense rows that it sends; new lengths and offsets
+    for dtype, expected in ((np.int64, values), (np.int32, int32), (np.uint8, {112: [255] * 4})):
+        for start, numbers in expected.items():
+            assert np.frombuffer(buffer, dtype, len(numbers), start).tolist() == numbers
+    tiles = np.frombuffer(buffer, np.int64, offset=layout.tiles).reshape(-1, 4)
+    assert tiles[:2].tolist() == first_tiles  # of the 24 bytes of its own first sample
+    assert tiles[:, 3].sum() == layout.copies[:, 3].sum()

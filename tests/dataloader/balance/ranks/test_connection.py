@@ -19,7 +19,7 @@ from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, partition, register_strategy
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.partition.strategies import PartitionProblem
-from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
+from evenrank.dataloader.balance.ranks.connection import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.training import LossAverage
