@@ -18,6 +18,7 @@ are sorted by cost and steps get neighbours, for which the sum of the steps' lar
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,10 @@ def plan_steps(
     rank_of = np.empty((num_steps, world_size, batch_size), dtype=np.int32)
     for balances in (True, False):
         if len(chosen := np.flatnonzero(is_balanced == balances)):
-            of_chosen = {"tokens": limited[chosen], "num_real": None if num_real is None else num_real[chosen]}
+            of_chosen: dict[str, Any] = {
+                "tokens": limited[chosen],
+                "num_real": None if num_real is None else num_real[chosen],
+            }
             changed = {} if balances else {"strategy": "none"}
             rank_of[chosen] = partition_steps(costs[chosen], world_size, **options | changed, **of_chosen)
     return [Assignment(rank_of=of_step, padded=padded) for of_step in rank_of]

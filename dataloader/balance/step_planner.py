@@ -130,9 +130,13 @@ class StepPlanner:
             num_real = np.diff(np.arange(len(costs) + 1) * len(made_of) // len(costs))
             is_real = real_rows(schema.batch_size, len(costs), num_real)
             costs, tokens = (in_rows(values.reshape(-1)[made_of], is_real) for values in (costs, tokens))
-        of_step = (values[np.newaxis] for values in (costs, tokens))
         (assignment,) = plan_steps(
-            *of_step, self.config, num_real=num_real[np.newaxis], epoch=place["epoch"], steps=(place["step"],)
+            costs[np.newaxis],
+            tokens[np.newaxis],
+            self.config,
+            num_real=num_real[np.newaxis],
+            epoch=place["epoch"],
+            steps=(place["step"],),
         )
         rank_of = assignment.rank_of
         if made_of is not None:

@@ -78,7 +78,10 @@ class _BuiltIn:
     def __call__(self, problem: PartitionProblem) -> NDArray[np.int32]:
         costs, order, target = problem.costs[np.newaxis], problem.order[np.newaxis], np.array([problem.target])
         tokens = _NO_TOKENS if problem.tokens is None else problem.tokens[np.newaxis]
-        return assign_slots(self.number, costs, tokens, order, problem.home, problem.world_size, target)[0]  # type: ignore[no-any-return]
+        assigned: NDArray[np.int32] = assign_slots(
+            self.number, costs, tokens, order, problem.home, problem.world_size, target
+        )
+        return assigned[0]
 
 
 for _name, _number in BUILT_IN.items():
@@ -215,10 +218,10 @@ def partition_steps(
             found = f"got {values.min()}..{values.max()}"
             raise ConfigError(f"{name} must not be negative and must sum to at most 2^62, {found}")
     if padded:
-        return mark_padding(np.tile(home, (len(costs), 1)), counts)  # type: ignore[no-any-return]
+        return mark_padding(np.tile(home, (len(costs), 1)), counts)
     targets = bounds + (bounds * tolerance).astype(np.int64)
-    if isinstance(found := STRATEGIES[strategy], _BuiltIn):
-        rank_of = assign_slots(found.number, costs, tokens_of_rows, order, home, world_size, targets)
+    if isinstance(chosen := STRATEGIES[strategy], _BuiltIn):
+        rank_of = assign_slots(chosen.number, costs, tokens_of_rows, order, home, world_size, targets)
     else:
         rank_of = np.empty(costs.shape, dtype=np.int32)
         for step in range(len(costs)):
@@ -232,14 +235,14 @@ def partition_steps(
                 world_size=world_size,
                 target=int(targets[step]),
             )
-            rank_of[step] = _checked(strategy, found(problem), costs.shape[1], world_size)
+            rank_of[step] = _checked(strategy, chosen(problem), costs.shape[1], world_size)
     if max_tokens_per_rank is not None:
         moves = strategy != "none"
         most = keep_token_limit(
             rank_of, costs, tokens_of_rows, order, home, targets, world_size, max_tokens_per_rank, moves
         )
         _check_tokens(most, tokens_of_rows, world_size, max_tokens_per_rank, on_overflow)
-    return mark_padding(rank_of, counts)  # type: ignore[no-any-return]
+    return mark_padding(rank_of, counts)
 
 
 @lru_cache(typed=True)  # the options are the same in every step
