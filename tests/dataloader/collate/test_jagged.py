@@ -141,8 +141,8 @@ def test_batch_is_pickled_replaced_and_selected_like_any_other() -> None:
         _ = batch.labels
 
 
-def _pickled(rank: int, world_size: int, fill: float) -> bytes:
-    collate = JaggedCollate({"a": jagged(), "b": dense(fill=fill)}, loss_key=LossKey("features", "a"))
+def _pickled(rank: int, world_size: int, fill: float, skip: int = 0) -> bytes:
+    collate = JaggedCollate({"a": jagged(), "b": dense(fill=fill)}, loss_key=LossKey("features", "a", skip))
     batch = collate([{"a": [rank], "b": 0.5}])
     return pickle.dumps((batch, schema_of(batch)))
 
@@ -157,9 +157,10 @@ def test_batches_of_equal_declarations_are_of_one_class_in_all_processes(ranks: 
     for batch, _ in of_ranks:
         (filled,) = pad_batch(batch, 2).b[1:].tolist()
         assert str(filled) == str(float(np.float32(fill)))
-    other, schema = pickle.loads(_pickled(0, 1, 1.0))
-    assert type(other) is not batch_type
-    assert [text.split(":")[0] for text in schema.differences(of_ranks[0][1])] == ["b"]
+    for differing, other in (("b", _pickled(0, 1, 1.0)), ("loss_key", _pickled(0, 1, fill, skip=1))):
+        batch, schema = pickle.loads(other)
+        assert type(batch) is not batch_type
+        assert [text.split(":")[0] for text in schema.differences(of_ranks[0][1])] == [differing]
 
 
 @pytest.mark.parametrize(
