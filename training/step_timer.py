@@ -23,7 +23,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.metrics.step_metrics import RankTimes, StepMetrics
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within
 
@@ -116,6 +117,8 @@ class StepTimer:
         self._planned: deque[StepMetrics] = deque()
         self._untrained = 0  # of these
         self._closed = False
+        self._kept: deque[NDArray[np.float64]] | None = None  # [4, W] of each step, as RankTimes has them
+        self.cost: MeasuredCost | None = None
         # Blocks of `every` steps; a rank's last block, which may be empty, has fewer.
         self._published = 0
         self._merged: float = 0  # infinity after a last block
@@ -125,6 +128,22 @@ class StepTimer:
         for writer in self._writers:
             if isinstance(writer, BeginsRun):
                 writer.begin(options)
+
+    def keep(self, steps: int) -> None:
+        """Keep the times of the last steps from now on, at most so many, to which the cost is fitted."""
+        if self._kept is None and self._members.rank == 0:
+            self._writers = (*self._writers, self._keep)
+        self._kept, self.cost = deque(maxlen=steps), None
+
+    def kept(self) -> RankTimes:
+        """Return the times of all ranks in the measured steps that are kept, on rank 0. Any thread may call it."""
+        assert self._kept is not None
+        return RankTimes(*np.array(tuple(self._kept)).reshape(-1, 4, self._members.world_size).transpose(1, 0, 2))
+
+    def _keep(self, metrics: StepMetrics) -> None:
+        if self._kept is not None and metrics.compute_seconds is not None:
+            of_ranks = metrics.after, metrics.rank_tokens, metrics.rank_squares, metrics.compute_seconds
+            self._kept.append(np.array(of_ranks, dtype=np.float64))
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Take the metrics of the next step, before it is trained.

@@ -61,6 +61,7 @@ class StepsInHand:
 
     def __init__(self, config: BalanceConfig, batch_size: int, begin: Begin) -> None:
         self._config = config
+        self.cost = config.cost  # by which the steps in hand were loaded
         self._batch_size = batch_size
         self._begin = begin
         self._position = begin.position  # before the steps in hand
@@ -131,7 +132,7 @@ class StepsInHand:
             """Assign the samples in these rows to these steps."""
             costs, tokens = (known[name][rows].astype(np.int64) for name in ("costs", "tokens"))
             # So that those of all steps can be summed, as where a rank plans alone.
-            shifts = [cost_shift(self._config.cost, count * per_step) for count in (len(steps), 1)]
+            shifts = [cost_shift(self.cost, count * per_step) for count in (len(steps), 1)]
             costs >>= shifts[0] - shifts[1]
             most = len(steps) * per_step * int(costs.max(initial=0))
             costs >>= max(0, most.bit_length() - COST_BITS)

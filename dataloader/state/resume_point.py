@@ -50,6 +50,8 @@ class ResumePoint:
     """Samples trained before the iteration."""
     pending: Positions | None = None
     """[n]: untrained positions below `frontier` after `start` samples, ascending; None: there are none."""
+    first_step: int | None = None
+    """Steps that the job has trained before the iteration, once it has begun."""
 
     @property
     def frontier(self) -> int:
@@ -91,6 +93,7 @@ class CurrentPosition:
         self.seed = seed  # of the order of samples, or that of a loaded state
         self.next = ResumePoint()  # where the next iteration begins
         self.after_last = Position(0, 0)  # after the batch that was handed out last
+        self.steps = 0  # that were handed out, over all iterations
         self.left: Snapshots[Left | None] | None = None  # after steps of a Balancer's windows
         self._has_epochs = has_epochs
 
