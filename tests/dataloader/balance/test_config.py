@@ -107,7 +107,8 @@ def test_options_out_of_range_or_without_effect_are_errors(exchanges: bool | Non
 def test_ranks_compare_the_options_that_decide_on_batches() -> None:
     plain = BalanceConfig(cost=one_per_sample)
     per_rank = BalanceConfig(cost=one_per_sample, on_step=print, log_every=5, log_window=(0, 3), log_loads=True)
-    common = {"window", "pack", "cost", "strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "compare_every"}
+    common = {"window", "pack", "cost", "strategy", "tolerance", "max_tokens_per_rank", "on_overflow"}
+    common |= {"compare_every", "refit_every"}
     for exchanges, own in ((True, {"exchange", "lookahead", "batch_size"}), (False, set[str]())):
         compared = plain.rank_invariants(exchanges=exchanges)
         assert compared.keys() == common | own
