@@ -60,10 +60,11 @@ def _check(
     ahead = config.lookahead + MAX_STEPS + (MOST_IN_HAND if config.makes_steps else 0)
     source = LoaderAdapter(batches, config, rank=members.rank, world_size=members.world_size, ahead=ahead)
     exchange_device = make_device(device)
+    costs = CostSchedule.of(config, members)  # for which it may take steps on this rank
     observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
     settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
     report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=source.length())
-    return (exchange_device, source, observe, CostSchedule.of(config, members)), report
+    return (exchange_device, source, observe, costs), report
 
 
 class Balancer(EpochNode[Batch], Generic[Batch]):

@@ -11,7 +11,7 @@ from evenrank.core.settings import check_settings, check_user, construct, shared
 from evenrank.dataloader.balance.costs.cost import Cost, describe_cost, resolve_cost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.metrics.writers import BeginsRun, StepLogger
+from evenrank.dataloader.balance.metrics.writers import BeginsRun, KeepsTimes, StepLogger
 from evenrank.dataloader.balance.partition.strategies import (
     DEFAULT_STRATEGY,
     DEFAULT_TOLERANCE,
@@ -165,10 +165,13 @@ class BalanceConfig:
             self.on_step.begin(
                 options | {"data": {name: value for name, value in data().items() if name not in options}}
             )
+        on_step = self.on_step
+        if isinstance(on_step, KeepsTimes) and not on_step.takes_steps:
+            on_step = None
         if self.log_every is None or rank != 0:
-            return self.on_step
+            return on_step
         log = StepLogger(every=self.log_every, window=self.log_window, with_loads=self.log_loads)
-        if (on_step := self.on_step) is None:
+        if on_step is None:
             return log
 
         def observe(metrics: StepMetrics) -> None:

@@ -46,6 +46,10 @@ class KeepsTimes(Protocol):
     cost: MeasuredCost | None
     """The one fitted last."""
 
+    @property
+    def takes_steps(self) -> bool:
+        """Whether it takes steps on this rank, whose metrics are then computed; on all ranks it measures them."""
+
     def keep(self, steps: int) -> None:
         """Forget the steps so far, and keep the last ones from now on, at most so many; those of rank 0 are read."""
 
