@@ -206,5 +206,7 @@ def _loads(cost: MeasuredCost, times: RankTimes) -> NDArray[np.float64]:
 
 
 def _between_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    differences: NDArray[np.float64] = values - values.mean(axis=1, keepdims=True)
-    return differences
+    """Return the differences between the ranks of a step, [n, W], without those that are the same in all steps."""
+    differences = values - values.mean(axis=1, keepdims=True)
+    without_slower_ranks: NDArray[np.float64] = differences - np.median(differences, axis=0)
+    return without_slower_ranks

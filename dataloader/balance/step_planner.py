@@ -48,7 +48,7 @@ class StepPlanner:
     _begin: Begin = field(default_factory=Begin, init=False)
     _hand: StepsInHand | None = field(default=None, init=False)  # of windows and packed steps
     _num_made: int = field(default=0, init=False)
-    _num_started: int = field(default=0, init=False)  # steps of the job
+    _num_planned: int = field(default=0, init=False)  # steps of the job
     _num_decisions: int = field(default=0, init=False)  # of which all ranks know
 
     def begin(self, begin: Begin) -> None:
@@ -71,6 +71,7 @@ class StepPlanner:
         gather_seconds = (time.perf_counter() - started) / len(steps)
         num_steps, error = agree.steps_to_plan(known, errors)
         known = compared = known[:num_steps]
+        self._num_planned += num_steps
         planned: list[Handle] = []
         plans: list[NDArray[np.int32]] = []
         failure: Exception | None = None
@@ -199,8 +200,7 @@ class StepPlanner:
         loader_hash = metadata.hash63(repr(shared).encode())
         message, raised = read_steps(steps, schema, cost, world_size=self.group.world_size, error=error)
         message[: len(steps)]["loader_hash"] = loader_hash
-        self._num_started += len(steps)
-        message[: len(steps)]["cost_decisions"] = self.costs.decide(self._num_started)
+        message[: len(steps)]["cost_decisions"] = self.costs.decide(self._num_planned + len(steps))
         known = metadata.started_steps(metadata.all_gather_bytes(self.group, message.view(np.uint8)), schema)
         self._num_decisions = int(known["cost_decisions"].max(initial=self._num_decisions))
         errors: Sequence[Sequence[str | None]] = []

@@ -180,6 +180,71 @@ def test_ranks_that_plan_ahead_differently_have_the_same_costs(ranks: RankPool, 
     assert all(not set(ids) & set(others) for ids, others in zip(first, second, strict=True))
 
 
+def _made_up_costs() -> Any:
+    """Have each decision change the cost: to that of squares, in large units, or to that of tokens."""
+    common: dict[str, Any] = {"fraction_bits": 1, "seconds_per_step": A, "steps": 20, "r2": 1.0, **COUNTED}
+    squares, tokens = (MeasuredCost(linear=b, quadratic=c, **common) for b, c in ((0, 1 << 34), (1, 0)))
+    return mock.patch(
+        "evenrank.dataloader.balance.refit.refit", side_effect=lambda cost, *_: tokens if cost == squares else squares
+    )
+
+
+def _plans(rank: int, world_size: int, path: Path, way: str, every: int) -> tuple[list[list[int]], int]:
+    ids = []
+    with _made_up_costs() as decide, StepTimer(every=3) as timer:
+        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=every, **WAYS[way])
+        with closing(_batches(path, rank, world_size, way, balance)) as batches:
+            for batch in batches:
+                ids.append(_train_step(timer, batch).ids)
+    return ids, decide.call_count
+
+
+@pytest.mark.parametrize(
+    ("way", "alone", "every"), [("balancer", "no exchange", 8), ("balancer, windows", "windows", 12)]
+)
+def test_plans_are_the_same_with_and_without_an_exchange_while_costs_change(
+    ranks: RankPool, dataset: Path, way: str, alone: str, every: int
+) -> None:
+    planned: list[list[list[int]]] = []
+    # Groups of steps that a Balancer plans together begin at each decision here.
+    together, by_each = (ranks.run(2, _plans, dataset, one, every) for one in (way, alone))
+    for plans in (together, by_each):
+        # Of the steps of windows, ranks have loaded other samples, and keep those that they have.
+        of_ranks = [ids for ids, _ in plans]
+        steps = of_ranks[0] if way == "balancer" else [[*a, *b] for a, b in zip(*of_ranks, strict=True)]
+        planned.append([sorted(ids) for ids in steps])
+    assert planned[0] == planned[1]
+    assert [decisions for _, decisions in by_each] == [len(planned[0]) // every, 0]  # rank 0 decides
+
+
+@pytest.mark.parametrize("way", ["no exchange", "windows"])
+@pytest.mark.parametrize(("trained", "saved"), [(9, 9), (10, 7), (12, 10), (13, 12), (16, 14), (20, 19), (21, 18)])
+def test_a_job_may_go_back_to_any_step_while_costs_change(dataset: Path, way: str, trained: int, saved: int) -> None:
+    config = LoaderConfig(batch_size=16, max_history_length=60, prefetch=2)
+    with _made_up_costs() as decide, contextlib.ExitStack() as stack:
+        timers = [stack.enter_context(StepTimer()) for _ in range(2)]
+        loaders = [
+            build_loader(
+                dataset,
+                config,
+                rank=rank,
+                world_size=2,
+                balance=BalanceConfig(cost=FIRST, on_step=timer, refit_every=5, **WAYS[way]),
+            )
+            for rank, timer in enumerate(timers)
+        ]
+        everything = sorted(ids for loader in loaders for batch in loader for ids in ids_of(batch))
+        ids: list[int] = []
+        for loader in loaders:
+            before = list(itertools.islice(loader, trained))
+            loader.load_state_dict(loader.state_dict(after=before[saved - 1]))
+            decisions = decide.call_count
+            loader.peek(200)
+            assert decide.call_count == decisions
+            ids += [number for batch in (*before[:saved], *loader) for number in ids_of(batch)]
+        assert sorted(ids) == everything
+
+
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -294,10 +359,17 @@ def test_the_right_cost_stays(noise: float) -> None:
 
 
 def test_interrupted_ranks_do_not_hide_the_cost() -> None:
-    times = _times(TRUE, 200, noise=0.01)
-    times.seconds[::10, 2] += 1.0
+    times = _times(TRUE, 200, noise=0.03)
+    times.seconds[...] += np.random.default_rng(1).random(times.seconds.shape) < 0.05  # for a second
     fitted = refit(FIRST, times, COUNTED)
     assert fitted.quadratic / fitted.linear == pytest.approx(TRUE[2] / TRUE[1], rel=0.2)
+
+
+def test_a_slower_rank_does_not_hide_the_cost() -> None:
+    times = _times(TRUE, 200, noise=0.02, world_size=2)
+    times.seconds[:, 1] *= 1.2
+    fitted = refit(FIRST, times, COUNTED)
+    assert fitted.quadratic / fitted.linear == pytest.approx(TRUE[2] / TRUE[1], rel=0.4)
 
 
 def test_too_few_times_leave_the_cost() -> None:
