@@ -27,6 +27,7 @@ from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
+from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
 from evenrank.dataloader.batches.tensors import suppress_fx_tracing_warning
 from evenrank.dataloader.rank_loader import check_rank
@@ -114,7 +115,8 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
             self._handed_out = None
             self._given = None if lengths is None else GivenLengths(lengths, num_samples, batch_size, loss_key)
-            sampler = make_step_sampler(self._given, self._shape, balance)
+            costs = None if balance is None else CostSchedule.of(balance, members)
+            sampler = make_step_sampler(self._given, self._shape, balance, costs)
             self._samples = EpochSamples(order=order, sampler=sampler, fingerprint=fingerprint)
             self._compare_plans(balance, members, rank)
             return self

@@ -17,6 +17,7 @@ from evenrank.core.settings import check_types
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
+from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
@@ -129,7 +130,10 @@ class Loader(StepLoader[Batch]):
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "
                 "change the batches that the loader yields, or pass them to a Balancer instead of balance"
             )
-        self._balance = None if balance is None else replace(balance, on_step=None)  # which cannot be pickled
+        self._balance, self._costs = balance, None
+        if balance is not None:
+            balance.check(exchanges=False)
+            self._balance, self._costs = balance.for_plans, CostSchedule.of(balance, members)
         self._order = order
         self._stores = stores
         self._opened: Memo[OpenedSamples] = Memo(_KEPT_EPOCHS)
@@ -163,7 +167,7 @@ class Loader(StepLoader[Batch]):
         stored = StoredSamples(stores, self._collate, config.batch_size)
         return OpenedSamples(
             order=order,
-            sampler=make_step_sampler(stored, shape, self._balance),
+            sampler=make_step_sampler(stored, shape, self._balance, self._costs),
             fingerprint=_fingerprint(stores, samples, self._collate, order),
             left_out=left_out,
             stored=stored,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.cli.reports.simulation import open_source, simulate
 from evenrank.dataloader import LoaderConfig, build_loader
@@ -129,6 +130,26 @@ def test_a_loop_with_own_collectives_measures_balanced_and_unbalanced_steps(
     for step in measured:
         if not step.is_balanced:
             assert step.before.tolist() == step.after.tolist()
+
+
+def _fit_while_training(rank: int, world_size: int, path: Path, out: Path) -> list[StepMetrics]:
+    measured: list[StepMetrics] = []
+    known = (BalanceConfig, StepTimer, build_loader, scale_loss)
+    names: dict[str, Any] = {each.__name__: each for each in known} | {"device": "cpu", "path": path}
+    names |= {"cost": LinearCost(interleave_actions=False), "config": LoaderConfig(batch_size=2)}
+    names |= {"rank": rank, "world_size": world_size, "writers": [measured.append] if rank == 0 else []}
+    model = DistributedDataParallel(_Model())
+    names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    exec(blocks(GAIN)[3].replace("refit_every=200", "refit_every=20").replace('"out/cost', f'"{out}/cost'), names)
+    fitted = names["timer"].cost
+    assert rank > 0 or fitted == (MeasuredCost.load(out / "cost.json") if fitted else None)
+    return measured
+
+
+def test_a_job_fits_its_cost_while_it_trains(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
+    measured, none = ranks.run(2, _fit_while_training, small_dataset, tmp_path)
+    assert none == []
+    assert summarize(measured).measured_steps == len(measured) - 1 > 40
 
 
 def test_the_writers_of_the_page_take_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
+from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
+from evenrank.dataloader.balance.metrics.step_metrics import RankTimes, StepMetrics
 from evenrank.dataloader.balance.metrics.writers import BeginsRun
 from evenrank.dataloader.balance.ranks.process_group import Group, members_of, within
 
@@ -76,10 +77,13 @@ class StepTimer:
         timer.close()
 
     Times are of CUDA events, which are read when the device has passed them, or of the host's clock: nothing waits for
-    the device. Collectives of the forward and backward pass, such as those of sharded embeddings, count as computing.
-    Ranks exchange times through the store of their group every few steps, without a collective. The first step is not
+    the device. Collectives of the forward and backward pass count as computing, unless `watch` is told otherwise. Ranks
+    exchange times through the store of their group every few steps, without a collective. The first step is not
     measured, nor the first one after `restart`. Each batch is a step: train on every batch that is handed out, or call
     `drop_untrained` where the loop leaves an iteration before it has.
+
+    With `BalanceConfig(refit_every=N)`, the cost is fitted to these times: `timer.cost` is the MeasuredCost fitted
+    last, the same on all ranks; None before.
 
     Args:
         writers: called on rank 0 with the metrics of each step, in their order, up to two intervals late: an `on_step`
@@ -116,6 +120,8 @@ class StepTimer:
         self._planned: deque[StepMetrics] = deque()
         self._untrained = 0  # of these
         self._closed = False
+        self._kept: deque[NDArray[np.float64]] | None = None  # [4, W] of each step, as RankTimes has them
+        self.cost: MeasuredCost | None = None
         # Blocks of `every` steps; a rank's last block, which may be empty, has fewer.
         self._published = 0
         self._merged: float = 0  # infinity after a last block
@@ -126,12 +132,43 @@ class StepTimer:
             if isinstance(writer, BeginsRun):
                 writer.begin(options)
 
+    def keep(self, steps: int) -> None:
+        """Keep the times of the last steps from now on, at most so many, to which the cost is fitted.
+
+        A ConfigError if the timer has measured steps that nobody took.
+        """
+        if self._kept is None and self._members.rank == 0:
+            if not self._writers and (self._published or self._marks):
+                raise ConfigError("the StepTimer was used before, without writers; create another one for this loader")
+            self._writers = (*self._writers, self._keep)
+        self._kept, self.cost = deque(maxlen=steps), None
+
+    def kept(self) -> RankTimes:
+        """Return the times of all ranks in the measured steps that are kept, on rank 0. Any thread may call it."""
+        assert self._kept is not None
+        return RankTimes(*np.array(tuple(self._kept)).reshape(-1, 4, self._members.world_size).transpose(1, 0, 2))
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether the metrics of steps are taken on this rank: on rank 0, if anybody reads them."""
+        return bool(self._writers)
+
+    def _keep(self, metrics: StepMetrics) -> None:
+        if self._kept is not None and metrics.compute_seconds is not None:
+            if len(metrics.after) != len(metrics.compute_seconds):
+                raise ConfigError(
+                    f"steps are balanced over {len(metrics.after)} ranks, but the StepTimer measures "
+                    f"{len(metrics.compute_seconds)}; pass both the same group"
+                )
+            of_ranks = metrics.after, metrics.rank_tokens, metrics.rank_squares, metrics.compute_seconds
+            self._kept.append(np.array(of_ranks, dtype=np.float64))
+
     def __call__(self, metrics: StepMetrics) -> None:
         """Take the metrics of the next step, before it is trained.
 
         A ConfigError if many steps are taken and none is measured.
         """
-        if not self._writers:
+        if not self.takes_steps:
             return
         self._planned.append(metrics)
         self._untrained += 1
@@ -140,8 +177,11 @@ class StepTimer:
                 f"{self._untrained} steps were taken and not measured; call watch(loss) or waiting() in each step"
             )
 
-    def watch(self, loss: Tensor) -> None:
+    def watch(self, loss: Tensor, *, until: Tensor | None = None) -> None:
         """Measure the step whose gradients `loss.backward()` computes; the wait is that after its last gradient.
+
+        Where ranks wait for one another within the backward pass, as in the exchange of sharded embeddings, pass as
+        `until` the tensor whose gradient a rank computes last by itself, such as the embeddings.
 
         A ConfigError if the loss needs no gradient.
         """
@@ -149,12 +189,17 @@ class StepTimer:
             raise ConfigError(
                 "the loss requires no gradient, so it has no backward pass to watch; use waiting() instead"
             )
-        loss.register_hook(lambda _: _after_backward(self._arrive))
+        if until is None:
+            loss.register_hook(lambda _: _after_backward(self._arrive))
+        else:
+            until.register_hook(lambda _: self._mark_arrival())
+            # After those of DistributedDataParallel, which are added while the backward pass runs.
+            loss.register_hook(lambda _: _after_backward(partial(_after_backward, self._release)))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Measure a step whose ranks wait for one another within this context, such as in an all-reduce."""
-        self._arrival = self._clock.mark()
+        self._mark_arrival()
         yield
         self._release()
 
@@ -187,8 +232,11 @@ class StepTimer:
         if error[0] is None:
             self.close()
 
-    def _arrive(self) -> None:
+    def _mark_arrival(self) -> None:
         self._arrival = self._clock.mark()
+
+    def _arrive(self) -> None:
+        self._mark_arrival()
         _after_backward(self._release)  # after those of DistributedDataParallel, which wait for the gradients
 
     def _release(self) -> None:

@@ -32,6 +32,7 @@ from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.agree import RankReport, handshake
 from evenrank.dataloader.balance.ranks.connection import SCALING, Connection, check_process
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
+from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.steps_ahead import StepsAhead, drain
@@ -42,11 +43,12 @@ from evenrank.dataloader.state.node import EpochNode
 from evenrank.dataloader.state.resume_point import Position, warn_of_rest
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+Observe = Callable[[StepMetrics], None]
 
 
 def _check(
     batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
-) -> tuple[tuple[ExchangeDevice, LoaderAdapter[Batch], Callable[[StepMetrics], None] | None], RankReport]:
+) -> tuple[tuple[ExchangeDevice, LoaderAdapter[Batch], Observe | None, CostSchedule], RankReport]:
     """Check this rank's arguments; return what is made of them, and what ranks compare before they create groups."""
     check_types(Balancer, {"config": config})
     config.check(exchanges=True)
@@ -57,10 +59,11 @@ def _check(
     ahead = config.lookahead + MAX_STEPS + (MOST_IN_HAND if config.makes_steps else 0)
     source = LoaderAdapter(batches, config, rank=members.rank, world_size=members.world_size, ahead=ahead)
     exchange_device = make_device(device)
+    costs = CostSchedule.of(config, members)  # for which it may take steps on this rank
     observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
     settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
     report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=source.length())
-    return (exchange_device, source, observe), report
+    return (exchange_device, source, observe, costs), report
 
 
 class Balancer(EpochNode[Batch], Generic[Batch]):
@@ -101,7 +104,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         suppress_fx_tracing_warning()  # before the batches of any other loader
         members = members_of(group, timeout := timeout_of(config))
         made, num_steps = handshake(lambda: _check(batches, config, device, members), members, timeout)
-        self._device, self._source, self._observe = made
+        self._device, self._source, self._observe, costs = made
         self._current = self._source.current
         # The rank with the most batches has so many more than this one, in epochs of other lengths too.
         self._num_more = None if num_steps is None else num_steps - (self._source.length() or 0)
@@ -118,6 +121,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             prepare=self._exchange.prepare,
             batch_size=self._source.batch_size,
             is_measured=self._observe is not None,
+            costs=costs,
         )
 
     def __len__(self) -> int:

@@ -1,17 +1,17 @@
 """`BalanceConfig`: the options of balancing, for a Balancer and for a loader that balances itself."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Annotated, Any, Self
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import PER_RANK, Bounds, Count, Needs, OneOf, Only
+from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Bounds, Count, Needs, OneOf, Only
 from evenrank.core.settings import check_settings, check_user, construct, shared_options
 from evenrank.dataloader.balance.costs.cost import Cost, describe_cost, resolve_cost
 from evenrank.dataloader.balance.costs.model_costs import PaddedCost, counted_tokens
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
-from evenrank.dataloader.balance.metrics.writers import BeginsRun, StepLogger
+from evenrank.dataloader.balance.metrics.writers import BeginsRun, KeepsTimes, StepLogger
 from evenrank.dataloader.balance.partition.strategies import (
     DEFAULT_STRATEGY,
     DEFAULT_TOLERANCE,
@@ -60,6 +60,10 @@ class BalanceConfig:
     compare_every: Annotated[int, Bounds(at_least=2)] | None = None
     """Steps from one that stays unbalanced to the next, at least 2, so that a running job can show what it gains;
     another one in each epoch. See `training.StepTimer`. None: all are balanced."""
+    refit_every: Annotated[Count | None, Needs("on_step"), AppliesTo(strategy=AllBut(("none",)))] = None
+    """Steps from one fit of the cost to the next, counted over the job: a MeasuredCost, fitted to the times of all
+    ranks, replaces the one before where it tells them apart better. Needs a `training.StepTimer` as `on_step` on every
+    rank, and a cost that is a TokenCost. Which rank trains on a sample then depends on times. None: the cost stays."""
     exchange: Annotated[str, OneOf(EXCHANGES), BALANCER] = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
@@ -120,6 +124,8 @@ class BalanceConfig:
                 f"compare_every={self.compare_every} needs the same samples in each step; leave it out, or window and "
                 "max_tokens_per_rank, which change which samples a step has or may have"
             )
+        if self.refit_every is not None:
+            self._check_refit(exchanges=exchanges)
         if self.max_tokens_per_rank is not None and isinstance(self.cost, PaddedCost):
             raise ConfigError(
                 f"max_tokens_per_rank = {self.max_tokens_per_rank} limits sums of tokens, but a PaddedCost is of "
@@ -129,6 +135,23 @@ class BalanceConfig:
             start, stop = self.log_window
             if not 0 <= start < stop:
                 raise ConfigError(f"log_window must be (start, stop) with 0 <= start < stop, got {self.log_window}")
+
+    def _check_refit(self, *, exchanges: bool) -> None:
+        if isinstance(self.cost, PaddedCost):
+            raise ConfigError(
+                f"refit_every={self.refit_every} changes nothing: samples of a PaddedCost are sorted by their tokens, "
+                "however much each costs; leave it out"
+            )
+        if counted_tokens(self.cost) is None:
+            raise ConfigError(
+                f"refit_every={self.refit_every} needs a cost that says which tokens count, got "
+                f"{describe_cost(self.cost)}; begin with one of the package, such as LinearCost(...)"
+            )
+        if exchanges and self.pack:
+            raise ConfigError(
+                f"refit_every={self.refit_every} does not go with pack=True of a Balancer, whose steps have samples "
+                "that were loaded before the cost changed; pass balance to build_loader, or leave one out"
+            )
 
     def observer(
         self, rank: int, *, exchanges: bool, data: Callable[[], Mapping[str, Any]]
@@ -142,10 +165,13 @@ class BalanceConfig:
             self.on_step.begin(
                 options | {"data": {name: value for name, value in data().items() if name not in options}}
             )
+        on_step = self.on_step
+        if isinstance(on_step, KeepsTimes) and not on_step.takes_steps:
+            on_step = None
         if self.log_every is None or rank != 0:
-            return self.on_step
+            return on_step
         log = StepLogger(every=self.log_every, window=self.log_window, with_loads=self.log_loads)
-        if (on_step := self.on_step) is None:
+        if on_step is None:
             return log
 
         def observe(metrics: StepMetrics) -> None:
@@ -159,6 +185,11 @@ class BalanceConfig:
         """The options of `partition`, by name."""
         names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow")
         return {name: getattr(self, name) for name in names} | {"padded": isinstance(self.cost, PaddedCost)}
+
+    @property
+    def for_plans(self) -> Self:
+        """These options without `on_step`, which often cannot be pickled, and what needs it."""
+        return replace(self, on_step=None, refit_every=None)
 
     @property
     def makes_steps(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
+from evenrank.dataloader.balance.costs.cost import Cost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import Handle
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
@@ -24,6 +24,7 @@ from evenrank.dataloader.balance.partition.strategies import real_rows, unbalanc
 from evenrank.dataloader.balance.plan import in_rows, plan_steps
 from evenrank.dataloader.balance.ranks import agree, metadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
+from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.balance.steps_in_hand import StepsInHand
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
@@ -41,8 +42,11 @@ class StepPlanner:
     prepare: Callable[..., None]  # see `Exchange.prepare`
     batch_size: int  # rows that a batch of this rank's loader can have; 0 if it does not tell
     is_measured: bool  # whether steps have metrics: they are only computed where somebody reads them
+    costs: CostSchedule
     _schema: BatchSchema | None = field(default=None, init=False)
     _hand: StepsInHand | None = field(default=None, init=False)  # of windows and packed steps
+    _num_planned: int = field(default=0, init=False)  # steps of the job
+    _num_decisions: int = field(default=0, init=False)  # of which all ranks know
 
     def begin(self, hand: StepsInHand) -> None:
         """Begin an iteration of steps that are made of several loaded ones."""
@@ -59,11 +63,14 @@ class StepPlanner:
             self._schema = self._common_schema(steps[0])
         if (schema := self._schema) is None:
             return steps
-        known, errors = self._gather_metadata(schema, steps)
+        cost = self.costs.after(self._num_decisions)
+        known, errors = self._gather_metadata(schema, steps, cost)
         gather_seconds = (time.perf_counter() - started) / len(steps)
         num_steps, error = agree.steps_to_plan(known, errors)
         known = compared = known[:num_steps]
+        self._num_planned += num_steps
         if (hand := self._hand) is not None:
+            hand.cost = cost
             compared = known[:1] if num_steps or hand.known is None else hand.known[:1]
         planned: list[Handle] = []
         plans: list[NDArray[np.int32]] = []
@@ -184,15 +191,17 @@ class StepPlanner:
         return agree.common_schema(schemas, self.config.batch_size)
 
     def _gather_metadata(
-        self, schema: BatchSchema, steps: Sequence[Handle]
+        self, schema: BatchSchema, steps: Sequence[Handle], cost: Cost
     ) -> tuple[metadata.StepMetadata, Sequence[Sequence[str | None]]]:
         """Return the metadata of n steps, [n, W], and of each rank the error of each; none if no rank has any."""
         invariants, error = agree.attempt(self.rank_invariants)
         shared = {name: value for name, value in (invariants or {}).items() if name != "rank"}
         loader_hash = metadata.hash63(repr(shared).encode())
-        message, raised = read_steps(steps, schema, self.config, world_size=self.group.world_size, error=error)
+        message, raised = read_steps(steps, schema, cost, world_size=self.group.world_size, error=error)
         message[: len(steps)]["loader_hash"] = loader_hash
+        message[: len(steps)]["cost_decisions"] = self.costs.decide(self._num_planned + len(steps))
         known = metadata.started_steps(metadata.all_gather_bytes(self.group, message.view(np.uint8)), schema)
+        self._num_decisions = int(known["cost_decisions"].max(initial=self._num_decisions))
         errors: Sequence[Sequence[str | None]] = []
         if known["status"].any():
             errors = metadata.all_gather_objects(self.group, [agree.reported(error) for error in raised])
@@ -224,7 +233,7 @@ def _own_batch(step: Handle, schema: BatchSchema, known: metadata.StepMetadata) 
 
 
 def read_steps(
-    steps: Sequence[Handle], schema: BatchSchema, config: BalanceConfig, *, world_size: int, error: Exception | None
+    steps: Sequence[Handle], schema: BatchSchema, cost: Cost, *, world_size: int, error: Exception | None
 ) -> tuple[metadata.StepMetadata, list[Exception | None]]:
     """Return the message of a rank's steps, without `loader_hash`, and the error of each: of its batch or its costs.
 
@@ -252,8 +261,8 @@ def read_steps(
                 for of_batch, count in zip(candidates, counts, strict=True)
             ]
         )
-        of_samples = scaled_costs(config.cost, by_key, num_candidates, samples_per_step=world_size * size)
-        tokens_of_samples = count_tokens(config.cost, by_key, len(num_candidates))
+        of_samples = scaled_costs(cost, by_key, num_candidates, samples_per_step=world_size * size)
+        tokens_of_samples = count_tokens(cost, by_key, len(num_candidates))
         end = 0
         for index, count in zip(indices, counts, strict=True):
             start, end = end, end + count

@@ -52,7 +52,8 @@ class StepsInHand:
         is_each_position: bool,
     ) -> None:
         self._config = config
-        self._position = position  # before the steps in hand
+        self.cost = config.cost  # by which the steps in hand were loaded
+        self._position = position  # before them
         self._seed = seed
         self._resumed = resumed
         self._trained = trained
@@ -132,7 +133,7 @@ class StepsInHand:
             """Assign the samples in these rows to these steps."""
             costs, tokens = (known[name][rows].astype(np.int64) for name in ("costs", "tokens"))
             # So that those of all steps can be summed, as where a rank plans alone.
-            shifts = [cost_shift(self._config.cost, count * per_step) for count in (len(steps), 1)]
+            shifts = [cost_shift(self.cost, count * per_step) for count in (len(steps), 1)]
             costs >>= shifts[0] - shifts[1]
             most = len(steps) * per_step * int(costs.max(initial=0))
             costs >>= max(0, most.bit_length() - COST_BITS)

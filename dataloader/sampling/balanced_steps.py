@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,12 +19,13 @@ from numpy.typing import NDArray
 
 from evenrank.core.hashing import mix64
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
+from evenrank.dataloader.balance.costs.cost import Cost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
 from evenrank.dataloader.balance.partition.strategies import Assignment, real_rows, unbalanced, warm_up
 from evenrank.dataloader.balance.plan import assign_to_steps, in_rows, plan_steps
+from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.collate.gather import SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
@@ -81,12 +83,15 @@ class BalancedStepSampler(StepSampler):
     kept.
     """
 
-    def __init__(self, samples: KnownLengths, shape: StepShape, balance: BalanceConfig) -> None:
+    def __init__(
+        self, samples: KnownLengths, shape: StepShape, balance: BalanceConfig, costs: CostSchedule | None = None
+    ) -> None:
         super().__init__(shape)
         balance.check(exchanges=False)
         warm_up(balance.strategy, limits_tokens=balance.max_tokens_per_rank is not None)
         self._samples = samples
-        self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
+        self._balance = balance.for_plans
+        self._costs = costs or CostSchedule(balance.cost)
         self._multipliers = mix64(np.arange(shape.samples_per_step, dtype=np.uint64)) | np.uint64(1)  # of `_hash`
         # Of windows: those of all steps in flight, of which the first and the last may be within theirs, and one for
         # states. Of schedules: the rest of an epoch and all of it, for the epoch that is iterated over and the next.
@@ -101,22 +106,29 @@ class BalancedStepSampler(StepSampler):
         schedule = iteration.schedule
         if schedule.num_steps == 0:
             return {}
-        known = self._known(iteration.rows(schedule.positions_of_all(range(1))))
+        known = self._known(iteration.rows(schedule.positions_of_all(range(1))), self._balance.cost)
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._balance.max_tokens_per_rank is None:
             digest.update(self._plan(known, schedule, range(1), 0).rank_of.tobytes())
         return {"costs and plan of the first step": digest.hexdigest()[:16]}
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
-        """Return the samples of these steps; with metrics if `is_measured`."""
+        """Return the samples of these steps, by the cost of the first; with metrics if `is_measured`."""
+        cost = self._cost(iteration.point, steps.start)
         at_once = max(1, _SAMPLES_AT_ONCE // self._shape.samples_per_step)
         runs = (steps[first : first + at_once] for first in range(0, len(steps), at_once))
-        return [samples for run in runs for samples in self._sample(iteration, run, is_measured=is_measured)]
+        return [samples for run in runs for samples in self._sample(iteration, run, cost, is_measured=is_measured)]
 
-    def _sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
+    def _cost(self, point: ResumePoint, step: int) -> Cost:
+        """Return the cost that plans a step of the iteration that begins at a point."""
+        if point.first_step is None:
+            return self._costs.latest
+        return self._costs.after(self._costs.decisions(point.first_step + step))
+
+    def _sample(self, iteration: Iteration, steps: range, cost: Cost, *, is_measured: bool) -> list[StepSamples]:
         sample_ids = iteration.rows(iteration.schedule.positions_of_all(steps))
         started = time.perf_counter()
-        known = self._known(sample_ids, with_lengths=is_measured)
+        known = self._known(sample_ids, cost, with_lengths=is_measured)
         plan = self._plan(known, iteration.schedule, steps, iteration.point.epoch)
         counts = np.count_nonzero(plan.is_real, axis=(1, 2))
         # Step by step, samples first.
@@ -153,10 +165,10 @@ class BalancedStepSampler(StepSampler):
         )
 
     def _known(
-        self, sample_ids: NDArray[np.int64], *, with_lengths: bool = False, num_summed: int | None = None
+        self, sample_ids: NDArray[np.int64], cost: Cost, *, with_lengths: bool = False, num_summed: int | None = None
     ) -> "_Known":
         """Return costs that can be summed over `num_summed` samples (None: over a step) and the rest of `_Known`."""
-        cost, schema, blocks = self._balance.cost, self._samples.schema, []
+        schema, blocks = self._samples.schema, []
         num_summed = num_summed or self._shape.samples_per_step
         for block, by_name in self._blocks(sample_ids):
             n = len(block.num_candidates)
@@ -239,7 +251,7 @@ class WindowedStepSampler(BalancedStepSampler):
             samples_per_step=samples_per_step,
             steps=self._balance.window,
         )
-        return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign_window))
+        return replace(iteration, order=WindowedOrder(iteration.order, windows, partial(self._assign_window, point)))
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
         """Return the samples of these steps; with metrics if `is_measured`, of loads before also without windows."""
@@ -247,7 +259,8 @@ class WindowedStepSampler(BalancedStepSampler):
         if is_measured:
             assert isinstance(iteration.order, WindowedOrder)
             loaded = replace(iteration, order=iteration.order.underlying)
-            costs = self._known(loaded.rows(iteration.schedule.positions_of_all(steps))).costs
+            cost = self._cost(iteration.point, steps.start)
+            costs = self._known(loaded.rows(iteration.schedule.positions_of_all(steps)), cost).costs
             for index, step in enumerate(steps):
                 num_loaded, metrics = iteration.schedule.num_loaded(step), sampled[index].metrics
                 assert metrics is not None
@@ -274,6 +287,8 @@ class WindowedStepSampler(BalancedStepSampler):
 
     def resume(self, order: SampleOrder, after: ResumePoint, skipped: SkippedSamples, *, seed: int) -> ResumePoint:
         """Return where to go on: within the window of a saved position, if this sampler assigns it in the same way."""
+        if self._costs.can_change:  # then nobody knows the cost that has assigned it
+            return after
         pending, begin, shape = skipped
         if begin is None or shape != (self._balance.window, self._shape.world_size, self._shape.batch_size):
             return after
@@ -284,11 +299,12 @@ class WindowedStepSampler(BalancedStepSampler):
         return within if pending is not None and again is not None and np.array_equal(again, pending) else after
 
     def _assign_window(
-        self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int
+        self, point: ResumePoint, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int
     ) -> NDArray[np.integer[Any]]:
         def assign() -> NDArray[np.integer[Any]]:
+            cost = self._cost(point, max(first - point.position, 0) // self._shape.samples_per_step)
             sample_ids, count = order.rows(np.arange(first, end), seed=seed, epoch=epoch), end - first
-            known, num_steps = self._known(sample_ids, num_summed=count), count // self._shape.samples_per_step
+            known, num_steps = self._known(sample_ids, cost, num_summed=count), count // self._shape.samples_per_step
             options = {"seed": derive_seed(seed, first), "epoch": epoch}
             world_size, config = self._shape.world_size, self._balance
             step_of = assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, **options)
@@ -296,7 +312,8 @@ class WindowedStepSampler(BalancedStepSampler):
             indices = np.argsort(step_of.astype(np.min_scalar_type(num_steps)), kind="stable")
             return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
 
-        indices: NDArray[np.integer[Any]] = self._memo.get((order.fingerprint(), first, end, seed, epoch), assign)
+        key = order.fingerprint(), first, end, seed, epoch, point.first_step
+        indices: NDArray[np.integer[Any]] = self._memo.get(key, assign)
         return indices
 
 
@@ -319,9 +336,11 @@ class _Known(NamedTuple):
     lengths: NDArray[np.int64]  # [K, n], or [0, n] where nothing is measured
 
 
-def make_step_sampler(samples: KnownLengths | None, shape: StepShape, balance: BalanceConfig | None) -> StepSampler:
-    """Return the step sampler of a loader; to balance, it needs samples with lengths."""
+def make_step_sampler(
+    samples: KnownLengths | None, shape: StepShape, balance: BalanceConfig | None, costs: CostSchedule | None = None
+) -> StepSampler:
+    """Return the step sampler of a loader; to balance, it needs samples with lengths. `costs` None: one cost."""
     if balance is None or samples is None:
         return StepSampler(shape)
     kind = PackedStepSampler if balance.pack else WindowedStepSampler if balance.window > 1 else BalancedStepSampler
-    return kind(samples, shape, balance)
+    return kind(samples, shape, balance, costs)

@@ -262,6 +262,7 @@ class EpochPositions(HasRankInvariants):
 
     def _begin_epoch(self) -> Iteration:
         """Return the next iteration, after which the next epoch follows."""
+        self._current.next = replace(self._current.next, first_step=self._current.steps)
         iteration = self._begin(self._current.next)
         epoch, position = self._current.after_last
         if self._plan_check is not None and epoch in self._begun and epoch < self.epoch:
@@ -289,6 +290,7 @@ class EpochPositions(HasRankInvariants):
             if observe is not None and samples.metrics is not None:
                 observe(samples.metrics)
             self._current.after_last = after
+            self._current.steps += 1
             yield batch
         if check is not None and plans is not None:
             check.end_epoch(plans)

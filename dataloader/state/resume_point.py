@@ -52,6 +52,8 @@ class ResumePoint:
     """[n]: untrained positions below `frontier` after `start` samples, ascending; None: there are none."""
     left: "Left | None" = None
     """If a Balancer goes on in the middle of steps that it makes of several loaded ones: what is left of these."""
+    first_step: int | None = None
+    """Steps that the job has trained before the iteration, once it has begun."""
 
     @property
     def frontier(self) -> int:
@@ -93,6 +95,7 @@ class CurrentPosition:
         self.seed = seed  # of the order of samples, or that of a loaded state
         self.next = ResumePoint()  # where the next iteration begins
         self.after_last = Position(0, 0)  # after the batch that was handed out last
+        self.steps = 0  # that were handed out, over all iterations
         self.left: Snapshots[Left | None] | None = None  # after steps of a Balancer's windows
         self._has_epochs = has_epochs
 

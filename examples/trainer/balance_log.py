@@ -50,7 +50,8 @@ class BalanceLog:
         logs_loads = self._config.log_loads and self._is_first
         return dataclasses.replace(
             balance,
-            on_step=self.timer if self._is_first else None,
+            on_step=self.timer,
+            refit_every=self._config.refit_every,
             compare_every=self._config.compare_every,
             log_every=self._config.log_every if logs_loads else None,
             log_loads=logs_loads,

@@ -90,6 +90,8 @@ class TrainConfig(Settings):
     """File of a measured cost, written by MeasuredCost.save. Default: the FLOPs of the model."""
     window: Annotated[Count, AppliesTo(balance=("no-exchange",))] = 1
     """No exchange: steps whose samples may change steps, to make them more even."""
+    refit_every: Annotated[Count | None, BALANCED] = None
+    """Fit the cost to the measured times of all ranks every so many steps. Default: never."""
     compare_every: Annotated[int | None, Bounds(at_least=2), BALANCED] = None
     """Leave one step in so many unbalanced, so that the log has the measured speed-up. Default: none."""
     batch_size: Count = 32
@@ -179,6 +181,11 @@ class TrainConfig(Settings):
         if self.heads % self.tensor_parallel:
             raise ConfigError(
                 f"tensor_parallel = {self.tensor_parallel} cannot divide heads = {self.heads}; choose a divisor"
+            )
+        if self.refit_every is not None and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"refit_every = {self.refit_every} would fit another cost to the times of each of tensor_parallel = "
+                f"{self.tensor_parallel} ranks that train on equal batches; leave one of them out"
             )
 
     def uses_bf16(self, device_type: str) -> bool:

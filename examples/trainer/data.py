@@ -54,7 +54,7 @@ def balance_config(
     Args:
         config: the job's settings.
         cost: of a sample of the model, if the settings name no file of a measured one.
-        on_step: see `BalanceConfig`.
+        on_step: see `BalanceConfig`; without one, the cost is not fitted either.
 
     Raises:
         DataError: the file of the cost is missing or malformed.
@@ -65,6 +65,7 @@ def balance_config(
         tolerance=config.tolerance,
         max_tokens_per_rank=config.max_tokens_per_rank,
         window=config.window,
+        refit_every=None if on_step is None else config.refit_every,
         exchange=config.balance if config.balance in EXCHANGES else EXCHANGES[0],
         on_step=on_step,
     )

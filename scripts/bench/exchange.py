@@ -47,6 +47,7 @@ from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.exchange.layout import Layout
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, members_of
+from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema
@@ -102,6 +103,7 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
         prepare=prepare,
         batch_size=batch_size,
         is_measured=True,
+        costs=CostSchedule(COST),
     )
     for batch in batches_of(batch_size, steps):
         planner.plan([Handle(batch)])

@@ -102,6 +102,63 @@ def test_computing_is_all_from_one_step_to_the_last_gradient_of_the_next() -> No
     assert _spans(written) == [None, *[([OTHERS + 3], [0])] * 2]
 
 
+def test_computing_may_end_with_the_gradient_of_a_tensor_within_the_backward_pass() -> None:
+    written: list[StepMetrics] = []
+    model, timer = nn.Linear(3, 1), StepTimer(written.append)
+    for number in range(3):
+        timer(step(number))
+        embeddings = _Timed.apply(torch.ones(2, 3, requires_grad=True), 1, 5)  # type: ignore[no-untyped-call]
+        loss = model(_Timed.apply(embeddings, 1, 2)).sum()  # type: ignore[no-untyped-call]
+        timer.watch(loss, until=embeddings)
+        loss.backward()  # 2 seconds until the gradient of the embeddings, then 5 of their exchange
+        _Time.now += OTHERS
+    timer.close()
+    assert _spans(written) == [None, *[([OTHERS + 4], [5])] * 2]
+
+
+def _kept_step(timer: StepTimer, number: int) -> None:
+    timer(step(number, before=(6,), after=(5,)))
+    _Time.now += number
+    with timer.waiting():
+        _Time.now += 1
+
+
+def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
+    timer = StepTimer(every=2)
+    assert not timer.takes_steps
+    timer.keep(3)
+    assert timer.takes_steps
+    assert timer.kept().seconds.shape == (0, 1)
+    for number in range(8):
+        _kept_step(timer, number)
+        if number == 4:
+            timer.restart()
+    kept = timer.kept()
+    assert kept.seconds.tolist() == [[4], [6], [7]]
+    assert kept.loads.tolist() == [[5]] * 3
+    assert kept.tokens.tolist() == kept.squares.tolist() == [[1]] * 3
+    timer.keep(1)  # for another loader
+    assert len(timer.kept().seconds) == 0
+    _kept_step(timer, 8)
+    _kept_step(timer, 9)
+    assert timer.kept().seconds.tolist() == [[9]]
+
+
+def test_times_that_fit_no_step_are_not_kept() -> None:
+    timer = StepTimer(every=1)
+    with timer.waiting():
+        pass
+    with pytest.raises(ConfigError, match="the StepTimer was used before, without writers; create another one for"):
+        timer.keep(3)
+    timer = StepTimer(every=1)
+    timer.keep(3)
+    _step(timer, 0, compute=1, wait=0)
+    with pytest.raises(
+        ConfigError, match="steps are balanced over 2 ranks, but the StepTimer measures 1; pass both th"
+    ):
+        _step(timer, 1, compute=1, wait=0)
+
+
 def test_a_step_after_an_interruption_is_not_measured() -> None:
     written: list[StepMetrics] = []
     with StepTimer(written.append, every=2) as timer:

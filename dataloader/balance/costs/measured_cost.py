@@ -30,7 +30,7 @@ _MAX_OUTLIERS = 0.25  # of the steps
 _COST_BITS = 60  # of the most expensive sample; costs are scaled once more by the samples of a step
 _MAX_COST_BITS = 62  # of the most expensive sample, in a file
 _MAD_OF_NORMAL = 0.6745  # median absolute deviation of a normal distribution of standard deviation 1
-_OUTLIER = 4.0  # standard deviations
+OUTLIER = 4.0  # standard deviations
 _ITERATIONS = 50  # of reweighting: enough to find outliers, which does not take full convergence
 
 
@@ -127,6 +127,7 @@ class MeasuredCost(TokenCost):
         seconds: NDArray[np.float64],
         *,
         max_tokens: int,
+        min_r2: float = _MIN_R2,
         **counted: Any,
     ) -> Self:
         """Fit the cost to steps whose sums are known, such as those of a log: float64 [N] each.
@@ -136,6 +137,7 @@ class MeasuredCost(TokenCost):
             squares: sum of their squared tokens, which is sum(p) without candidates.
             seconds: see `fit`.
             max_tokens: see `fit`.
+            min_r2: an `r2` that the fit has at least. Of balanced steps it is low, because they vary little.
             counted: see `fit`: how tokens were counted.
 
         Raises:
@@ -145,7 +147,7 @@ class MeasuredCost(TokenCost):
         _check_variation(tokens, squares)
         sums = np.stack([np.ones(len(tokens)), tokens, squares], axis=1)
         coefficients = _fit_non_negative(sums, seconds)
-        r2 = _check_fit(sums, coefficients, seconds)
+        r2 = _check_fit(sums, coefficients, seconds, min_r2)
         a, b, c = coefficients.tolist()
         fraction_bits = _COST_BITS - math.ceil(math.log2(b * max_tokens + c * max_tokens**2))
         return cls(
@@ -166,18 +168,30 @@ class MeasuredCost(TokenCost):
 
     def save(self, path: Path | str) -> None:
         """Write the cost to a JSON file, atomically; a DataError if it cannot be written."""
-        text = json.dumps({"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
         try:
-            files.write_text(Path(path), text)
+            files.write_text(Path(path), self.to_text())
         except OSError as error:
             raise DataError(f"{path} could not be written: {error.strerror or error}") from error
+
+    def to_text(self) -> str:
+        """Return the cost as `from_text` reads it, exactly."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read a file that `save` wrote; a DataError if it is missing or malformed."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read as a measured cost: {error}") from error
+        return cls.from_text(text, path)
+
+    @classmethod
+    def from_text(cls, text: str, path: Path | str = "the text") -> Self:
+        """Return the cost that `to_text` was called of; `path` is where the text is from, for a DataError."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} cannot be read as a measured cost: {error}") from error
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
             raise DataError(f"{path} is not a measured cost; create one with MeasuredCost.save")
@@ -266,7 +280,7 @@ def _fit_non_negative(sums: NDArray[np.float64], times: NDArray[np.float64]) -> 
     coefficients = np.zeros(3)
     columns = [0, 1, 2]
     while columns:
-        fitted = _fit_robustly(sums[:, columns], times)
+        fitted = fit_robustly(sums[:, columns], times)
         seconds = fitted * sums[:, columns].mean(axis=0)  # per step, because coefficients have different units
         if seconds.min() >= 0:
             coefficients[columns] = fitted
@@ -275,8 +289,11 @@ def _fit_non_negative(sums: NDArray[np.float64], times: NDArray[np.float64]) -> 
     return coefficients
 
 
-def _fit_robustly(sums: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Find outliers by least absolute errors, which are robust to them, and fit the others by least squares."""
+def fit_robustly(sums: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Fit times [N] = sums [N, k] @ coefficients [k], which are returned.
+
+    Outliers are found by least absolute errors, which are robust to them; the others are fitted by least squares.
+    """
     scale = sums.max(axis=0)
     scaled = sums / scale
     weights = np.ones(len(times))
@@ -285,29 +302,31 @@ def _fit_robustly(sums: NDArray[np.float64], times: NDArray[np.float64]) -> NDAr
         fitted = np.linalg.lstsq(scaled * root[:, np.newaxis], times * root, rcond=None)[0]
         errors = times - scaled @ fitted
         # Least squares with weights 1 / |error| converges to least absolute errors; the floor avoids huge weights.
-        floor = 1e-3 * _deviation(errors, times)
+        floor = 1e-3 * deviation(errors, times)
         weights = floor / np.maximum(np.abs(errors), floor)
-    inlier = np.abs(errors) <= _OUTLIER * _deviation(errors, times)
+    inlier = np.abs(errors) <= OUTLIER * deviation(errors, times)
     result: NDArray[np.float64] = np.linalg.lstsq(scaled[inlier], times[inlier], rcond=None)[0] / scale
     return result
 
 
-def _deviation(errors: NDArray[np.float64], times: NDArray[np.float64]) -> float:
+def deviation(errors: NDArray[np.float64], times: NDArray[np.float64]) -> float:
     """Estimate the standard deviation of errors from their median, which is robust to outliers; never 0."""
     return max(float(np.median(np.abs(errors))) / _MAD_OF_NORMAL, 1e-9 * float(np.median(times)))
 
 
-def _check_fit(sums: NDArray[np.float64], coefficients: NDArray[np.float64], times: NDArray[np.float64]) -> float:
+def _check_fit(
+    sums: NDArray[np.float64], coefficients: NDArray[np.float64], times: NDArray[np.float64], min_r2: float
+) -> float:
     """Check that a fit is good, and return the explained fraction of the variance of `times`, outliers excluded."""
     errors = times - sums @ coefficients
-    inlier = np.abs(errors) <= _OUTLIER * _deviation(errors, times)
+    inlier = np.abs(errors) <= OUTLIER * deviation(errors, times)
     variance = float(np.var(times[inlier]))
     r2 = 1.0 - float(np.mean(errors[inlier] ** 2)) / variance if variance > 0 else 0.0
     outliers = int((~inlier).sum())
     if coefficients[1:].max() == 0:
         problem = f"the time of the {len(times)} steps does not grow with tokens"
-    elif r2 < _MIN_R2:
-        problem = f"tokens explain {r2:.0%} of the variance of the {len(times)} times, at least {_MIN_R2:.0%} is needed"
+    elif r2 < min_r2:
+        problem = f"tokens explain {r2:.0%} of the variance of the {len(times)} times, at least {min_r2:.0%} is needed"
     elif outliers > _MAX_OUTLIERS * len(times):
         problem = (
             f"{outliers} of {len(times)} times are far from the fit to the tokens of their steps, at most "

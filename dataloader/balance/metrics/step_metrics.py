@@ -114,6 +114,16 @@ def measure_step(
     )
 
 
+class RankTimes(NamedTuple):
+    """What each of W ranks had to train in n measured steps, and how long it computed: float64 [n, W] each."""
+
+    loads: NDArray[np.float64]
+    """By the cost that has planned the step."""
+    tokens: NDArray[np.float64]
+    squares: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+
 class Unit(enum.Enum):
     """The unit of a number of a summary, which decides how it is shown."""
 

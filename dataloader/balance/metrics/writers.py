@@ -24,8 +24,9 @@ from evenrank.core.optional_imports import naming_extras
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
 from evenrank.core.storage import is_url, local_path
+from evenrank.dataloader.balance.costs.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics.log import LogRecord, RunRecord
-from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics, shown_numbers, summarize
+from evenrank.dataloader.balance.metrics.step_metrics import RankTimes, StepMetrics, shown_numbers, summarize
 
 _log = logging.getLogger("evenrank")
 
@@ -36,6 +37,24 @@ class BeginsRun(Protocol):
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take the options of the balance, and of the loader as `data`; values can be of any type."""
+
+
+@runtime_checkable
+class KeepsTimes(Protocol):
+    """An `on_step` that measures the times of all ranks, to which the cost is fitted: a `training.StepTimer`."""
+
+    cost: MeasuredCost | None
+    """The one fitted last."""
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether it takes steps on this rank, whose metrics are then computed; on all ranks it measures them."""
+
+    def keep(self, steps: int) -> None:
+        """Forget the steps so far, and keep the last ones from now on, at most so many; those of rank 0 are read."""
+
+    def kept(self) -> RankTimes:
+        """Return the times of the measured steps that are kept; any thread may call it."""
 
 
 class Writer(ABC):
@@ -257,11 +276,11 @@ class StepLogger:
         number = self._seen
         self._seen += 1
         if number % self._every == 0 and (self._window is None or self._window[0] <= number < self._window[1]):
-            _make_visible()
-            _log.info("%s", log_line(metrics, with_loads=self._with_loads))
+            say(log_line(metrics, with_loads=self._with_loads))
 
 
-def _make_visible() -> None:
+def say(line: str) -> None:
+    """Log a line for people, which is visible although Python logs only warnings by default."""
     # The root logger often has a handler that nobody asked for, because a library has called `logging.info`.
     if _log.level == logging.NOTSET and _log.getEffectiveLevel() > logging.INFO:
         _log.setLevel(logging.INFO)
@@ -269,3 +288,4 @@ def _make_visible() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
         _log.addHandler(handler)
+    _log.info("%s", line)

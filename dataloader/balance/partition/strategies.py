@@ -78,10 +78,9 @@ class _BuiltIn:
     def __call__(self, problem: PartitionProblem) -> NDArray[np.int32]:
         costs, order, target = problem.costs[np.newaxis], problem.order[np.newaxis], np.array([problem.target])
         tokens = _NO_TOKENS if problem.tokens is None else problem.tokens[np.newaxis]
-        assigned: NDArray[np.int32] = assign_slots(
-            self.number, costs, tokens, order, problem.home, problem.world_size, target
-        )
-        return assigned[0]
+        arguments = self.number, costs, tokens, order, problem.home, problem.world_size, target
+        assigned: NDArray[np.int32] = assign_slots(*arguments)[0]
+        return assigned
 
 
 for _name, _number in BUILT_IN.items():

@@ -3,7 +3,7 @@
 A message is of up to 8 steps. Its size follows from the batches' schema alone, so it is all-gathered without exchanging
 sizes first, also between ranks that are out of step. Of each step it has
 
-    header    10 x int64   see `HEADER`
+    header    11 x int64   see `HEADER`
     costs     B x int64    0 for padding, as the next ones
     tokens    B x int32
     lengths   K x B int32  in schema order
@@ -36,6 +36,7 @@ HEADER = (
     "position",  # in the epoch
     "loader_hash",  # of the loader's identity, which can change when a state is loaded
     "plan_hash",  # of the batch, if it has one
+    "cost_decisions",  # by which rank 0 may have changed the cost of the steps after these
 )
 
 StepMetadata = NDArray[np.void]

@@ -44,14 +44,12 @@ class Source:
         lengths: distribution of the events of a sample, as `parse_distribution` takes it.
         config: of the batches.
         world: the ranks of the run.
-        cost: of a sample.
     """
 
-    def __init__(self, workload: Workload, lengths: str, config: LoaderConfig, world: World, cost: Cost) -> None:
+    def __init__(self, workload: Workload, lengths: str, config: LoaderConfig, world: World) -> None:
         self._workload = workload
         self._config = config
         self._world = world
-        self._cost = cost
         self._lengths = parse_distribution(lengths)
         self._once = self._loader(self._lengths, workload.num_batches)
 
@@ -100,8 +98,13 @@ class Source:
         """Return a loader of each batch once."""
         return self._once
 
-    def even(self) -> RandomBatches[SequenceBatch]:
-        """Return a loader of N perfectly even batches. Collective: every rank must call this."""
+    def even(self, cost: Cost) -> RandomBatches[SequenceBatch]:
+        """Return a loader of N perfectly even batches by a cost. Collective: every rank must call this."""
+
+        def cost_of_events(events: Ints) -> Ints:
+            one = np.ones_like(events)
+            return cost({USER_ID: one, ITEM_ID: events, ACTION: events}, np.zeros_like(events))
+
         mine = np.stack([feature_lengths(batch)[ITEM_ID] for batch in self._once])
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
@@ -111,16 +114,12 @@ class Source:
             even_lengths(
                 all_lengths[:, index].reshape(-1),
                 self._world.data_size,
-                self._cost_of_events,
+                cost_of_events,
                 max_length=self._config.max_history_length,
             )
             for index in range(self._workload.num_batches)
         ]
         return self._loader(_InTurn(np.concatenate(events)), self._workload.num_batches)
-
-    def _cost_of_events(self, events: Ints) -> Ints:
-        one = np.ones_like(events)
-        return self._cost({USER_ID: one, ITEM_ID: events, ACTION: events}, np.zeros_like(events))
 
     def _loader(self, lengths: Distribution, num_batches: int) -> RandomBatches[SequenceBatch]:
         return RandomBatches(

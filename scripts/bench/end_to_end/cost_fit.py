@@ -15,7 +15,7 @@ from evenrank.dataloader.balance.costs.model_costs import TokenCost
 from evenrank.datasets.schema import USER_ID
 
 # Settings that do not change what a rank computes for the samples that it trains on.
-_NOT_OF_COMPUTE = ("data", "out", "balance", "strategy")
+_NOT_OF_COMPUTE = ("data", "out", "balance", "strategy", "refit_every")
 
 
 def fit_cost(result: RunResult) -> MeasuredCost:

@@ -17,6 +17,7 @@ from end_to_end.experiments import Workload
 from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Segment, Work
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import Cost, StepMetrics
+from evenrank.training import StepTimer
 from evenrank.training import Work as BatchWork
 from evenrank.training.step_timer import Clock
 from trainer.pipelines import Pipeline, run_pipeline
@@ -37,13 +38,25 @@ class StepClock:
         self._device = device
         self._clock = Clock(device)
         self._reference: Any = None
+        self._embeddings: Tensor | None = None  # of the current batch
+        self.timer: StepTimer | None = None
+        """Measures steps besides, for a cost that is fitted."""
         self._points: list[Any] = []  # of the current step
         self._steps: list[list[Any]] = []
         encoder.register_forward_pre_hook(self._begin_encoder)
         dense.register_forward_hook(self._end_forward)
 
+    def watch(self, loss: Tensor) -> Tensor:
+        """Return the loss of a step, which the timer watches."""
+        if self.timer is not None:
+            # Then embeddings are exchanged, which waits for the other ranks.
+            self.timer.watch(loss, until=self._embeddings)
+        return loss
+
     def start(self) -> None:
         """Begin a segment. Collective: every rank must call this."""
+        if self.timer is not None:
+            self.timer.restart()
         self._clock.wait()
         # It ends on all ranks at the same moment, to within some microseconds.
         dist.all_reduce(torch.zeros(1, device=self._device))
@@ -63,7 +76,7 @@ class StepClock:
 
     def _begin_encoder(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._points.append(self._clock.mark())
-        embeddings: Tensor = arguments[0]
+        self._embeddings = embeddings = arguments[0]
         # Its gradient is complete when the encoder's backward is.
         embeddings.register_hook(self._end_backward)
 
@@ -118,6 +131,7 @@ def measure(
     prepared: list[SequenceBatch],
     even: list[SequenceBatch],
     on_warm: Callable[[], None],
+    timer: StepTimer | None = None,
 ) -> tuple[Segment, ...]:
     """Train, and return the segments of all rounds. Collective.
 
@@ -129,6 +143,7 @@ def measure(
         prepared: the same batches, balanced beforehand.
         even: perfectly even batches.
         on_warm: called after the warm-up.
+        timer: measures live steps.
     """
     endless = {
         LIVE: iter(live),
@@ -137,8 +152,8 @@ def measure(
     }
     # Each kind warms up, so that nothing that happens once is left for the clock of any: Triton compiles kernels, and
     # cuBLAS chooses others, for new numbers of tokens; allocators ask the driver for memory.
-    for batches in endless.values():
-        _train(pipeline, clock, islice(batches, workload.warmup_steps))
+    for kind, batches in endless.items():
+        train(pipeline, clock, islice(batches, workload.warmup_steps), timer if kind == LIVE else None)
     on_warm()
     # Whatever is there now stays; garbage collection would look at all of it time and again, on another rank each time.
     gc.collect()
@@ -149,7 +164,7 @@ def measure(
     for number in range(workload.rounds):
         for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:  # each comes first in its turn
             steps = islice(endless[kind], counted + workload.skipped_steps)
-            trained, marks = _train(pipeline, clock, steps)
+            trained, marks = train(pipeline, clock, steps, timer if kind == LIVE else None)
             segments.append(
                 Segment(
                     kind=kind,
@@ -162,9 +177,15 @@ def measure(
     return tuple(segments)
 
 
-def _train(pipeline: Pipeline[SequenceBatch], clock: StepClock, batches: Iterator[SequenceBatch]) -> tuple[Any, Any]:
-    """Train batches; return the number of each and its points in time."""
+def train(
+    pipeline: Pipeline[SequenceBatch],
+    clock: StepClock,
+    batches: Iterator[SequenceBatch],
+    timer: StepTimer | None = None,
+) -> tuple[Any, Any]:
+    """Train batches, which a timer measures too; return the number of each and its points in time. Collective."""
     trained = []
+    clock.timer = timer
     clock.start()
     for done in run_pipeline(pipeline, batches):
         clock.end_step()

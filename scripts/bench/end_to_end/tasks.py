@@ -245,7 +245,9 @@ def _conditions_of(result: RunResult) -> dict[str, Any]:
 
 
 def _flat(gpus: int, is_model_cost: bool, settings: Mapping[str, Any], workload: Mapping[str, Any]) -> dict[str, Any]:
-    conditions = {"gpus": gpus, "cost": "of the model" if is_model_cost else "measured"}
+    # A cost that is fitted while the run trains may have stayed that of the model.
+    is_kept = is_model_cost and settings.get("refit_every") is None
+    conditions = {"gpus": gpus, "cost": "of the model" if is_kept else "measured"}
     conditions |= {f"settings.{name}": value for name, value in settings.items() if name not in UNUSED_SETTINGS}
     conditions |= {f"workload.{name}": value for name, value in workload.items()}
     return conditions

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import evenrank
 from end_to_end.batches import Source
 from end_to_end.cost_fit import fit_cost
 from end_to_end.experiments import Workload
-from end_to_end.measure import Batches, StepClock, balance_of, describe, measure, peak_memory, prepare
+from end_to_end.measure import Batches, StepClock, balance_of, describe, measure, peak_memory, prepare, train
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask, new_result
 from evenrank.cli import console
@@ -39,7 +40,7 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepM
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.costs.model_costs import TokenCost
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID, Manifest
-from evenrank.training import device_peaks, scale_loss
+from evenrank.training import StepTimer, device_peaks, scale_loss
 from trainer.config import TrainConfig
 from trainer.data import balance_config
 from trainer.job import quiet, set_precision
@@ -47,6 +48,8 @@ from trainer.parallel import distribute
 from trainer.pipelines import Pipeline, make_pipeline
 from trainer.tasks import ranking
 from trainer.world import World, divide, join_world
+
+_REFITS = 4  # before a run with `refit_every` is measured: the first of them has few times
 
 
 def main(tasks: Sequence[WorkerTask]) -> None:
@@ -83,7 +86,7 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         parallel.model,
         parallel.optimizer,
         device,
-        loss=lambda output, batch: scale_loss(output[0], batch).sum(),
+        loss=lambda output, batch: clock.watch(scale_loss(output[0], batch).sum()),
     )
     read = learns.read(
         batch_size=config.batch_size,
@@ -91,19 +94,31 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         seed=workload.seed,
     )
     assert isinstance(read, LoaderConfig)
-    source = Source(workload, task.distribution, read, world, cost)
+    source = Source(workload, task.distribution, read, world)
 
-    def balanced(*, endless: bool, on_step: Callable[[StepMetrics], None] | None = None) -> Batches:
+    def balanced(cost: TokenCost, *, endless: bool, on_step: Callable[[StepMetrics], None] | None = None) -> Batches:
         way = balance_config(config, cost=cost, on_step=on_step)
+        if not endless:
+            way = dataclasses.replace(way, refit_every=None)  # of batches that are not trained
         if config.balance in EXCHANGES:
             drawn = source.endless() if endless else source.once()
             return Balancer(drawn, way, device=device, group=world.data)
         return closing(source.reading(way, num_workers=config.num_workers, endless=endless))
 
+    def new_timer() -> StepTimer | None:
+        if config.refit_every is None:
+            return None
+        return StepTimer(device=device, every=max(config.refit_every // 4, 1), group=world.data)
+
+    if (timer := new_timer()) is not None:
+        # As a job that begins with the cost of the model. What it comes to also balances the prepared and even batches.
+        with timer, balanced(cost, endless=True, on_step=timer) as live:
+            train(pipeline, clock, islice(iter(live), _REFITS * config.refit_every), timer)
+        cost = timer.cost or cost
     steps: list[StepMetrics] = []
-    prepared = prepare(balanced(endless=False, on_step=steps.append), device)
+    prepared = prepare(balanced(cost, endless=False, on_step=steps.append), device)
     as_drawn = BalanceConfig(cost=cost, strategy="none")
-    even = prepare(Balancer(source.even(), as_drawn, device=device, group=world.data), device)
+    even = prepare(Balancer(source.even(cost), as_drawn, device=device, group=world.data), device)
     result = dataclasses.replace(
         new_result(task, _environment(device)),
         peak_flops=_peak_flops(config, device),
@@ -116,7 +131,8 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         even=describe(even, learns.work, cost),
         balance=balance_of(steps),
     )
-    with balanced(endless=True) as live:
+    timer = new_timer()
+    with balanced(cost, endless=True, on_step=timer) as live:
         segments = measure(
             pipeline,
             clock,
@@ -125,6 +141,7 @@ def measured(task: WorkerTask, world: World) -> RunResult:
             prepared=prepared,
             even=even,
             on_warm=partial(_reset_peak_memory, device),
+            timer=timer,
         )
     allocated, reserved = peak_memory(device)
     return dataclasses.replace(result, segments=segments, peak_allocated=allocated, peak_reserved=reserved)

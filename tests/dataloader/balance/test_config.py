@@ -14,6 +14,7 @@ from evenrank.dataloader.balance import (
     PaddedCost,
     register_cost,
 )
+from evenrank.training import StepTimer
 from tests.dataloader.balance.costs import one_per_sample
 from tests.registrations import restored
 
@@ -107,12 +108,21 @@ def test_options_out_of_range_or_without_effect_are_errors(exchanges: bool | Non
 def test_ranks_compare_the_options_that_decide_on_batches() -> None:
     plain = BalanceConfig(cost=one_per_sample)
     per_rank = BalanceConfig(cost=one_per_sample, on_step=print, log_every=5, log_window=(0, 3), log_loads=True)
-    common = {"window", "pack", "cost", "strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "compare_every"}
+    common = {"window", "pack", "cost", "strategy", "tolerance", "max_tokens_per_rank", "on_overflow"}
+    common |= {"compare_every", "refit_every"}
     for exchanges, own in ((True, {"exchange", "lookahead", "batch_size"}), (False, set[str]())):
         compared = plain.rank_invariants(exchanges=exchanges)
         assert compared.keys() == common | own
         assert compared["cost"] == "one_per_sample"
         assert per_rank.rank_invariants(exchanges=exchanges) == compared
+
+
+def test_nobody_observes_steps_on_a_rank_whose_timer_takes_none() -> None:
+    for timer, is_observed in ((StepTimer(), False), (StepTimer(print), True)):
+        config = BalanceConfig(cost=one_per_sample, on_step=timer)
+        assert (config.observer(1, exchanges=True, data=dict) is not None) == is_observed
+        with_log = BalanceConfig(cost=one_per_sample, on_step=timer, log_every=5)
+        assert with_log.observer(0, exchanges=True, data=dict) is not None
 
 
 def test_one_step_in_so_many_stays_unbalanced() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.balance.exchange.exchange import Handle
 from evenrank.dataloader.balance.ranks.metadata import HEADER, StepMetadata
 from evenrank.dataloader.balance.step_planner import _hash_of, read_steps
@@ -20,7 +19,7 @@ SECOND = rich_batch([[(2, 0), (9, 1)]], first_id=10).replace(epoch=1, step=5, po
 def _read(
     steps: list[Handle], cost: Any = rich_tokens, error: Exception | None = None
 ) -> tuple[StepMetadata, list[Exception | None]]:
-    message, errors = read_steps(steps, schema_of(FIRST), BalanceConfig(cost=cost), world_size=2, error=error)
+    message, errors = read_steps(steps, schema_of(FIRST), cost, world_size=2, error=error)
     assert not message[len(steps) :].view(np.uint8).any()
     return message[: len(steps)], errors
 
@@ -33,9 +32,9 @@ def test_steps_are_read_together_as_each_alone() -> None:
         assert errors[index] is error is None
     schema_hash = _hash_of(schema_of(FIRST))
     assert [step.tolist()[: len(HEADER)] for step in together] == [
-        (schema_hash, 0, 0, 2, 1, 0, 0, 0, 0, 0),
-        (schema_hash, 0, 0, 1, 1, 1, 5, 6, 0, 0),
-        (schema_hash, 0, 1, 0, 1, 0, 0, 0, 0, 0),
+        (schema_hash, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0),
+        (schema_hash, 0, 0, 1, 1, 1, 5, 6, 0, 0, 0),
+        (schema_hash, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0),
     ]
     assert together["lengths"][0].tolist() == lengths_of(FIRST).tolist()
     assert together["lengths"][1].tolist() == [[2, 0], [0, 0], [9, 0], [1, 0]]

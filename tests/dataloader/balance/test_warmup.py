@@ -23,6 +23,7 @@ from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Membe
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.partition.strategies import warm_up
 from evenrank.dataloader.balance.exchange.exchange import warm_up as warm_up_exchange
+from evenrank.dataloader.balance.refit import CostSchedule
 from tests.dataloader.balance.costs import rich_tokens
 from tests.dataloader.rich_batch import rich_batch
 
@@ -36,7 +37,13 @@ group = FailFastGroup(Members(rank=0, world_size=1, store=None), "alone", timede
 exchange = Exchange("all-to-all", group, make_device(None), rank=0)
 config = BalanceConfig(cost=rich_tokens)
 planner = StepPlanner(
-    dict, config=config, group=group, prepare=exchange.prepare, batch_size=0, is_measured=True
+    dict,
+    config=config,
+    group=group,
+    prepare=exchange.prepare,
+    batch_size=0,
+    is_measured=True,
+    costs=CostSchedule(rich_tokens),
 )
 with event.install_recorder("numba:compile") as recorder:
     planner.plan([step := Handle(batch)])

@@ -68,7 +68,7 @@ COMMON = {
     *("max_tokens_per_rank", "batch_size", "num_workers", "hidden", "heads", "layers", "dropout", "pipeline"),
     *("precision", "epochs", "max_steps", "learning_rate", "warmup_steps", "weight_decay", "seed", "eval_every"),
     *("checkpoint_every", "keep", "log_every", "tensorboard", "track_attention", "stall_seconds", "compare_every"),
-    *("log_loads", "profile", "min_free_gib", "max_unallocated"),
+    *("refit_every", "log_loads", "profile", "min_free_gib", "max_unallocated"),
     *("eval_steps", "time_windows", "time_windows_start"),
 }
 CHOSEN = {"ranking": ("task", "ranking"), "retrieval": ("task", "retrieval"), "semantic-ids": ("model", "semantic-ids")}
@@ -118,6 +118,13 @@ def test_a_missing_file_or_codes_of_another_model_are_an_error_before_anything_i
         read_config(toml, {})
     with pytest.raises(ConfigError, match=r"codes='missing\.pt' applies to model='semantic-ids', not to model='hstu'"):
         TrainConfig(codes="missing.pt")
+
+
+def test_ranks_that_train_on_equal_batches_fit_no_cost() -> None:
+    with pytest.raises(
+        ConfigError, match="refit_every = 5 would fit another cost to the times of each of tensor_parall"
+    ):
+        TrainConfig(refit_every=5, tensor_parallel=2)
 
 
 def test_steps_can_only_be_compared_with_balanced_ones() -> None:

@@ -212,3 +212,14 @@ def test_a_profile_that_has_no_folder_is_an_error_on_all_ranks(
     failures = ranks.try_run(2, run, settings(tmp_path, small_dataset, profile="2:4"))
     check_failures(failures, f"{tmp_path / 'profile'}: File exists", kinds=[DataError, RankError])
     assert (tmp_path / "profile").read_text() == "precious"
+
+
+@pytest.mark.parametrize("balance", ["no-exchange", "all-to-all"])
+def test_the_cost_is_fitted_while_a_job_trains(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, balance: str
+) -> None:
+    options = {"batch_size": 2, "log_every": 2, "balance": balance, "refit_every": 20}
+    ranks.run(2, run, settings(tmp_path, small_dataset, **options))
+    run_record, records = _balance_log(tmp_path / "balance.jsonl")
+    assert run_record.options["refit_every"] == 20
+    assert records[-1].seen > 40  # with two fits, to times that may say anything

@@ -170,7 +170,10 @@ def test_1000_steps_between_all_reduces_neither_hang_nor_lose_samples(gpu_ranks:
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("tpu", "device is 'tpu', which PyTorch does not know"), ("meta", "device is meta; batches can be on cpu or cuda")],
+    [
+        ("tpu", "device is 'tpu', which PyTorch does not know"),
+        ("meta", "device is meta; batches can be on cpu or cuda"),
+    ],
 )
 def test_an_unknown_device_is_named(device: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

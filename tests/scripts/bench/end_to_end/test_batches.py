@@ -75,7 +75,7 @@ def _batches(rank: int, world_size: int) -> tuple[list[list[list[int]]], list[li
     """Return the batches of a Balancer, and more than two cycles of those that are read."""
     world = World(rank=rank, size=world_size, device=torch.device("cpu"))
     key_map = KeyMap(num_embeddings=99, world_size=world_size, mode="roundrobin")
-    source = Source(WORKLOAD, WORKLOAD.lengths["a"], replace(READ, key_maps={"item_id": key_map}), world, COST)
+    source = Source(WORKLOAD, WORKLOAD.lengths["a"], replace(READ, key_maps={"item_id": key_map}), world)
     balance = BalanceConfig(cost=COST)
     with Balancer(source.once(), balance) as balancer:
         exchanged = [_contents(batch) for batch in balancer]

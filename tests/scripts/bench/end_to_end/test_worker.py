@@ -134,3 +134,13 @@ def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool, balance
     np.testing.assert_array_equal(work.sample_tokens[2], work.sample_tokens[3])
     np.testing.assert_array_equal(work.loads[::2].T, balance.after)
     np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[3])
+
+
+@pytest.mark.parametrize("options", [{"balance": "all-to-all"}, {"embeddings": "sharded", "min_sharded_rows": 1}])
+def test_a_cost_is_fitted_before_a_run_is_measured(ranks: RankPool, options: dict[str, Any]) -> None:
+    first, second = ranks.run(2, run, {**options, "refit_every": 6})
+    # Of such a small model, times say anything: the cost may be fitted or stay.
+    assert first.cost == second.cost
+    assert made_up.given(first.cost)["name"] in ("HSTUCost", "MeasuredCost")
+    assert len(first.segments) == 3 * WORKLOAD.rounds
+    assert all(np.isfinite(segment.marks).all() for segment in first.segments)

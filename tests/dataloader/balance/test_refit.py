@@ -1,0 +1,428 @@
+"""The cost is fitted to measured times while a job trains: ranks take times that are made up, by their samples."""
+
+import contextlib
+import itertools
+import logging
+import pickle
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from evenrank.core.errors import ConfigError, RankError
+from evenrank.dataloader import ElasticLoader, ElasticSampler, LoaderConfig, build_loader
+from evenrank.dataloader.balance import (
+    BalanceConfig,
+    Balancer,
+    LinearCost,
+    MeasuredCost,
+    PaddedCost,
+)
+from evenrank.dataloader.balance.metrics.step_metrics import RankTimes
+from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balance.ranks.process_group import members_of
+from evenrank.dataloader.balance.refit import CostSchedule, refit
+from evenrank.datasets.distributions import Lognormal
+from evenrank.training import StepTimer
+from tests.conftest import make_small_dataset
+from tests.dataloader.balance.costs import item_tokens
+from tests.dataloader.batch_helpers import ids_of
+from tests.dataloader.own_samples import COLLATE
+from tests.ranks import RankPool
+
+A, B, C = 1.0, 0.01, 0.001  # seconds of a step, of a token, of a squared token
+FIRST = LinearCost(interleave_actions=False)  # with the squares left out, it balances badly
+EVERY = 20
+WAYS: dict[str, dict[str, Any]] = {
+    "balancer": {"lookahead": 2},
+    "balancer, windows": {"window": 4},
+    "no exchange": {},
+    "windows": {"window": 4},
+    "packed": {"pack": True, "max_tokens_per_rank": 400, "on_overflow": "warn"},
+    "elastic": {},
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset of about 1,400 samples, 44 steps of 2 ranks."""
+    return make_small_dataset(tmp_path_factory.mktemp("refit") / "data", seed=7, num_users=2000)
+
+
+class _Time:
+    now = 0.0  # seconds
+
+
+@contextlib.contextmanager
+def _made_up_times() -> Iterator[None]:
+    clock = SimpleNamespace(perf_counter=lambda: _Time.now)
+    with mock.patch("evenrank.training.step_timer.time", clock):
+        yield
+
+
+def _batches(path: Path, rank: int, world_size: int, way: str, balance: BalanceConfig, **resumed: Any) -> Any:
+    config = LoaderConfig(batch_size=16, max_history_length=60, num_workers=1, prefetch=2)
+    own = {"rank": rank, "world_size": world_size}
+    if way == "elastic":
+        lengths = Lognormal(mean=12, std=14, low=1, high=60).sample(np.random.default_rng(0), 1400)
+        data: Any = [{"item_id": range(length), "sample_ids": number} for number, length in enumerate(lengths)]
+        sampler = ElasticSampler(len(data), batch_size=16, lengths={"item_id": lengths}, balance=balance, **own)
+        loader: Any = ElasticLoader(DataLoader(data, batch_sampler=sampler, collate_fn=COLLATE))
+    elif way.startswith("balancer"):
+        loader = build_loader(path, config, **own)
+        if resumed:
+            loader.load_state_dict(resumed)
+        return Balancer(loader, balance)
+    else:
+        loader = build_loader(path, config, balance=balance, **own)
+    if resumed:
+        loader.load_state_dict(resumed)
+    return loader
+
+
+class _Step(NamedTuple):
+    epoch: int
+    ids: list[int]
+    seconds: float
+
+
+def _train_step(timer: StepTimer, batch: Any, *, by_chance: np.random.Generator | None = None) -> _Step:
+    """Train a step that takes a time by its samples, or any time."""
+    lengths = batch.features["item_id"].lengths()[: batch.num_real].double()
+    seconds = A + B * float(lengths.sum()) + C * float((lengths**2).sum())
+    _Time.now += seconds if by_chance is None else by_chance.uniform(1, 2)
+    with timer.waiting():
+        dist.barrier()
+    return _Step(batch.epoch, ids_of(batch), seconds)
+
+
+Job = tuple[list[_Step], MeasuredCost | None]
+
+
+def _job(rank: int, world_size: int, path: Path, way: str, stops: tuple[int, ...] = ()) -> Job:
+    """Train 5 epochs by jobs that stop after so many steps, from each of which the next one resumes."""
+    trained: list[_Step] = []
+    state: dict[str, Any] = {}
+    for stop in (*stops, None):
+        with _made_up_times(), StepTimer(every=3) as timer:
+            balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=EVERY, **WAYS[way])
+            with closing(_batches(path, rank, world_size, way, balance, **state)) as batches:
+                epochs = itertools.chain.from_iterable(itertools.repeat(batches, 5 - state.get("epoch", 0)))
+                trained += [_train_step(timer, batch) for batch in itertools.islice(epochs, stop)]
+                state = dict(batches.state_dict())
+    return trained, timer.cost
+
+
+def _imbalance(of_ranks: list[list[_Step]]) -> float:
+    """Return the time of the slowest rank over the mean, of all steps together."""
+    seconds = np.array([[step.seconds for step in steps] for steps in of_ranks])
+    return float(seconds.max(axis=0).sum() / seconds.mean(axis=0).sum())
+
+
+def _check_each_sample_once(of_ranks: list[list[_Step]]) -> None:
+    epochs: dict[int, list[int]] = {}
+    for step in itertools.chain(*of_ranks):
+        epochs.setdefault(step.epoch, []).extend(step.ids)
+    assert len(epochs) == 5
+    assert len({tuple(sorted(ids)) for ids in epochs.values()}) == 1
+    assert len(set(epochs[0])) == len(epochs[0]) > 1300
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_comes_to_be_balanced_by_the_times_that_it_measures(ranks: RankPool, dataset: Path, way: str) -> None:
+    (first, cost), (second, of_second) = ranks.run(2, _job, dataset, way)
+    assert cost == of_second
+    assert cost is not None
+    per_token, per_square = cost.linear * cost.seconds_per_unit, cost.quadratic * cost.seconds_per_unit
+    assert (cost.seconds_per_step, per_token, per_square) == pytest.approx((A, B, C), rel=1e-3)
+    # Epochs of 44 steps, so the second decision is in the first epoch, and others are at its end or in later ones.
+    assert len(first) > 200
+    # Some steps last as long as their longest sample, unless they are made in windows.
+    assert _imbalance([first[:EVERY], second[:EVERY]]) > 1.02
+    assert _imbalance([first[2 * EVERY :], second[2 * EVERY :]]) < 1.003
+    _check_each_sample_once([first, second])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_that_stops_anywhere_trains_each_sample_once(ranks: RankPool, dataset: Path, way: str) -> None:
+    # Before the first decision, after it and within windows that another cost has assigned, and in a later epoch.
+    (first, _), (second, _) = ranks.run(2, _job, dataset, way, (EVERY - 2, EVERY + 5, 3 * EVERY + 3))
+    _check_each_sample_once([first, second])
+
+
+def _leave(rank: int, world_size: int, path: Path) -> tuple[list[list[int]], MeasuredCost | None]:
+    """Leave epochs early, which ranks have planned as far ahead as their threads came."""
+    steps: list[list[int]] = []
+    with _made_up_times(), StepTimer(every=3) as timer:
+        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=EVERY)
+        config = LoaderConfig(batch_size=16, max_history_length=60, num_workers=3 * rank, prefetch=2)
+        loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+        for stop in (EVERY - 1, 2, EVERY - 1, None):
+            for batch in itertools.islice(loader, stop):
+                steps.append(_train_step(timer, batch).ids)
+            loader.peek(100)  # which waits for no decision
+    return steps, timer.cost
+
+
+def test_ranks_that_plan_ahead_differently_have_the_same_costs(ranks: RankPool, dataset: Path) -> None:
+    (first, cost), (second, of_second) = ranks.run(2, _leave, dataset)  # plans are compared where the last epoch ends
+    assert cost == of_second
+    assert cost is not None
+    assert len(first) == len(second) > 2 * EVERY + 40
+    assert all(not set(ids) & set(others) for ids, others in zip(first, second, strict=True))
+
+
+def _made_up_costs() -> Any:
+    """Have each decision change the cost: to that of squares, in large units, or to that of tokens."""
+    common: dict[str, Any] = {"fraction_bits": 1, "seconds_per_step": A, "steps": 20, "r2": 1.0, **COUNTED}
+    squares, tokens = (MeasuredCost(linear=b, quadratic=c, **common) for b, c in ((0, 1 << 34), (1, 0)))
+    return mock.patch(
+        "evenrank.dataloader.balance.refit.refit", side_effect=lambda cost, *_: tokens if cost == squares else squares
+    )
+
+
+def _plans(rank: int, world_size: int, path: Path, way: str, every: int) -> tuple[list[list[int]], int]:
+    ids = []
+    with _made_up_costs() as decide, StepTimer(every=3) as timer:
+        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=every, **WAYS[way])
+        with closing(_batches(path, rank, world_size, way, balance)) as batches:
+            for batch in batches:
+                ids.append(_train_step(timer, batch).ids)
+    return ids, decide.call_count
+
+
+@pytest.mark.parametrize(
+    ("way", "alone", "every"), [("balancer", "no exchange", 8), ("balancer, windows", "windows", 12)]
+)
+def test_plans_are_the_same_with_and_without_an_exchange_while_costs_change(
+    ranks: RankPool, dataset: Path, way: str, alone: str, every: int
+) -> None:
+    planned: list[list[list[int]]] = []
+    # Groups of steps that a Balancer plans together begin at each decision here.
+    together, by_each = (ranks.run(2, _plans, dataset, one, every) for one in (way, alone))
+    for plans in (together, by_each):
+        # Of the steps of windows, ranks have loaded other samples, and keep those that they have.
+        of_ranks = [ids for ids, _ in plans]
+        steps = of_ranks[0] if way == "balancer" else [[*a, *b] for a, b in zip(*of_ranks, strict=True)]
+        planned.append([sorted(ids) for ids in steps])
+    assert planned[0] == planned[1]
+    assert [decisions for _, decisions in by_each] == [len(planned[0]) // every, 0]  # rank 0 decides
+
+
+@pytest.mark.parametrize("way", ["no exchange", "windows"])
+@pytest.mark.parametrize(("trained", "saved"), [(9, 9), (10, 7), (12, 10), (13, 12), (16, 14), (20, 19), (21, 18)])
+def test_a_job_may_go_back_to_any_step_while_costs_change(dataset: Path, way: str, trained: int, saved: int) -> None:
+    config = LoaderConfig(batch_size=16, max_history_length=60, prefetch=2)
+    with _made_up_costs() as decide, contextlib.ExitStack() as stack:
+        timers = [stack.enter_context(StepTimer()) for _ in range(2)]
+        loaders = [
+            build_loader(
+                dataset,
+                config,
+                rank=rank,
+                world_size=2,
+                balance=BalanceConfig(cost=FIRST, on_step=timer, refit_every=5, **WAYS[way]),
+            )
+            for rank, timer in enumerate(timers)
+        ]
+        everything = sorted(ids for loader in loaders for batch in loader for ids in ids_of(batch))
+        ids: list[int] = []
+        for loader in loaders:
+            before = list(itertools.islice(loader, trained))
+            loader.load_state_dict(loader.state_dict(after=before[saved - 1]))
+            decisions = decide.call_count
+            loader.peek(200)
+            assert decide.call_count == decisions
+            ids += [number for batch in (*before[:saved], *loader) for number in ids_of(batch)]
+        assert sorted(ids) == everything
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _times_by_chance(rank: int, world_size: int, path: Path, way: str) -> tuple[list[str], MeasuredCost | None, int]:
+    logging.getLogger("evenrank").addHandler(lines := _Lines())
+    by_chance, tokens = np.random.default_rng(rank), 0
+    with _made_up_times(), StepTimer(every=3) as timer:
+        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=15)
+        with closing(_batches(path, rank, world_size, way, balance)) as batches:
+            for batch in batches:
+                _train_step(timer, batch, by_chance=by_chance)
+                tokens += int(batch.features["item_id"].lengths().sum())
+    logging.getLogger("evenrank").removeHandler(lines)
+    return lines.lines, timer.cost, tokens
+
+
+@pytest.mark.parametrize("way", ["balancer", "no exchange"])
+def test_a_cost_that_cannot_be_fitted_stays_and_rank_0_says_why(ranks: RankPool, dataset: Path, way: str) -> None:
+    (lines, cost, tokens), (others, of_second, of_others) = ranks.run(2, _times_by_chance, dataset, way)
+    assert cost is of_second is None
+    assert others == []
+    assert [line.partition(":")[0] for line in lines[:2]] == ["step 15", "step 30"]
+    assert all(line.partition(": ")[2].startswith("the cost stays as it is: ") for line in lines)
+    assert tokens == pytest.approx(of_others, rel=1e-3)
+
+
+def _without_timer(rank: int, world_size: int, path: Path, way: str) -> str:
+    on_step = StepTimer() if rank == 0 else print
+    balance = BalanceConfig(cost=FIRST, on_step=on_step, refit_every=EVERY)
+    with pytest.raises((ConfigError, RankError)) as raised:
+        _batches(path, rank, world_size, way, balance)
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("way", ["balancer", "no exchange", "elastic"])
+def test_a_rank_without_a_timer_is_an_error_on_all_ranks(ranks: RankPool, dataset: Path, way: str) -> None:
+    first, second = ranks.run(2, _without_timer, dataset, way)
+    reason = (
+        f"refit_every={EVERY} needs the times of all ranks, but on_step is builtin_function_or_method; pass "
+        "on_step=StepTimer(*writers), on every rank"
+    )
+    assert second == f"ConfigError: {reason}"
+    assert first.startswith("RankError: ")
+    assert reason in first
+
+
+def _late(rank: int, world_size: int) -> str:
+    timer, timeout = StepTimer(), timedelta(seconds=0.5)
+    members = members_of(None, timeout)
+    costs = CostSchedule(FIRST, every=7, timer=timer, members=members, timeout=timeout)
+    message = ""
+    if rank > 0:
+        with pytest.raises(RankError) as raised:
+            costs.after(costs.decisions(14))
+        message = str(raised.value)
+        timer._store.check([message])  # others can use it again
+    dist.barrier()
+    return message
+
+
+def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose(ranks: RankPool) -> None:
+    _, message = ranks.run(2, _late)
+    assert message == (
+        "rank 0 has not planned step 7, before which it fits the cost, within 0:00:00.500000; train equally many steps "
+        "on all ranks, or raise timeout"
+    )
+
+
+def _times(cost: tuple[float, float, float], num_steps: int, *, noise: float, world_size: int = 4) -> RankTimes:
+    """Return times of steps that are balanced by `FIRST`: of 32 samples per rank, lognormal with a mean of 512."""
+    rng = np.random.default_rng(0)
+    lengths = Lognormal(mean=512, std=512).sample(rng, num_steps * world_size * 32).reshape(num_steps, world_size, 32)
+    assigned = [partition(step, world_size, tokens=step) for step in lengths]
+    loads = [one.loads(step) for one, step in zip(assigned, lengths, strict=True)]
+    squares = [one.loads(step**2) for one, step in zip(assigned, lengths, strict=True)]
+    tokens, of_squares = np.array(loads, dtype=float), np.array(squares, dtype=float)
+    exact = cost[0] + cost[1] * tokens + cost[2] * of_squares
+    return RankTimes(tokens, tokens, of_squares, exact * (1 + noise * rng.standard_normal(exact.shape)))
+
+
+COUNTED: dict[str, Any] = {"interleave_actions": False, "max_tokens": 8192}
+TRUE = 0.01, 4e-7, 2e-10
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_cost_of_balanced_steps_is_found_in_noise(world_size: int) -> None:
+    fitted = refit(FIRST, _times(TRUE, 200, noise=0.03, world_size=world_size), COUNTED)
+    assert fitted.quadratic / fitted.linear == pytest.approx(TRUE[2] / TRUE[1], rel=0.2)
+    assert fitted.steps == 200 * world_size
+    # It stays, where it is fitted again to other times.
+    with pytest.raises(ConfigError, match=r"explains \d.\d% more of the differences between ranks"):
+        refit(fitted, _times(TRUE, 210, noise=0.03, world_size=world_size), COUNTED)
+
+
+def test_a_cost_is_found_although_many_ranks_make_steps_alike() -> None:
+    times = _times(TRUE, 64, noise=0.05, world_size=64)
+    fitted = refit(FIRST, times, COUNTED)
+    assert fitted.r2 < 0.5  # which MeasuredCost.fit refuses
+    assert fitted.quadratic / fitted.linear == pytest.approx(TRUE[2] / TRUE[1], rel=0.3)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
+def test_the_right_cost_stays(noise: float) -> None:
+    with pytest.raises(ConfigError, match=r"explains 0.\d% more of the differences between ranks"):
+        refit(FIRST, _times((0.01, 4e-7, 0.0), 200, noise=noise), COUNTED)
+
+
+def test_interrupted_ranks_do_not_hide_the_cost() -> None:
+    times = _times(TRUE, 200, noise=0.03)
+    times.seconds[...] += np.random.default_rng(1).random(times.seconds.shape) < 0.05  # for a second
+    fitted = refit(FIRST, times, COUNTED)
+    assert fitted.quadratic / fitted.linear == pytest.approx(TRUE[2] / TRUE[1], rel=0.2)
+
+
+def test_a_slower_rank_does_not_hide_the_cost() -> None:
+    times = _times(TRUE, 200, noise=0.02, world_size=2)
+    times.seconds[:, 1] *= 1.2
+    fitted = refit(FIRST, times, COUNTED)
+    assert fitted.quadratic / fitted.linear == pytest.approx(TRUE[2] / TRUE[1], rel=0.4)
+
+
+def test_too_few_times_leave_the_cost() -> None:
+    with pytest.raises(ConfigError, match="16 steps are too few to fit a cost"):
+        refit(FIRST, _times(TRUE, 4, noise=0.0), COUNTED)
+    with pytest.raises(ConfigError, match="0 steps are too few to fit a cost"):
+        refit(FIRST, RankTimes(*np.empty((4, 0, 2))), COUNTED)
+
+
+def test_one_rank_alone_keeps_its_cost() -> None:
+    with pytest.raises(ConfigError, match=r"explains 0.0% more of the differences between ranks"):
+        refit(FIRST, _times(TRUE, 50, noise=0.01, world_size=1), COUNTED)
+
+
+def test_a_copy_in_another_process_keeps_the_cost() -> None:
+    costs = CostSchedule(FIRST, every=5, timer=StepTimer())
+    fitted = MeasuredCost(linear=7, quadratic=1, fraction_bits=40, seconds_per_step=A, steps=20, r2=1.0, **COUNTED)
+    with mock.patch("evenrank.dataloader.balance.refit.refit", return_value=fitted):
+        assert costs.after(costs.decisions(4)) == FIRST
+        assert costs.after(costs.decisions(5)) == costs.latest == fitted
+        assert costs.after(0) == FIRST  # for steps that were planned before
+        copy = pickle.loads(pickle.dumps(costs))
+        assert copy.after(copy.decisions(100)) == fitted
+        with mock.patch("os.getpid", return_value=-1):  # in a fork
+            assert costs.after(3) == fitted
+    assert costs.decisions(100) == 20
+    assert not copy.can_change
+
+
+def function_of_tokens(lengths: Any, num_candidates: Any) -> Any:
+    """Count the items by a cost that does not say so."""
+    return item_tokens(lengths, num_candidates)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_step": None}, "BalanceConfig: refit_every=20 has no effect without on_step; give both, or leave it out"),
+        ({"refit_every": 0}, "BalanceConfig: refit_every must be at least 1, got 0"),
+        (
+            {"strategy": "none"},
+            "BalanceConfig: refit_every=20 applies to options other than strategy='none', not to",
+        ),
+        (
+            {"cost": PaddedCost(FIRST)},
+            "refit_every=20 changes nothing: samples of a PaddedCost are sorted by",
+        ),
+        ({"cost": function_of_tokens}, "refit_every=20 needs a cost that says which tokens count, got function_of_tok"),
+        ({"pack": True, "max_tokens_per_rank": 9}, "refit_every=20 does not go with pack=True of a Balancer, whose st"),
+    ],
+)
+def test_a_refit_that_is_impossible_or_without_effect_is_an_error(options: dict[str, Any], message: str) -> None:
+    config = BalanceConfig(**{"cost": FIRST, "on_step": StepTimer(), "refit_every": 20, **options})
+    with pytest.raises(ConfigError) as raised:
+        config.check(exchanges=True)
+    assert str(raised.value).startswith(message)
