@@ -115,7 +115,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             self._planning = Workers(0 if balance is None else 1, ahead=1, persistent=False)
             self._handed_out = None
             self._given = None if lengths is None else GivenLengths(lengths, num_samples, batch_size, loss_key)
-            costs = None if balance is None else CostSchedule.of(balance, members)
+            costs = None if balance is None else CostSchedule.of(balance, members, world_size)
             sampler = make_step_sampler(self._given, self._shape, balance, costs)
             self._samples = EpochSamples(order=order, sampler=sampler, fingerprint=fingerprint)
             self._compare_plans(balance, members, rank)

@@ -133,7 +133,7 @@ class Loader(StepLoader[Batch]):
         self._balance, self._costs = balance, None
         if balance is not None:
             balance.check(exchanges=False)
-            self._balance, self._costs = balance.for_plans, CostSchedule.of(balance, members)
+            self._balance, self._costs = balance.for_plans, CostSchedule.of(balance, members, world_size)
         self._order = order
         self._stores = stores
         self._opened: Memo[OpenedSamples] = Memo(_KEPT_EPOCHS)

@@ -59,7 +59,7 @@ def _check(
     ahead = config.lookahead + MAX_STEPS + (MOST_IN_HAND if config.makes_steps else 0)
     source = LoaderAdapter(batches, config, rank=members.rank, world_size=members.world_size, ahead=ahead)
     exchange_device = make_device(device)
-    costs = CostSchedule.of(config, members)  # for which it may take steps on this rank
+    costs = CostSchedule.of(config, members, members.world_size)  # for which it may take steps here
     observe = config.observer(members.rank, exchanges=True, data=source.rank_invariants)
     settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
     report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=source.length())

@@ -63,14 +63,19 @@ class CostSchedule:
             timer.keep(max(_KEPT_TIMES // self._members.world_size, _LEAST_KEPT_STEPS))
 
     @classmethod
-    def of(cls, config: BalanceConfig, members: Members | None) -> Self:
-        """Return the costs of a job; `members` None: it has one rank.
+    def of(cls, config: BalanceConfig, members: Members | None, world_size: int) -> Self:
+        """Return the costs of a job of `world_size` ranks; `members` None: they have no process group.
 
         Raises:
-            ConfigError: the cost is to be fitted, and `on_step` measures no times.
+            ConfigError: the cost is to be fitted, and `on_step` measures no times, or ranks cannot share them.
         """
         if config.refit_every is None:
             return cls(config.cost)
+        if world_size > 1 and (members is None or members.store is None):
+            raise ConfigError(
+                f"refit_every={config.refit_every} needs a process group, through which ranks share their times; call "
+                "torch.distributed.init_process_group before"
+            )
         if not isinstance(config.on_step, KeepsTimes):
             raise ConfigError(
                 f"refit_every={config.refit_every} needs the times of all ranks, but on_step is "

@@ -105,14 +105,12 @@ def measured(task: WorkerTask, world: World) -> RunResult:
             return Balancer(drawn, way, device=device, group=world.data)
         return closing(source.reading(way, num_workers=config.num_workers, endless=endless))
 
-    def new_timer() -> StepTimer | None:
-        if config.refit_every is None:
-            return None
-        return StepTimer(device=device, every=max(config.refit_every // 4, 1), group=world.data)
+    def new_timer(refit_every: int) -> StepTimer:
+        return StepTimer(device=device, every=max(refit_every // 4, 1), group=world.data)
 
-    if (timer := new_timer()) is not None:
+    if config.refit_every is not None:
         # As a job that begins with the cost of the model. What it comes to also balances the prepared and even batches.
-        with timer, balanced(cost, endless=True, on_step=timer) as live:
+        with new_timer(config.refit_every) as timer, balanced(cost, endless=True, on_step=timer) as live:
             train(pipeline, clock, islice(iter(live), _REFITS * config.refit_every), timer)
         cost = timer.cost or cost
     steps: list[StepMetrics] = []
@@ -131,8 +129,8 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         even=describe(even, learns.work, cost),
         balance=balance_of(steps),
     )
-    timer = new_timer()
-    with balanced(cost, endless=True, on_step=timer) as live:
+    of_live = None if config.refit_every is None else new_timer(config.refit_every)
+    with balanced(cost, endless=True, on_step=of_live) as live:
         segments = measure(
             pipeline,
             clock,
@@ -141,7 +139,7 @@ def measured(task: WorkerTask, world: World) -> RunResult:
             prepared=prepared,
             even=even,
             on_warm=partial(_reset_peak_memory, device),
-            timer=timer,
+            timer=of_live,
         )
     allocated, reserved = peak_memory(device)
     return dataclasses.replace(result, segments=segments, peak_allocated=allocated, peak_reserved=reserved)
