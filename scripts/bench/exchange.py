@@ -92,9 +92,12 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
     on_cpu = Exchange("all-to-all", alone, make_device(None), rank=dist.get_rank())
     planned: list[PlannedBatch] = []
 
-    def prepare(step: Handle, batches: Any, *planned_as: Any) -> None:
-        on_cpu.prepare(step, batches, *planned_as)
-        planned.append(PlannedBatch(batches[0], *planned_as, step.layout))
+    def prepare(
+        step: Handle, batches: Any, schema: BatchSchema, rank_of: NDArray[np.int32], lengths: NDArray[np.int64]
+    ) -> None:
+        on_cpu.prepare(step, batches, schema, rank_of, lengths)
+        assert step.layout is not None
+        planned.append(PlannedBatch(batches[0], schema, rank_of, lengths, step.layout))
 
     planner = StepPlanner(
         dict,
@@ -235,7 +238,8 @@ def prepare_again(exchange: Exchange, plan: PlannedBatch) -> Prepared:
 
 def exchanged(exchange: Exchange, prepared: list[Prepared], number: int) -> Any:
     """Exchange a step and return the balanced batch."""
-    step, step.host_buffer, step.make_batch = prepared[number]
+    step, host_buffer, make_batch = prepared[number]
+    step.host_buffer, step.make_batch = host_buffer, make_batch
     exchange.launch(step)
     exchange.finish(step)
     batch, step.batch = step.batch, None
