@@ -129,7 +129,7 @@ def test_metadata_of_several_steps_survives_encoding() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
     message = new_message(schema := schema_of(batch))
     words: dict[str, Any] = {"started": 1, "num_real": 2, "epoch": 3, "step": 4, "position": 2**40, "plan_hash": 6}
-    words |= {"schema_hash": [2**62, 9], "status": [1, 0], "ended": [1, 0], "loader_hash": 5}
+    words |= {"schema_hash": [2**62, 9], "status": [1, 0], "ended": [1, 0], "loader_hash": 5, "cost_decisions": 8}
     words |= {"costs": [[7, 2**61], [0, 1]], "tokens": [[0, 2**31 - 1], [2, 3]]}
     words["lengths"] = np.stack([lengths_of(batch), 2 * lengths_of(batch)])
     for name, values in words.items():
@@ -140,12 +140,12 @@ def test_metadata_of_several_steps_survives_encoding() -> None:
     for name, values in words.items():
         for rank in range(3):
             assert np.array_equal(steps[name][:, rank], np.broadcast_to(values, message[name][:2].shape))
-    # The wire format: ten words of the header, then costs, tokens and lengths.
+    # The wire format: the words of the header, then costs, tokens and lengths.
     in_order = [words[name] if np.isscalar(words[name]) else words[name][0] for name in HEADER]
-    assert of_ranks[0, :80].view(np.int64).tolist() == in_order == [2**62, 1, 1, 2, 1, 3, 4, 2**40, 5, 6]
-    assert of_ranks[0, 80:96].view(np.int64).tolist() == [7, 2**61]
-    assert of_ranks[0, 96:136].view(np.int32).tolist() == [0, 2**31 - 1, 1, 5, 2, 6, 3, 7, 4, 8]
-    assert of_ranks.shape[1] == 8 * 136
+    assert of_ranks[0, :88].view(np.int64).tolist() == in_order == [2**62, 1, 1, 2, 1, 3, 4, 2**40, 5, 6, 8]
+    assert of_ranks[0, 88:104].view(np.int64).tolist() == [7, 2**61]
+    assert of_ranks[0, 104:144].view(np.int32).tolist() == [0, 2**31 - 1, 1, 5, 2, 6, 3, 7, 4, 8]
+    assert of_ranks.shape[1] == 8 * 144
 
 
 def test_the_bytes_of_a_sample_include_all_its_fields() -> None:
