@@ -99,6 +99,7 @@ def test_memory_is_not_reused_while_a_stream_reads_it(changes_stream: bool) -> N
             torch.cuda._sleep(20_000_000)  # about 10 ms: later batches are uploaded meanwhile
             sums.append(batch.features.values().sum())
             del batch
+    torch.cuda.synchronize()
     assert [int(total) for total in sums] == expected
 
 
@@ -137,7 +138,7 @@ def test_a_device_that_the_host_lacks_is_refused() -> None:
 @pytest.mark.gpu
 def test_a_balancer_names_batches_that_are_on_a_gpu() -> None:
     message = r"features must be on the CPU .* but it is on cuda:0; detach or move it"
-    with pytest.raises(Exception, match=message), Balancer(_loaded(device="cuda"), BALANCE) as balancer:
+    with pytest.raises(Exception, match=message), Balancer(_drawn(device="cuda"), BALANCE) as balancer:
         next(iter(balancer))
 
 
