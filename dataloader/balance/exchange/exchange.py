@@ -72,6 +72,9 @@ class Handle:
 
     layout: Layout | None = field(default=None, repr=False)
     """What moves, once it is planned; None if no rank has batches left."""
+    send_bytes: list[int] = field(default_factory=list, repr=False)
+    """See `Layout`; as lists, made before the training thread needs them."""
+    receive_bytes: list[int] = field(default_factory=list, repr=False)
     host_buffer: Tensor = field(init=False, repr=False)
     """[host_bytes], until it is finished, as the next ones: what this rank sends, and knows of the new batch."""
     make_batch: Callable[[Tensor], JaggedBatch] = field(init=False, repr=False)
@@ -165,19 +168,18 @@ class Exchange:
             return first.replace(**fields, **make_fields(output, wire, sizes, caches))
 
         step.layout, step.host_buffer, step.make_batch = layout, host_buffer, make_batch
+        step.send_bytes, step.receive_bytes = layout.send_bytes.tolist(), layout.receive_bytes.tolist()
 
     def launch(self, step: Handle) -> None:
         """Start the collective of a prepared step. Collective: every rank must call this, in the same order."""
-        device, layout = self._device, step.layout
-        assert layout is not None
-        send_bytes, receive_bytes = layout.send_bytes.tolist(), layout.receive_bytes.tolist()
+        device = self._device
         with device.side_stream():
             step.uploaded = device.upload(step.host_buffer)
-            step.received = device.buffer(sum(receive_bytes))
+            step.received = device.buffer(sum(step.receive_bytes))
             # A collective occupies multiprocessors while it waits for other ranks. Right after the all-reduce of the
             # gradients, where a training step begins, no rank is far ahead, so it hardly waits.
             device.wait_for_training()
-            step.work = self._start(step.uploaded, send_bytes, step.received, receive_bytes)
+            step.work = self._start(step.uploaded, step.send_bytes, step.received, step.receive_bytes)
 
     def finish(self, step: Handle) -> None:
         """Wait for the collective and make the new batch; on a GPU the side stream waits, not the host."""
