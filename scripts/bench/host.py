@@ -21,6 +21,7 @@ Prints one JSON line per row, from rank 0, then two tables:
                          the smallest and the largest
     x_prepared_mean      ratio of the means over all steps, on the slowest rank
     training_ms          CPU time of the training thread per step, mean over ranks
+    taking_ms            CPU time of the training thread to take a batch: median over the steps, mean over ranks
     other_ms             CPU time of all other threads of the process per step, mean over ranks, ended ones included
     other_ms_more        other_ms beyond that of prepared batches: gradients are reduced by threads too
     threads              other_ms by name of the thread
@@ -52,6 +53,7 @@ class Turn(NamedTuple):
     """What a rank measured in a turn of a source; CPU times are milliseconds per step."""
 
     ms: list[float]  # of each step
+    taking_ms: list[float]  # CPU time of the training thread to take the batch of each step
     training_ms: float
     other_ms: float
     threads: dict[str, float]
@@ -71,10 +73,13 @@ class Trainer:
         for _ in range(WARMUP_STEPS):
             self._step(next(batches))
         self._meet()
-        ms, before = [], CpuTime.now()
+        ms, taking_ms, before = [], [], CpuTime.now()
         own, last = time.thread_time_ns(), time.perf_counter()
         for _ in range(steps):
-            self._step(next(batches))
+            begin = time.thread_time_ns()
+            batch = next(batches)
+            taking_ms.append(1e-6 * (time.thread_time_ns() - begin))
+            self._step(batch)
             now = time.perf_counter()
             ms.append(1e3 * (now - last))
             last = now
@@ -83,6 +88,7 @@ class Trainer:
         per_step = 1e-6 / steps
         return Turn(
             ms=ms,
+            taking_ms=taking_ms,
             training_ms=per_step * own,
             other_ms=per_step * after.others_since(before),
             threads={name: per_step * ns for name, ns in after.by_name_since(before).items()},
@@ -159,6 +165,7 @@ def summarize(of_ranks: Sequence[Sequence[Turn]], of_prepared: Sequence[Sequence
         "x_turns": [round(min(ratios), 4), round(max(ratios), 4)],
         "x_prepared_mean": round(max(map(fmean, steps)) / max(map(fmean, prepared_steps)), 4),
         "training_ms": round(fmean(turn.training_ms for turn in turns), 3),
+        "taking_ms": round(fmean(median(ms for turn in of_rank for ms in turn.taking_ms) for of_rank in of_ranks), 3),
         "other_ms": round(other_ms, 3),
         "other_ms_more": round(other_ms - fmean(turn.other_ms for turn in prepared_turns), 3),
         "threads": {name: ms for name, ms in threads.items() if ms},
@@ -180,6 +187,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "x_turns": "in turns",
         "x_prepared_mean": "of means",
         "training_ms": "CPU: training thread, ms",
+        "taking_ms": "to take a batch, ms",
         "other_ms": "other threads, ms",
         "other_ms_more": "beyond prepared, ms",
     }

@@ -12,7 +12,8 @@ SCRIPT = ROOT / "scripts" / "bench" / "host.py"
 
 
 def turn(*ms: float, other_ms: float = 0.0, **threads: float) -> Turn:
-    return Turn(ms=list(ms), training_ms=sum(ms) / len(ms), other_ms=other_ms, threads=threads)
+    taking_ms = [each / 10 for each in ms]
+    return Turn(ms=list(ms), taking_ms=taking_ms, training_ms=sum(ms) / len(ms), other_ms=other_ms, threads=threads)
 
 
 def test_turns_are_equally_long() -> None:
@@ -37,13 +38,14 @@ def test_a_row_is_of_the_slowest_rank_and_relative_to_the_same_turns() -> None:
         "x_turns": [1.1, 1.2],
         "x_prepared_mean": round(115 / 90, 4),
         "training_ms": round((17 + 64 / 3 + 12 + 22) / 4, 3),
+        "taking_ms": 1.85,  # 2.0 of rank 0, as its steps, and 1.7 of rank 1
         "other_ms": 2.0,
         "other_ms_more": 1.75,
         "threads": {"balancer": 1.75},
     }
     rows = [{"batches": "prepared", **summarize(prepared, prepared)}, {"batches": "ours", **row}]
     assert table(rows).splitlines()[-1] == (
-        "| ours | 20.000 | 28.500 | 1.150 | 1.100 to 1.200 | 1.278 | 18.083 | 2.000 | 1.750 |"
+        "| ours | 20.000 | 28.500 | 1.150 | 1.100 to 1.200 | 1.278 | 18.083 | 1.850 | 2.000 | 1.750 |"
     )
     assert table_of_threads(rows).splitlines()[0::2] == ["| CPU ms per step | balancer |", "| prepared | 0.000 |"]
 
