@@ -127,6 +127,11 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
         raise DataError(f"{path} has codes from {low} to {high}; they must be -1 (no code) or 0 to 2^31-1")
     codes = np.atleast_3d(table).transpose(1, 2, 0).astype(np.int32, order="C")  # [items, codes of an item, levels]
     sizes = codes.max(axis=(0, 1)).astype(np.int64) + 1 if codebook_sizes is None else codebook_sizes
+    if len(sizes) != len(table):
+        raise DataError(
+            f"{path} has {len(table)} levels of {table.shape[1]:,} items, but codebook_sizes are {list(sizes)}; pass "
+            "one size per level"
+        )
     more = np.ascontiguousarray(codes[:, 1:]) if codes.shape[1] > 1 else None
     try:
         own = np.ascontiguousarray(codes[:, 0])

@@ -96,7 +96,8 @@ class LoaderConfig(Settings):
     for the same events as `action`. Columns of floats are in `float_features`."""
     label: Annotated[str | tuple[str, ...] | None, _NO_CODES] = None
     """Column of events with the labels, also without `num_tasks`: one of integers, `labels`, or of floats,
-    `float_labels`, or one of each, as a tuple. None: the actions."""
+    `float_labels`, or one of each, as a tuple. None: the actions or, without candidates and `num_tasks`, the next
+    items."""
     weight: Annotated[str | None, _NO_CODES] = None
     """`weights`, one per loss token: a column of events, or a contextual feature of floats, equal for a sample's."""
     negatives: Annotated[Negatives | None, _NO_CODES] = None

@@ -145,10 +145,12 @@ class TabularConfig(Settings):
     this list; `float`: a float32 column of events with its name, and every action is 0. Default: it is an integer from
     0 on."""
     event_columns: _Names = ()
-    """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; float32, below 2^24, unless `int`,
-    which is int64. `=drop` leaves out events without a value; with `:float?`, they are NaN."""
+    """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; floats (float32, integers only below
+    2^24) unless `int`, which is int64, as labels of classes are. `=drop` leaves out events without a value; with
+    `:float?`, they are NaN."""
     label: _Name = ""
-    """One more of them, which the manifest names as the label; for `LoaderConfig.label`."""
+    """One more of them, of floats unless `:int`, which the manifest names as the label; for `LoaderConfig.label`,
+    which can also be one of the others."""
     weight: Annotated[
         _Name, Valid(lambda text: not text.endswith("?"), "a column without missing values: give =FILL or =drop")
     ] = ""

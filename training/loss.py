@@ -163,7 +163,7 @@ def accumulate(
         num_steps: batches of an optimizer step, the same on all ranks.
         task_tokens: returns the loss tokens of each task in this rank's batch, or the sums of their weights: integers
             or floats [tasks] on the device that trains, equally many on all ranks. It must not synchronize:
-            `(batch.targets >= 0).sum(dim=0)`, where missing ones and the fill of padding rows are negative. None: each
+            `(batch.ratings >= 0).sum(dim=0)`, where missing ones and the fill of padding rows are negative. None: each
             loss token counts for all tasks.
         group: the data-parallel ranks, as a process group or a device mesh of one dimension such as `mesh["dp"]`; None:
             the default process group or, without one, this process alone.

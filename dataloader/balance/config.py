@@ -63,7 +63,8 @@ class BalanceConfig:
     refit_every: Annotated[Count | None, Needs("on_step"), AppliesTo(strategy=AllBut(("none",)))] = None
     """Steps from one fit of the cost to the next, counted over the job: a MeasuredCost, fitted to the times of all
     ranks, replaces the one before where it tells them apart better. Needs a `training.StepTimer` as `on_step` on every
-    rank, and a cost that is a TokenCost. Which rank trains on a sample then depends on times. None: the cost stays."""
+    rank, and one of this package's costs, but no PaddedCost. Which rank trains on a sample then depends on times. None:
+    the cost stays."""
     exchange: Annotated[str, OneOf(EXCHANGES), BALANCER] = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""

@@ -28,11 +28,13 @@ class Memory:
         pins: whether tensors on the CPU are in pinned memory.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, or none to pin memory for.
     """
 
     def __init__(self, device: torch.device | str | None = None, *, pins: bool = False) -> None:
         self._device = resolve_device(device)
+        if pins and not torch.accelerator.is_available():
+            raise ConfigError("pin_memory=True, but PyTorch finds no device on this host; leave pin_memory out")
         self._pins = pins
         self._stream = torch.cuda.Stream(self._device) if self.is_device else None
         self._consumer: torch.Stream | None = None

@@ -150,8 +150,9 @@ def _spec_of(name: str, value: object, batch_size: int, fill: float) -> FieldSpe
 
 def _check_on_cpu(name: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu" or tensor.requires_grad:
-        actual = "requires a gradient" if tensor.requires_grad else f"is on {tensor.device}"
-        raise ValueError(f"{name} must be on the CPU and require no gradient, but it {actual}; detach or move it")
+        on_device = f"is on {tensor.device}; move it, or leave out the device of the loader's config"
+        actual = "requires a gradient; detach it" if tensor.requires_grad else on_device
+        raise ValueError(f"{name} must be on the CPU and require no gradient, but it {actual}")
 
 
 def check_contents(batch: JaggedBatch, schema: BatchSchema) -> NDArray[np.int64]:

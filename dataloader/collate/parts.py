@@ -65,7 +65,7 @@ def list_parts(config: LoaderConfig, schema: Schema, table: CodeTable | None) ->
     columns = {column.name: column for column in schema}
     rows = [name for name, column in columns.items() if column.kind != "event" and name != USER_ID]
     context = rows if config.context is None else config.context
-    _check_known("contextual feature", context, rows)
+    _check_known("contextual feature", context, rows, "--context-columns")
     names = (*((USER_ID,) if config.user_id else ()), *context)
     parts = [Part(_of_type("features", columns[name]), name, name) for name in names]
     parts += _parts_of_events(config, columns) if table is None else _parts_of_codes(config, table)
@@ -77,15 +77,16 @@ def _parts_of_events(config: LoaderConfig, columns: Mapping[str, Column]) -> Ite
     events = {name: column for name, column in columns.items() if column.kind == "event" and name != ITEM_ID}
     floats = [name for name, column in columns.items() if column.kind != "event" and column.dtype == FLOAT]
     weight = config.weight
-    _check_known("extra events", config.extra_events, [name for name in events if name != ACTION])
-    for name in config.labels:
-        if name not in events:
-            known = f"known: {', '.join(events)}; preprocess the log with --label {name}"
-            raise ConfigError(f"the dataset has no events {name!r} to be labels; {known}")
+    _check_known("extra events", config.extra_events, [name for name in events if name != ACTION], "--event-columns")
+    _check_known("column of events for label", config.labels, events, "--label")
     labels = {_of_type("labels", events[name]): name for name in config.labels}
     if len(labels) < len(config.labels):
-        raise ConfigError(f"label can be one column of integers and one of floats, got {config.label!r}; leave one out")
-    _check_known("events or float feature for weight", [weight] if weight else (), [*events, *floats])
+        are_floats = ", ".join(name for name in config.labels if events[name].dtype == FLOAT) or "none"
+        raise ConfigError(
+            f"label can be one column of integers and one of floats, got {config.label!r}, of which {are_floats} are "
+            "floats; leave one out, or preprocess the log with one as NAME:int or NAME:float"
+        )
+    _check_known("events or float feature for weight", [weight] if weight else (), [*events, *floats], "--weight")
     history, predicted = history_events(config), predicted_events(config)
     shown = Events("begins", "ends", history.limit + config.max_num_candidates)
     for name in (ITEM_ID, ACTION, *config.extra_events):
@@ -116,7 +117,10 @@ def _of_type(field: str, column: Column) -> str:
     return f"float_{field}" if column.dtype == FLOAT else field
 
 
-def _check_known(kind: str, names: Collection[str], known: Collection[str]) -> None:
+def _check_known(kind: str, names: Collection[str], known: Collection[str], option: str) -> None:
     for name in names:
         if name not in known:
-            raise ConfigError(f"the dataset has no {kind} {name!r}; known: {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"the dataset has no {kind} {name!r}; known: {', '.join(known) or 'none'}; preprocess the log with "
+                f"{option} {name}"
+            )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torchdata.nodes import Loader as NodeLoader
 from torchdata.nodes import Mapper, Prefetcher
 
@@ -96,7 +97,10 @@ def test_every_setting_is_known_to_the_tests_below() -> None:
 @pytest.mark.parametrize(
     ("record", "name"), [(record, name) for record, changes in CHANGES.items() for name in changes]
 )
-def test_ranks_may_differ_in_no_setting_of_training(small_dataset: Path, record: Any, name: str) -> None:
+def test_ranks_may_differ_in_no_setting_of_training(
+    small_dataset: Path, record: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # for pin_memory
     first, other = (_identity(small_dataset, record, change) for change in ({}, {name: CHANGES[record][name]}))
     pickle.loads(pickle.dumps(other))
     if name in MAY_DIFFER:

@@ -208,7 +208,7 @@ def _check_times(times: NDArray[np.float64], num_steps: int) -> None:
     if times.ndim != 1 or len(times) != num_steps:
         raise ConfigError(f"there must be one time for each step, got {num_steps} steps and {times.shape} times")
     if num_steps < _MIN_STEPS:
-        raise ConfigError(f"{num_steps} steps are too few to fit a cost; time at least {_MIN_STEPS}")
+        raise ConfigError(f"{num_steps} times are too few to fit a cost; measure at least {_MIN_STEPS}")
     wrong = np.flatnonzero(~(np.isfinite(times) & (times > 0)))
     if len(wrong):
         raise ConfigError(

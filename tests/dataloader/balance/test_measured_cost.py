@@ -140,7 +140,7 @@ def test_the_longest_sample_that_fits_depends_on_max_tokens() -> None:
 @pytest.mark.parametrize(
     ("lengths", "seconds", "message"),
     [
-        (GOOD[:19], _times(GOOD[:19]), "19 steps are too few to fit a cost; time at least 20"),
+        (GOOD[:19], _times(GOOD[:19]), "19 times are too few to fit a cost; measure at least 20"),
         (GOOD, _times(GOOD)[:-1], r"one time for each step, got 200 steps and \(199,\) times"),
         (GOOD, np.where(NUMBERS == 3, -1.0, _times(GOOD)), "1 of 200 are not, the first -1.0 seconds of step 3; time"),
         (GOOD, np.where(NUMBERS > 7, np.inf, _times(GOOD)), "192 of 200 are not, the first inf seconds of step 8"),

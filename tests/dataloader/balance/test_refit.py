@@ -370,9 +370,9 @@ def test_a_slower_rank_does_not_hide_the_cost() -> None:
 
 
 def test_too_few_times_leave_the_cost() -> None:
-    with pytest.raises(ConfigError, match="16 steps are too few to fit a cost"):
+    with pytest.raises(ConfigError, match="16 times are too few to fit a cost"):
         refit(FIRST, _times(TRUE, 4, noise=0.0), COUNTED)
-    with pytest.raises(ConfigError, match="0 steps are too few to fit a cost"):
+    with pytest.raises(ConfigError, match="0 times are too few to fit a cost"):
         refit(FIRST, RankTimes(*np.empty((4, 0, 2))), COUNTED)
 
 

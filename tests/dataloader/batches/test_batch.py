@@ -103,9 +103,14 @@ NO_KEYS = keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int6
         (replace(BATCH, batch_size=3), "first must have batch_size = 3 rows in every key"),
         (replace(BATCH, first=NO_KEYS), "first must have at least one key; set the field to None if batches lack it"),
         (WithList(batch_size=1, num_real=1, names=["x"]), r"names must be .* with host\(\); got <class 'list'>"),
+        (
+            BATCH.to("meta"),
+            "first must be on the CPU .*, but it is on meta; move it, or leave out the device of the loa",
+        ),
+        (replace(BATCH, matrix=BATCH.matrix.clone().requires_grad_()), ".*, but it requires a gradient; detach it$"),
     ],
 )
-def test_fields_of_a_wrong_type_or_number_of_rows_are_refused(batch: JaggedBatch, message: str) -> None:
+def test_fields_of_a_wrong_type_number_of_rows_or_place_are_refused(batch: JaggedBatch, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         schema_of(batch)
 

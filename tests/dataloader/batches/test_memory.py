@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import (
@@ -111,7 +112,7 @@ def test_a_loader_on_a_gpu_can_be_pickled() -> None:
 
 
 def test_arrays_become_tensors_of_their_shapes() -> None:
-    arrays = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], dtype=np.float32)]
+    arrays: list[NDArray[Any]] = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], "f4")]
     tensors = Memory().place(arrays)
     assert [tensor.tolist() for tensor in tensors] == [[[0, 1, 2], [3, 4, 5]], [], [[1.5]]]
     assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.float32, torch.float32]
@@ -137,7 +138,7 @@ def test_a_device_that_the_host_lacks_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_balancer_names_batches_that_are_on_a_gpu() -> None:
-    message = r"features must be on the CPU .* but it is on cuda:0; detach or move it"
+    message = r"features must be on the CPU .* but it is on cuda:0; move it, or leave out the device"
     with pytest.raises(Exception, match=message), Balancer(_drawn(device="cuda"), BALANCE) as balancer:
         next(iter(balancer))
 
@@ -147,3 +148,11 @@ def test_nothing_is_pinned_for_a_device() -> None:
         LoaderConfig(batch_size=2, device="cuda:0", pin_memory=True)
     again = pickle.loads(pickle.dumps(LoaderConfig(batch_size=2, device=torch.device("cuda", 1))))
     assert again.device == torch.device("cuda", 1)
+
+
+def test_memory_is_pinned_only_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^pin_memory=True, but PyTorch finds no device on this host; leave pin_mem"):
+        _loaded(pin_memory=True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert _loaded(pin_memory=True)

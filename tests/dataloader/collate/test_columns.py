@@ -141,18 +141,32 @@ def test_the_loss_tokens_are_those_of_floats_where_there_are_no_integers() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": ("age", "sex")}, "no contextual feature 'sex'; known: age, share, tags$"),
-        ({"extra_events": ("share",)}, "no extra events 'share'; known: timestamp_ms, dwell, price$"),
+        (
+            {"context": ("age", "sex")},
+            "no contextual feature 'sex'; known: age, share, tags; preprocess the log with --context-columns sex$",
+        ),
+        (
+            {"extra_events": ("share",)},
+            "no extra events 'share'; known: timestamp_ms, dwell, price; preprocess .* --event-columns",
+        ),
         (
             {"label": ("dwell", "cost")},
-            "^the dataset has no events 'cost' to be labels; known: action, timestamp_ms, dwell, price; preprocess the "
-            "log with --label cost$",
+            "^the dataset has no column of events for label 'cost'; known: action, timestamp_ms, dwell, price; "
+            "preprocess the log with --label cost$",
         ),
         (
             {"label": ("dwell", "action")},
-            r"^label can be one column of integers and one of floats, got \('dwell', 'action'\); leave one out$",
+            r"^label can be one column of integers and one of floats, got \('dwell', 'action'\), of which none are "
+            "floats; leave one out, or preprocess the log with one as NAME:int or NAME:float$",
         ),
-        ({"weight": "age"}, "no events or float feature for weight 'age'; known: action, .*, price, share$"),
+        (
+            {"label": ("price", "action", "price")},
+            r"got \('price', 'action', 'price'\), of which price, price are floats",
+        ),
+        (
+            {"weight": "age"},
+            "no events or float feature for weight 'age'; known: action, .*, price, share; preprocess .* --weight age$",
+        ),
         ({"label": "dwell", "num_tasks": 2}, "num_tasks above 1 are bits of actions, got label 'dwell'; use num_tasks"),
     ],
 )

@@ -69,7 +69,7 @@ def test_the_section_has_costs_errors_plots_and_steps_by_either_cost(tmp_path: P
 
 def test_a_fit_that_is_refused_is_reported_and_without_unbalanced_runs_there_is_no_section(tmp_path: Path) -> None:
     section = write_section(tmp_path, [timed("short", batches=3)])
-    assert "No cost was fitted to short (lognormal): 12 steps are too few" in section
+    assert "No cost was fitted to short (lognormal): 12 times are too few" in section
     assert "| fitted to |" not in section
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
     assert not list(tmp_path.iterdir())

@@ -53,7 +53,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def test_report_has_all_parts(tmp_path: Path, given: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    reason = "12 steps are too few to fit a cost; time at least 20"
+    reason = "12 times are too few to fit a cost; measure at least 20"
     failed = made_up.result("Tensor parallel 2", failure=reason, settings=BALANCED)
     of_another_table = made_up.result("4 GPUs", measured("lognormal")[0].segments)
     first, second = measured("lognormal")

@@ -129,7 +129,7 @@ def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_pa
 def test_one_number_of_gpus_or_balanced_runs_have_no_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
     section = write_section(tmp_path, [timed(f"few on {gpus}", gpus=gpus, batches=3) for gpus in (2, 4)])
-    assert "No cost was fitted to few on 2 (lognormal): 6 steps are too few" in section
+    assert "No cost was fitted to few on 2 (lognormal): 6 times are too few" in section
     monkeypatch.setattr(scaling, "scale", lambda runs, on_point: pytest.fail(f"simulated {runs}"))
     section = write_section(tmp_path, [timed("one", gpus=1), timed("one, lpt", gpus=1, strategy="lpt-swap")])
     assert "lognormal: measured on 1 GPU alone." in section
