@@ -60,7 +60,7 @@ class Memory:
             part.numpy()[...] = array
         if self._stream is None:
             return _split(buffer, sizes, arrays)
-        with torch.cuda.device(self._device), self._stream:
+        with torch.cuda.stream(self._stream):  # a stream is a context manager of one thread alone
             placed = buffer.to(self._device, non_blocking=True)
             if self._consumer is not None:
                 placed.record_stream(self._consumer)
@@ -72,7 +72,8 @@ class Memory:
         """Return a batch that a transform has made, once it is there."""
         if self._stream is None:
             return batch.pin_memory() if self._pins else batch
-        with torch.cuda.device(self._device), self._stream:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # on which the transform computes
+        with torch.cuda.stream(self._stream):
             moved = batch.to(self._device)
             if self._consumer is not None:
                 moved.record_stream(self._consumer)

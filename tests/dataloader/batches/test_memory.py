@@ -1,6 +1,9 @@
+import contextlib
 import pickle
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -100,6 +103,30 @@ def test_memory_is_not_reused_while_a_stream_reads_it(changes_stream: bool) -> N
             sums.append(batch.features.values().sum())
             del batch
     assert [int(total) for total in sums] == expected
+
+
+@pytest.mark.gpu
+def test_threads_place_batches_at_once() -> None:
+    memory, arrays = Memory("cuda"), [np.arange(1 << 16) + number for number in range(64)]
+    with ThreadPoolExecutor(8) as threads:
+        placed = [tensor for tensors in threads.map(memory.place, [[array] for array in arrays]) for tensor in tensors]
+    assert all(np.array_equal(tensor.cpu(), array) for tensor, array in zip(placed, arrays, strict=True))
+
+
+def test_threads_enter_the_stream_of_a_device_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The context of a `torch.Stream` is kept in the stream itself, so a second thread cannot enter it.
+    memory = Memory()
+    stream: Any = mock.MagicMock()
+    stream.__enter__.side_effect = RuntimeError("Stream's context should not be initialized.")
+    entered: list[object] = []
+    monkeypatch.setattr("torch.cuda.stream", lambda each: (entered.append(each), contextlib.nullcontext())[1])
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: "of the transform")
+    monkeypatch.setattr(memory, "_stream", stream)
+    (batch, *_) = _loaded()
+    assert bits_of(memory.move(batch)) == bits_of(batch)
+    assert entered == [stream]
+    assert [call[0] for call in stream.method_calls] == ["wait_stream", "synchronize"]
+    stream.wait_stream.assert_called_once_with("of the transform")
 
 
 @pytest.mark.gpu
