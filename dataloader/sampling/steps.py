@@ -1,7 +1,8 @@
 """Which rows of opened datasets are samples, and `StepSampler`: those of a rank in a step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,6 +99,8 @@ class Iteration:
     order: SampleOrder
     schedule: StepSchedule
     seed: int
+    left: Event = field(default_factory=Event)
+    """Set once it is over, also where a thread still plans steps of it."""
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the samples at these positions: int64 of the same shape."""
