@@ -64,7 +64,8 @@ class CostSchedule:
         self._lock = threading.Lock()
         self._process = os.getpid()
         if timer is not None:
-            timer.keep(max(_KEPT_TIMES // self._members.world_size, _LEAST_KEPT_STEPS))
+            world_size = self._members.world_size
+            timer.keep(max(_KEPT_TIMES // world_size, _LEAST_KEPT_STEPS), world_size=world_size)
 
     @classmethod
     def of(cls, config: BalanceConfig, members: Members | None, world_size: int) -> Self:
