@@ -7,6 +7,7 @@ copy, on a stream of its own, and it waits until they are there. Nothing is left
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Memory:
         self._consumer: torch.Stream | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_memory, (self._device, self._pins)  # a stream is of one process
+        return partial(Memory, self._device, pins=self._pins), ()  # a stream is of one process
 
     @property
     def is_device(self) -> bool:
@@ -85,10 +86,6 @@ class Memory:
         if self.is_device and (stream := torch.cuda.current_stream(self._device)) != self._consumer:
             batch.record_stream(stream)
         return batch
-
-
-def _make_memory(device: torch.device, pins: bool) -> Memory:
-    return Memory(device, pins=pins)
 
 
 def _split(buffer: Tensor, sizes: Sequence[int], arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

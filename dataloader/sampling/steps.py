@@ -171,12 +171,12 @@ class GivenLengths:
     def check(self, batch: JaggedBatch, sample_ids: NDArray[np.int64]) -> None:
         """Raise a ConfigError if these samples have other lengths in their batch."""
         found: dict[str, Tensor] = {}
-        for field, value in batch.tensors():
+        for name, value in batch.tensors():
             if isinstance(value, KeyedJaggedTensor):
                 of_keys = zip(value.keys(), value.lengths().view(len(value.keys()), -1), strict=True)
-                found |= {key: each for key, each in of_keys if key not in found or (field, key) in self._of_keys}
-            elif field == NUM_CANDIDATES and value is not None:
-                found[field] = value
+                found |= {key: each for key, each in of_keys if key not in found or (name, key) in self._of_keys}
+            elif name == NUM_CANDIDATES and value is not None:
+                found[name] = value
         for name in self._arrays.keys() & found.keys():
             given, made = self._arrays[name][sample_ids], found[name][: len(sample_ids)].cpu().numpy()
             for index in np.flatnonzero(given != made)[:1]:

@@ -171,5 +171,6 @@ def test_a_balancer_names_batches_that_are_on_a_gpu() -> None:
 def test_nothing_is_pinned_for_a_device() -> None:
     with pytest.raises(ConfigError, match="batches are handed out on device='cuda:0', so nothing copies them"):
         LoaderConfig(batch_size=2, device="cuda:0", pin_memory=True)
+    LoaderConfig(batch_size=2, device="cpu", pin_memory=True)
     again = pickle.loads(pickle.dumps(LoaderConfig(batch_size=2, device=torch.device("cuda", 1))))
     assert again.device == torch.device("cuda", 1)
