@@ -118,13 +118,13 @@ def test_threads_enter_the_stream_of_a_device_each_by_itself(monkeypatch: pytest
     memory = Memory()
     stream: Any = mock.MagicMock()
     stream.__enter__.side_effect = RuntimeError("Stream's context should not be initialized.")
-    entered: list[object] = []
-    monkeypatch.setattr("torch.cuda.stream", lambda each: (entered.append(each), contextlib.nullcontext())[1])
+    enter = mock.Mock(return_value=contextlib.nullcontext())
+    monkeypatch.setattr("torch.cuda.stream", enter)
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: "of the transform")
     monkeypatch.setattr(memory, "_stream", stream)
     (batch, *_) = _loaded()
     assert bits_of(memory.move(batch)) == bits_of(batch)
-    assert entered == [stream]
+    enter.assert_called_once_with(stream)
     assert [call[0] for call in stream.method_calls] == ["wait_stream", "synchronize"]
     stream.wait_stream.assert_called_once_with("of the transform")
 
@@ -137,7 +137,7 @@ def test_a_loader_on_a_gpu_can_be_pickled() -> None:
 
 
 def test_arrays_become_tensors_of_their_shapes() -> None:
-    arrays = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], dtype=np.float32)]
+    arrays: list[Any] = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], dtype=np.float32)]
     tensors = Memory().place(arrays)
     assert [tensor.tolist() for tensor in tensors] == [[[0, 1, 2], [3, 4, 5]], [], [[1.5]]]
     assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.float32, torch.float32]
