@@ -118,7 +118,7 @@ class LoaderConfig(Settings):
     as for evaluation."""
 
     def _check(self) -> None:
-        if self.pin_memory and self.device is not None:
+        if self.pin_memory and not str(self.device or "cpu").startswith("cpu"):
             raise ConfigError(
                 f"batches are handed out on device={str(self.device)!r}, so nothing copies them from pinned memory; "
                 "leave pin_memory out"

@@ -136,13 +136,16 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
         sample = partial(self._samples.sampler.sample, iteration, is_measured=self._observe is not None)
         starts = range(0, schedule.num_steps, _STEPS_AT_ONCE)
         planned = self._planning.map(sample, (range(schedule.num_steps)[first:][:_STEPS_AT_ONCE] for first in starts))
-        for step, samples in enumerate(chain.from_iterable(planned)):
-            after = Position(epoch, schedule.position_after(step))
-            if handed_out is None:
-                self._current.after_last = after
-            else:
-                handed_out.append(_Step(after, step, samples))
-            yield samples.sample_ids.tolist()
+        try:
+            for step, samples in enumerate(chain.from_iterable(planned)):
+                after = Position(epoch, schedule.position_after(step))
+                if handed_out is None:
+                    self._current.after_last = after
+                else:
+                    handed_out.append(_Step(after, step, samples))
+                yield samples.sample_ids.tolist()
+        finally:
+            iteration.left.set()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of another epoch; what is left of this one, if it is this one already."""

@@ -178,8 +178,11 @@ class StepLoader(RankLoader[Batch]):
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
-        for batch, samples in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
-            yield batch, Position(batch.epoch, batch.position), samples
+        try:
+            for batch, samples in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
+                yield batch, Position(batch.epoch, batch.position), samples
+        finally:
+            iteration.left.set()
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -52,17 +52,15 @@ class Workers:
             future = (executor or self._kept()).submit(compute)
             return lambda: future.result() if process == os.getpid() else compute()
 
-        waits = True
+        is_over = False
         try:
             yield submit
-        except GeneratorExit:
-            # The garbage collector may finalize an iterator that was left, while its thread holds a lock of `threading`
-            # that joining another thread needs as well.
-            waits = False
-            raise
+            is_over = True
         finally:
             if executor is not None and process == os.getpid():
-                executor.shutdown(wait=waits, cancel_futures=True)
+                # After an error, threads may wait for other ranks. And the garbage collector may finalize an iterator
+                # that was left, while its thread holds a lock of `threading` that joining another thread needs as well.
+                executor.shutdown(wait=is_over, cancel_futures=True)
 
     def _start(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._num_workers, thread_name_prefix="evenrank-loader")

@@ -132,11 +132,16 @@ class StepTimer:
             if isinstance(writer, BeginsRun):
                 writer.begin(options)
 
-    def keep(self, steps: int) -> None:
+    def keep(self, steps: int, *, world_size: int) -> None:
         """Keep the times of the last steps from now on, at most so many, to which the cost is fitted.
 
-        A ConfigError if the timer has measured steps that nobody took.
+        A ConfigError if the timer measures other ranks, or has measured steps that nobody took.
         """
+        if world_size != self._members.world_size:
+            raise ConfigError(
+                f"steps are balanced over {world_size} ranks, but the StepTimer measures {self._members.world_size}; "
+                "pass both the same group"
+            )
         if self._kept is None and self._members.rank == 0:
             if not self._writers and (self._published or self._marks):
                 raise ConfigError("the StepTimer was used before, without writers; create another one for this loader")
@@ -155,11 +160,6 @@ class StepTimer:
 
     def _keep(self, metrics: StepMetrics) -> None:
         if self._kept is not None and metrics.compute_seconds is not None:
-            if len(metrics.after) != len(metrics.compute_seconds):
-                raise ConfigError(
-                    f"steps are balanced over {len(metrics.after)} ranks, but the StepTimer measures "
-                    f"{len(metrics.compute_seconds)}; pass both the same group"
-                )
             of_ranks = metrics.after, metrics.rank_tokens, metrics.rank_squares, metrics.compute_seconds
             self._kept.append(np.array(of_ranks, dtype=np.float64))
 

@@ -273,9 +273,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         started = time.perf_counter()
         with self._connection.watching():
             check_process(loaded.process)
+            assert loaded.group is not None
             made = loaded.group.result()
-        for step in made:
-            step.group = loaded.group
         for step in made[:1]:
             step.waited_seconds += time.perf_counter() - started
         return made
@@ -306,6 +305,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _hand_out(self, handle: Handle, *, is_last: bool) -> Batch:
         """Return the batch of a step, after which `state_dict` returns the position after it."""
         batch, metrics = cast(Batch, handle.batch), handle.metrics
+        handle.batch = None  # others of its group refer to it until they are launched
         SCALING.watch()
         self._source.hand_out(Position(batch.epoch, batch.position), handle.left)
         if is_last:

@@ -35,6 +35,10 @@ _KEPT_TIMES, _LEAST_KEPT_STEPS = 1 << 14, 64
 _MIN_GAIN = 2.0  # standard errors
 _SHORTEST_WAIT, _LONGEST_WAIT = 1e-3, 0.25  # seconds from one look into the store to the next
 
+# An interpreter that ends first waits for its threads, also for those that wait for a rank that waits for this one.
+_program_ends = threading.Event()
+threading._register_atexit(_program_ends.set)  # type: ignore[attr-defined]
+
 
 class CostSchedule:
     """The costs of the steps of a job, the same on all ranks. Any thread may call it.
@@ -60,7 +64,8 @@ class CostSchedule:
         self._lock = threading.Lock()
         self._process = os.getpid()
         if timer is not None:
-            timer.keep(max(_KEPT_TIMES // self._members.world_size, _LEAST_KEPT_STEPS))
+            world_size = self._members.world_size
+            timer.keep(max(_KEPT_TIMES // world_size, _LEAST_KEPT_STEPS), world_size=world_size)
 
     @classmethod
     def of(cls, config: BalanceConfig, members: Members | None, world_size: int) -> Self:
@@ -100,15 +105,16 @@ class CostSchedule:
         """Return how many decisions come before a step of the job, which are counted from 0."""
         return 0 if self._every is None else step // self._every
 
-    def after(self, decisions: int) -> Cost:
+    def after(self, decisions: int, left: threading.Event | None = None) -> Cost:
         """Return the cost after a number of decisions, of which rank 0 makes those that are missing.
 
-        Other ranks wait for them; a RankError if they have waited for the config's `timeout`.
+        Other ranks wait for them; a RankError if they have waited for the config's `timeout`, or once the iteration
+        that needs the cost is `left`, or the program ends.
         """
         if decisions >= len(self._costs) and self._process == os.getpid():
             with self._lock:
                 while decisions >= len(self._costs):
-                    self._costs.append(self._next())
+                    self._costs.append(self._next(left or threading.Event()))
         return self._costs[min(decisions, len(self._costs) - 1)]
 
     def decide(self, step: int) -> int:
@@ -121,14 +127,14 @@ class CostSchedule:
         self.after(decisions := self.decisions(step))
         return decisions
 
-    def _next(self) -> Cost:
+    def _next(self, left: threading.Event) -> Cost:
         number = len(self._costs)
         if self._members.rank == 0:
             text = self._decide(number)
             if self._store is not None:
                 within(self._timeout, partial(self._store.set, str(number), text))
         else:
-            text = self._await(number)
+            text = self._await(number, left)
         if not text:
             return self.latest
         assert self._timer is not None
@@ -153,7 +159,7 @@ class CostSchedule:
         )
         return fitted.to_text()
 
-    def _await(self, number: int) -> str:
+    def _await(self, number: int, left: threading.Event) -> str:
         """Wait for a decision of rank 0, in pauses between which other threads of this rank use the store."""
         assert self._store is not None
         assert self._every is not None
@@ -164,7 +170,8 @@ class CostSchedule:
                     f"rank 0 has not planned step {number * self._every}, before which it fits the cost, within "
                     f"{self._timeout}; train equally many steps on all ranks, or raise timeout"
                 )
-            time.sleep(pause)
+            if left.wait(pause) or _program_ends.is_set():
+                raise RankError(f"step {number * self._every} was not planned before this rank left the iteration")
             pause = min(2 * pause, _LONGEST_WAIT)
         return within(self._timeout, partial(self._store.get, key)).decode()
 

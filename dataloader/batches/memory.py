@@ -7,6 +7,7 @@ copy, on a stream of its own, and it waits until they are there. Nothing is left
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Memory:
         self._consumer: torch.Stream | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_memory, (self._device, self._pins)  # a stream is of one process
+        return partial(Memory, self._device, pins=self._pins), ()  # a stream is of one process
 
     @property
     def is_device(self) -> bool:
@@ -62,7 +63,7 @@ class Memory:
             part.numpy()[...] = array
         if self._stream is None:
             return _split(buffer, sizes, arrays)
-        with torch.cuda.device(self._device), self._stream:
+        with torch.cuda.stream(self._stream):  # a stream is a context manager of one thread alone
             placed = buffer.to(self._device, non_blocking=True)
             if self._consumer is not None:
                 placed.record_stream(self._consumer)
@@ -74,7 +75,8 @@ class Memory:
         """Return a batch that a transform has made, once it is there."""
         if self._stream is None:
             return batch.pin_memory() if self._pins else batch
-        with torch.cuda.device(self._device), self._stream:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # on which the transform computes
+        with torch.cuda.stream(self._stream):
             moved = batch.to(self._device)
             if self._consumer is not None:
                 moved.record_stream(self._consumer)
@@ -86,10 +88,6 @@ class Memory:
         if self.is_device and (stream := torch.cuda.current_stream(self._device)) != self._consumer:
             batch.record_stream(stream)
         return batch
-
-
-def _make_memory(device: torch.device, pins: bool) -> Memory:
-    return Memory(device, pins=pins)
 
 
 def _split(buffer: Tensor, sizes: Sequence[int], arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

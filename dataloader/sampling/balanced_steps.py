@@ -114,16 +114,16 @@ class BalancedStepSampler(StepSampler):
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
         """Return the samples of these steps, by the cost of the first; with metrics if `is_measured`."""
-        cost = self._cost(iteration.point, steps.start)
+        cost = self._cost(iteration.point, steps.start, iteration.left)
         at_once = max(1, _SAMPLES_AT_ONCE // self._shape.samples_per_step)
         runs = (steps[first : first + at_once] for first in range(0, len(steps), at_once))
         return [samples for run in runs for samples in self._sample(iteration, run, cost, is_measured=is_measured)]
 
-    def _cost(self, point: ResumePoint, step: int) -> Cost:
+    def _cost(self, point: ResumePoint, step: int, left: threading.Event) -> Cost:
         """Return the cost that plans a step of the iteration that begins at a point."""
         if point.first_step is None:
             return self._costs.latest
-        return self._costs.after(self._costs.decisions(point.first_step + step))
+        return self._costs.after(self._costs.decisions(point.first_step + step), left)
 
     def _sample(self, iteration: Iteration, steps: range, cost: Cost, *, is_measured: bool) -> list[StepSamples]:
         sample_ids = iteration.rows(iteration.schedule.positions_of_all(steps))
@@ -251,7 +251,8 @@ class WindowedStepSampler(BalancedStepSampler):
             samples_per_step=samples_per_step,
             steps=self._balance.window,
         )
-        return replace(iteration, order=WindowedOrder(iteration.order, windows, partial(self._assign_window, point)))
+        assign = partial(self._assign_window, point, iteration.left)
+        return replace(iteration, order=WindowedOrder(iteration.order, windows, assign))
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
         """Return the samples of these steps; with metrics if `is_measured`, of loads before also without windows."""
@@ -259,7 +260,7 @@ class WindowedStepSampler(BalancedStepSampler):
         if is_measured:
             assert isinstance(iteration.order, WindowedOrder)
             loaded = replace(iteration, order=iteration.order.underlying)
-            cost = self._cost(iteration.point, steps.start)
+            cost = self._cost(iteration.point, steps.start, iteration.left)
             costs = self._known(loaded.rows(iteration.schedule.positions_of_all(steps)), cost).costs
             for index, step in enumerate(steps):
                 num_loaded, metrics = iteration.schedule.num_loaded(step), sampled[index].metrics
@@ -299,10 +300,18 @@ class WindowedStepSampler(BalancedStepSampler):
         return within if pending is not None and again is not None and np.array_equal(again, pending) else after
 
     def _assign_window(
-        self, point: ResumePoint, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int
+        self,
+        point: ResumePoint,
+        left: threading.Event,
+        order: SampleOrder,
+        first: int,
+        end: int,
+        *,
+        seed: int,
+        epoch: int,
     ) -> NDArray[np.integer[Any]]:
         def assign() -> NDArray[np.integer[Any]]:
-            cost = self._cost(point, max(first - point.position, 0) // self._shape.samples_per_step)
+            cost = self._cost(point, max(first - point.position, 0) // self._shape.samples_per_step, left)
             sample_ids, count = order.rows(np.arange(first, end), seed=seed, epoch=epoch), end - first
             known, num_steps = self._known(sample_ids, cost, num_summed=count), count // self._shape.samples_per_step
             options = {"seed": derive_seed(seed, first), "epoch": epoch}

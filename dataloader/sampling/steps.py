@@ -1,7 +1,8 @@
 """Which rows of opened datasets are samples, and `StepSampler`: those of a rank in a step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,6 +99,8 @@ class Iteration:
     order: SampleOrder
     schedule: StepSchedule
     seed: int
+    left: Event = field(default_factory=Event)
+    """Set once it is over, also where a thread still plans steps of it."""
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the samples at these positions: int64 of the same shape."""
@@ -168,12 +171,12 @@ class GivenLengths:
     def check(self, batch: JaggedBatch, sample_ids: NDArray[np.int64]) -> None:
         """Raise a ConfigError if these samples have other lengths in their batch."""
         found: dict[str, Tensor] = {}
-        for field, value in batch.tensors():
+        for name, value in batch.tensors():
             if isinstance(value, KeyedJaggedTensor):
                 of_keys = zip(value.keys(), value.lengths().view(len(value.keys()), -1), strict=True)
-                found |= {key: each for key, each in of_keys if key not in found or (field, key) in self._of_keys}
-            elif field == NUM_CANDIDATES and value is not None:
-                found[field] = value
+                found |= {key: each for key, each in of_keys if key not in found or (name, key) in self._of_keys}
+            elif name == NUM_CANDIDATES and value is not None:
+                found[name] = value
         for name in self._arrays.keys() & found.keys():
             given, made = self._arrays[name][sample_ids], found[name][: len(sample_ids)].cpu().numpy()
             for index in np.flatnonzero(given != made)[:1]:

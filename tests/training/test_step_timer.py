@@ -126,7 +126,7 @@ def _kept_step(timer: StepTimer, number: int) -> None:
 def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
     timer = StepTimer(every=2)
     assert not timer.takes_steps
-    timer.keep(3)
+    timer.keep(3, world_size=1)
     assert timer.takes_steps
     assert timer.kept().seconds.shape == (0, 1)
     for number in range(8):
@@ -137,7 +137,7 @@ def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
     assert kept.seconds.tolist() == [[4], [6], [7]]
     assert kept.loads.tolist() == [[5]] * 3
     assert kept.tokens.tolist() == kept.squares.tolist() == [[1]] * 3
-    timer.keep(1)  # for another loader
+    timer.keep(1, world_size=1)  # for another loader
     assert len(timer.kept().seconds) == 0
     _kept_step(timer, 8)
     _kept_step(timer, 9)
@@ -149,14 +149,10 @@ def test_times_that_fit_no_step_are_not_kept() -> None:
     with timer.waiting():
         pass
     with pytest.raises(ConfigError, match="the StepTimer was used before, without writers; create another one for"):
-        timer.keep(3)
-    timer = StepTimer(every=1)
-    timer.keep(3)
-    _step(timer, 0, compute=1, wait=0)
-    with pytest.raises(
-        ConfigError, match="steps are balanced over 2 ranks, but the StepTimer measures 1; pass both th"
-    ):
-        _step(timer, 1, compute=1, wait=0)
+        timer.keep(3, world_size=1)
+    message = "steps are balanced over 2 ranks, but the StepTimer measures 1; pass both the same group"
+    with pytest.raises(ConfigError, match=message):
+        StepTimer().keep(3, world_size=2)
 
 
 def test_a_step_after_an_interruption_is_not_measured() -> None:

@@ -49,15 +49,16 @@ class Handle:
     """A step between `start` and `finish`: its fields are filled as it goes. Buffers are uint8."""
 
     loaded: JaggedBatch | None
-    """This rank's batch before balancing, on the CPU; None once the rank has no more."""
+    """This rank's batch before balancing, on the CPU, until it is finished; None once the rank has no more."""
     error: Exception | None = None
     """What the loader has raised instead or, once the step is planned, what it ends with."""
     _: KW_ONLY
     process: int = field(default_factory=os.getpid, repr=False)
     """Id of the process that started it."""
     state: State = "started"
-    group: "Future[Sequence[Handle]]" = field(init=False, repr=False)
-    """Once it is started: the steps that all which were started with it have become, planned in the background."""
+    group: "Future[Sequence[Handle]] | None" = field(default=None, init=False, repr=False)
+    """From its start until it is awaited: what the steps that were started with it have become, planned in the
+    background. Not longer, because they refer to one another."""
 
     known: StepMetadata = field(init=False, repr=False)
     """[W]: what all ranks know of it or, if it is made of several loaded steps, of the one in whose place it comes."""
@@ -86,7 +87,7 @@ class Handle:
     work: Work | None = field(default=None, repr=False)
     """The collective, if the host must wait for it."""
     batch: JaggedBatch | None = None
-    """The balanced batch, once it is finished."""
+    """The balanced batch, from its finish until it is handed out."""
     waited_seconds: float = 0.0
     """See `StepMetrics`, also for the next one."""
     exchange_seconds: float = 0.0
@@ -100,7 +101,9 @@ class Handle:
     def await_plan(self) -> None:
         """Wait until the step is planned and prepared, or raise its error."""
         check_process(self.process)
-        self.group.result()
+        if self.group is not None:
+            self.group.result()
+            self.group = None
         if self.error is not None:
             raise self.error
 
@@ -194,7 +197,7 @@ class Exchange:
             output = device.buffer(layout.output_bytes)
             device.copy(layout.copies, step.uploaded[layout.tiles :], (step.received, step.uploaded), output)
         device.hand_over((output,))
-        step.batch, step.work = step.make_batch(output), None
+        step.batch, step.loaded, step.work = step.make_batch(output), None, None
         del step.host_buffer, step.make_batch, step.uploaded, step.received  # the caller may keep the step
 
     def _start(self, sent: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> Work | None:

@@ -50,8 +50,11 @@ class KeepsTimes(Protocol):
     def takes_steps(self) -> bool:
         """Whether it takes steps on this rank, whose metrics are then computed; on all ranks it measures them."""
 
-    def keep(self, steps: int) -> None:
-        """Forget the steps so far, and keep the last ones from now on, at most so many; those of rank 0 are read."""
+    def keep(self, steps: int, *, world_size: int) -> None:
+        """Forget the steps so far, and keep the last ones from now on, at most so many; those of rank 0 are read.
+
+        A ConfigError if it measures other ranks than these.
+        """
 
     def kept(self) -> RankTimes:
         """Return the times of the measured steps that are kept; any thread may call it."""

@@ -1,4 +1,7 @@
+import gc
 import itertools
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, step_planner
 from evenrank.dataloader.balance.config import EXCHANGES
+from evenrank.dataloader.balance.exchange.exchange import Handle
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
@@ -185,6 +189,41 @@ def test_a_step_is_launched_and_finished_once() -> None:
         assert balancer.finish(balancer.launch(balancer.start(None))) is None
         with pytest.raises(ConfigError, match=message.format("finish", "launched", "already finished")):
             balancer.finish(handle)
+
+
+def _count(kind: type) -> int:
+    return sum(type(found) is kind for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"pack": True, "max_tokens_per_rank": 100}])
+def test_batches_are_freed_without_the_garbage_collector(options: dict[str, Any]) -> None:
+    gc.collect()
+    samples: Step = [[(2, 1), (1, 2)], [(3, 1), (1, 1)]]
+    gc.disable()
+    try:
+        before, most, balanced = _count(RichBatch), 0, []
+        with Balancer(_Endless(samples), BalanceConfig(cost=rich_tokens, lookahead=1, **options)) as balancer:
+            for batch in itertools.islice(balancer, 60):
+                balanced.append(weakref.ref(batch))
+                del batch
+                assert not any(reference() is not None for reference in balanced[:-1])
+                most = max(most, _count(RichBatch) - before)
+            assert 1 < most < 25  # those of a group, and of the next one
+            left = _count(Handle)
+        assert left < 25
+    finally:
+        gc.enable()
+
+
+class _Endless:
+    """A loader of equal batches."""
+
+    def __init__(self, samples: Step) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[RichBatch]:
+        for number in itertools.count():
+            yield rich_batch(self._samples, first_id=10 * number)
 
 
 def test_steps_are_measured_only_where_somebody_reads_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

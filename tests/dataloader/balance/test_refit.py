@@ -4,6 +4,9 @@ import contextlib
 import itertools
 import logging
 import pickle
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -292,6 +295,62 @@ def test_a_rank_without_a_timer_is_an_error_on_all_ranks(ranks: RankPool, datase
     assert second == f"ConfigError: {reason}"
     assert first.startswith("RankError: ")
     assert reason in first
+
+
+def _leave_waiting(rank: int, world_size: int, path: Path, way: str, persistent: bool) -> list[list[int]]:
+    """Leave an epoch where a thread of rank 1 waits for a decision that rank 0 has not come to; then train one."""
+    with _made_up_times(), StepTimer(every=3) as timer:
+        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=8, timeout=timedelta(seconds=60), **WAYS[way])
+        options: dict[str, Any] = {"num_workers": rank, "prefetch": 4, "persistent_workers": persistent}
+        config = LoaderConfig(batch_size=16, max_history_length=60, **options)
+        loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+        steps: Any = iter(loader)
+        for _ in range(5):
+            _train_step(timer, next(steps))
+        before = time.monotonic()
+        if rank == 1:
+            assert loader._costs is not None
+            while not loader._costs._lock.locked():
+                time.sleep(0.01)
+        dist.barrier()
+        steps.close()
+        while rank == 1 and loader._costs is not None and loader._costs._lock.locked():
+            time.sleep(0.01)
+        assert time.monotonic() - before < 30
+        return [_train_step(timer, batch).ids for batch in loader]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("way", ["no exchange", "windows"])
+def test_nobody_waits_for_a_decision_on_an_epoch_that_was_left(
+    ranks: RankPool, dataset: Path, way: str, persistent: bool
+) -> None:
+    first, second = ranks.run(2, _leave_waiting, dataset, way, persistent)
+    ids = [number for each in (*first, *second) for number in each]
+    assert len(ids) == len(set(ids)) > 1300
+
+
+_ENDS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from torch.distributed import HashStore
+from evenrank.dataloader.balance import LinearCost
+from evenrank.dataloader.balance.ranks.process_group import Members
+from evenrank.dataloader.balance.refit import CostSchedule
+members = Members(rank=1, world_size=2, store=HashStore())
+costs = CostSchedule(LinearCost(interleave_actions=False), every=5, members=members, timeout=timedelta(minutes=10))
+waits = ThreadPoolExecutor(1).submit(costs.after, 1)
+while not costs._lock.locked():
+    pass
+raise KeyError("an error of the training")
+"""
+
+
+def test_a_program_ends_with_an_error_although_a_thread_waits_for_a_decision() -> None:
+    ended = subprocess.run([sys.executable, "-P", "-c", _ENDS], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("KeyError: 'an error of the training'\n")
 
 
 def _late(rank: int, world_size: int) -> str:

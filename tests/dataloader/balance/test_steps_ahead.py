@@ -10,6 +10,7 @@ from tests.dataloader.balance.costs import one_per_sample
 
 
 def _same(loaded: Handle) -> Sequence[Handle]:
+    assert loaded.group is not None
     return loaded.group.result()
 
 

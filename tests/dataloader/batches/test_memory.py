@@ -1,6 +1,9 @@
+import contextlib
 import pickle
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -105,6 +108,30 @@ def test_memory_is_not_reused_while_a_stream_reads_it(changes_stream: bool) -> N
 
 
 @pytest.mark.gpu
+def test_threads_place_batches_at_once() -> None:
+    memory, arrays = Memory("cuda"), [np.arange(1 << 16) + number for number in range(64)]
+    with ThreadPoolExecutor(8) as threads:
+        placed = [tensor for tensors in threads.map(memory.place, [[array] for array in arrays]) for tensor in tensors]
+    assert all(np.array_equal(tensor.cpu(), array) for tensor, array in zip(placed, arrays, strict=True))
+
+
+def test_threads_enter_the_stream_of_a_device_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The context of a `torch.Stream` is kept in the stream itself, so a second thread cannot enter it.
+    memory = Memory()
+    stream: Any = mock.MagicMock()
+    stream.__enter__.side_effect = RuntimeError("Stream's context should not be initialized.")
+    enter = mock.Mock(return_value=contextlib.nullcontext())
+    monkeypatch.setattr("torch.cuda.stream", enter)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: "of the transform")
+    monkeypatch.setattr(memory, "_stream", stream)
+    (batch, *_) = _loaded()
+    assert bits_of(memory.move(batch)) == bits_of(batch)
+    enter.assert_called_once_with(stream)
+    assert [call[0] for call in stream.method_calls] == ["wait_stream", "synchronize"]
+    stream.wait_stream.assert_called_once_with("of the transform")
+
+
+@pytest.mark.gpu
 def test_a_loader_on_a_gpu_can_be_pickled() -> None:
     loader = _loaded(device="cuda", num_workers=1)
     again = pickle.loads(pickle.dumps(loader))
@@ -112,7 +139,7 @@ def test_a_loader_on_a_gpu_can_be_pickled() -> None:
 
 
 def test_arrays_become_tensors_of_their_shapes() -> None:
-    arrays: list[NDArray[Any]] = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], "f4")]
+    arrays: list[Any] = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], dtype=np.float32)]
     tensors = Memory().place(arrays)
     assert [tensor.tolist() for tensor in tensors] == [[[0, 1, 2], [3, 4, 5]], [], [[1.5]]]
     assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.float32, torch.float32]
@@ -146,6 +173,7 @@ def test_a_balancer_names_batches_that_are_on_a_gpu() -> None:
 def test_nothing_is_pinned_for_a_device() -> None:
     with pytest.raises(ConfigError, match="batches are handed out on device='cuda:0', so nothing copies them"):
         LoaderConfig(batch_size=2, device="cuda:0", pin_memory=True)
+    LoaderConfig(batch_size=2, device="cpu", pin_memory=True)
     again = pickle.loads(pickle.dumps(LoaderConfig(batch_size=2, device=torch.device("cuda", 1))))
     assert again.device == torch.device("cuda", 1)
 
