@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, RankError
@@ -319,7 +320,7 @@ def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose(ranks: RankPool
 def test_pauses_between_looks_for_a_decision_grow_to_a_quarter_of_a_second() -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
-    members = Members(rank=1, world_size=2, store=dist.HashStore())
+    members = Members(rank=1, world_size=2, store=HashStore())
     costs = CostSchedule(FIRST, every=7, timer=StepTimer(), members=members, timeout=timedelta(seconds=1))
     with mock.patch("evenrank.dataloader.balance.refit.time", clock), pytest.raises(RankError, match="within 0:00:01;"):
         costs.after(1)

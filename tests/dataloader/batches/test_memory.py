@@ -120,7 +120,7 @@ def test_pinned_arrays_share_one_buffer_in_which_each_begins_aligned(monkeypatch
     empty = torch.empty
     # A host without CUDA devices cannot pin memory.
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
-    arrays = [
+    arrays: list[Any] = [
         np.array([1, 2, 3]),  # 24 bytes
         np.empty((2, 0), dtype=np.int32),
         np.array([[1.5], [2.5]], dtype=np.float32),
