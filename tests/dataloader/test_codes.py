@@ -112,6 +112,24 @@ def test_users_without_codes_are_left_out(
     assert ids == sorted(set(range(len(store))) - set(uncoded) - set(empty))
 
 
+@pytest.mark.parametrize(
+    ("without_code", "left_out"),
+    # The first user has the items 10..12, the third 30..35, of which 33..35 are shown.
+    [((), []), ((10,), [0]), ((12,), [0]), ((30, 32), []), ((33,), [2]), ((35,), [2]), ((10, 35), [0, 2])],
+)
+def test_an_item_without_a_code_counts_from_the_first_event_that_is_shown_to_the_last(
+    without_code: tuple[int, ...], left_out: list[int]
+) -> None:
+    codes = np.zeros((40, 1), dtype=np.int32)
+    codes[list(without_code)] = -1
+    config = LoaderConfig(batch_size=3, codes=CodeTable(codes=codes, codebook_sizes=(1,)), max_history_length=2)
+    unusable = Collate.create(config, STORE.manifest).unusable(STORE)
+    assert {reason: rows.tolist() for reason, rows in unusable.items()} == {
+        "no event to predict": [1],
+        "an item without a code": left_out,
+    }
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".npy"])
 def test_code_tables_are_read_from_tensor_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"codes{suffix}"

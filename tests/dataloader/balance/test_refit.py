@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, RankError
@@ -31,7 +32,7 @@ from evenrank.dataloader.balance import (
 )
 from evenrank.dataloader.balance.metrics.step_metrics import RankTimes
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.ranks.process_group import members_of
+from evenrank.dataloader.balance.ranks.process_group import Members, members_of
 from evenrank.dataloader.balance.refit import CostSchedule, refit
 from evenrank.datasets.distributions import Lognormal
 from evenrank.training import StepTimer
@@ -373,6 +374,25 @@ def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose(ranks: RankPool
         "rank 0 has not planned step 7, before which it fits the cost, within 0:00:00.500000; train equally many steps "
         "on all ranks, or raise timeout"
     )
+
+
+def test_pauses_between_looks_for_a_decision_grow_to_a_quarter_of_a_second() -> None:
+    pauses: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
+    members = Members(rank=1, world_size=2, store=HashStore())
+    costs = CostSchedule(FIRST, every=7, timer=StepTimer(), members=members, timeout=timedelta(seconds=1))
+    with mock.patch("evenrank.dataloader.balance.refit.time", clock), pytest.raises(RankError, match="within 0:00:01;"):
+        costs.after(1)
+    assert pauses == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(1, 16384), (4, 4096), (256, 64), (1024, 64)])
+def test_steps_are_kept_until_they_have_times_enough_but_some_of_however_many_ranks(
+    world_size: int, steps: int
+) -> None:
+    timer: Any = mock.Mock()
+    CostSchedule(FIRST, every=7, timer=timer, members=Members(rank=0, world_size=world_size, store=None))
+    timer.keep.assert_called_once_with(steps)
 
 
 def _times(cost: tuple[float, float, float], num_steps: int, *, noise: float, world_size: int = 4) -> RankTimes:

@@ -145,6 +145,25 @@ def test_arrays_become_tensors_of_their_shapes() -> None:
     assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.float32, torch.float32]
 
 
+def test_pinned_arrays_share_one_buffer_in_which_each_begins_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    # A host without CUDA devices cannot pin memory.
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
+    arrays: list[Any] = [
+        np.array([1, 2, 3]),  # 24 bytes
+        np.empty((2, 0), dtype=np.int32),
+        np.array([[1.5], [2.5]], dtype=np.float32),
+        np.array([4, 5, 6, 7], dtype=np.int32),  # 16 bytes
+        np.array([True]),
+    ]
+    tensors = Memory(pins=True).place(arrays)
+    assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
+    assert [tensor.numpy().dtype for tensor in tensors] == [array.dtype for array in arrays]
+    starts = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
+    assert starts == [0, 32, 32, 48, 64]
+    assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {80}
+
+
 @pytest.mark.parametrize(
     ("device", "message"),
     [

@@ -180,3 +180,20 @@ def test_a_weight_that_may_be_missing_is_refused() -> None:
     Collate.create(LoaderConfig(batch_size=1, label="price", extra_events=("price",)), manifest)
     with pytest.raises(ConfigError, match="weight 'price' may be missing in the dataset; declare it with =FILL or"):
         Collate.create(LoaderConfig(batch_size=1, weight="price"), manifest)
+
+
+def test_floats_that_are_missing_are_no_loss_tokens_and_have_no_weight() -> None:
+    # Of users of 4 and 3 events, of which the newest 3 are labels.
+    nan, store = float("nan"), _store([(4, 0), (3, 0)], first=8)
+    manifest = replace(store.manifest, extra_events={"price": "float32?"})
+    price = np.array([0, nan, 2, nan, 4, nan, 6], dtype=np.float32)
+    store = replace(store, manifest=manifest, columns={**store.columns, "price": price})
+    config = LoaderConfig(batch_size=2, label="price", weight="share", max_history_length=3)
+    collate, groups = Collate.create(config, manifest), [StoreRows(store, np.arange(2), np.arange(2))]
+    batch: SequenceBatch
+    (batch,) = collate(groups, np.arange(2), batch_size=2)
+    assert rows_of(batch.known, "known") == [[1], [0, 2]]
+    assert np.isnan(rows_of(batch.float_labels, "label")).tolist() == [[True, False, True], [False, True, False]]
+    assert rows_of(batch.weights, "weight") == [[0, 1, 0], [1.125, 0, 1.125]]
+    assert batch.loss_tokens == 3
+    assert collate.lengths(groups, 2).of_keys["known", "known"].tolist() == [1, 2]

@@ -1,9 +1,10 @@
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.exchange.fields import sample_bytes, wire_format
 from evenrank.dataloader.balance.exchange.layout import lay_out
 from evenrank.dataloader.balance.ranks.metadata import HEADER, new_message, started_steps
+from evenrank.dataloader.batches.batch import LossKey
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
@@ -123,6 +125,17 @@ def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: p
     for value in range(1, 200):
         monkeypatch.setattr(np, "empty", partial(np.full, fill_value=value))
         assert interpreted(*arguments).copies.tolist() == expected
+
+
+def test_each_sample_is_a_loss_token_where_a_batch_has_no_key_of_the_loss() -> None:
+    batch = rich_batch([[(2, 1), (1, 2)], [(3, 3), (1, 1)], [(1, 1), (4, 4)]])
+    schema, group = schema_of(batch), cast(Any, SimpleNamespace(is_alone=True))
+    for loss_key, loss_tokens in ((schema.loss_key, 2 + 1 + 4), (LossKey("first", "b", skip=1), 0 + 2 + 0), (None, 3)):
+        exchange = Exchange("all-to-all", group, ExchangeDevice(), rank=0)
+        step, rank_of = Handle(batch), np.zeros((1, 3), dtype=np.int32)
+        exchange.prepare(step, [batch], replace(schema, loss_key=loss_key), rank_of, lengths_of(batch)[np.newaxis])
+        assert step.layout is not None
+        assert (step.layout.loss_tokens, step.layout.world_loss_tokens) == (loss_tokens, loss_tokens)
 
 
 def test_metadata_of_several_steps_survives_encoding() -> None:
