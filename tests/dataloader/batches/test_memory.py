@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import (
@@ -148,6 +147,7 @@ def test_arrays_become_tensors_of_their_shapes() -> None:
 def test_pinned_arrays_share_one_buffer_in_which_each_begins_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     # A host without CUDA devices cannot pin memory.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
     arrays: list[Any] = [
         np.array([1, 2, 3]),  # 24 bytes
