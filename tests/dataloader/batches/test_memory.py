@@ -110,7 +110,7 @@ def test_a_loader_on_a_gpu_can_be_pickled() -> None:
 
 
 def test_arrays_become_tensors_of_their_shapes() -> None:
-    arrays = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], dtype=np.float32)]
+    arrays: list[Any] = [np.arange(6).reshape(2, 3), np.empty(0, dtype=np.float32), np.array([[1.5]], dtype=np.float32)]
     tensors = Memory().place(arrays)
     assert [tensor.tolist() for tensor in tensors] == [[[0, 1, 2], [3, 4, 5]], [], [[1.5]]]
     assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.float32, torch.float32]
