@@ -13,6 +13,7 @@ from evenrank.dataloader import (
     RandomBatches,
     RandomData,
     RandomFeature,
+    Requests,
     SemanticIdBatch,
     SequenceBatch,
     random_codes,
@@ -122,6 +123,13 @@ def test_distinct_batches_are_made_beforehand_and_repeated(monkeypatch: pytest.M
         assert _contents(batch)[2:] == _contents(drawn[step % 3])[2:]
 
 
+def test_distinct_batches_of_one_sample_are_repeated() -> None:
+    batches = RandomBatches(LoaderConfig(batch_size=1), DATA, num_batches=5, num_distinct=2)
+    of_steps = [_contents(batch)[2:] for batch in batches]
+    assert of_steps == [of_steps[step % 2] for step in range(5)]
+    assert of_steps[0] != of_steps[1]
+
+
 @pytest.mark.parametrize("num_distinct", [None, 1, 3, 50])
 def test_after_a_stop_at_any_step_the_same_batches_follow(num_distinct: int | None) -> None:
     def make(rank: int = 1) -> RandomBatches[SequenceBatch]:
@@ -187,6 +195,10 @@ def _random(**options: Any) -> Any:
     [
         (lambda: _random(num_batches=0), "num_batches must be at least 1, got 0"),
         (lambda: _random(num_distinct=0), "num_distinct must be at least 1, got 0"),
+        (
+            lambda: _random(config={"order": Requests(), "max_num_candidates": 1}),
+            "random batches have no times or requests; leave out order=",
+        ),
         (lambda: _random(config={"extra_events": ("play_time_ms",)}), "no extra events 'play_time_ms'"),
         (
             lambda: _random(data=LARGE_ACTIONS).batch(0),
