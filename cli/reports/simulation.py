@@ -140,9 +140,10 @@ def simulated_steps(
         seconds = (time.perf_counter() - start) / balance.window
         for order, loaded in zip(places.reshape(shape)[: steps - first], costs.reshape(shape), strict=False):
             start = time.perf_counter()
-            (assignment,) = plan_steps(costs[order][np.newaxis], tokens[order][np.newaxis], balance)
+            (rank_of,) = plan_steps(costs[order][np.newaxis], tokens[order][np.newaxis], balance)
+            assignment = Assignment(rank_of=rank_of, padded=balance.partition_options["padded"])
             plan_seconds = seconds + time.perf_counter() - start
-            before = unbalanced(assignment.rank_of >= 0, padded=assignment.padded).loads(loaded)
+            before = unbalanced(rank_of >= 0, padded=assignment.padded).loads(loaded)
             yield SimulatedStep(lengths[order], costs[order], tokens[order], assignment, before, plan_seconds)
 
 

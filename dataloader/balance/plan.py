@@ -18,13 +18,12 @@ are sorted by cost and steps get neighbours, for which the sum of the steps' lar
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, partition_steps
+from evenrank.dataloader.balance.partition.strategies import partition, partition_steps, real_rows, unbalanced
 from evenrank.datasets.order import permute
 
 # Loads count as equal within this fraction of their mean. A step with bins of 0.99 to 1.01 times the mean waits 1 % for
@@ -40,28 +39,22 @@ def plan_steps(
     num_real: NDArray[np.int64] | None = None,
     epoch: int = 0,
     steps: Sequence[int] = (0,),
-) -> list[Assignment]:
-    """Assign the samples of S steps to ranks, given int64 [S, W, B] with 0 for padding.
+) -> NDArray[np.int32]:
+    """Return who trains on the samples of S steps, int32 [S, W, B], -1 for padding, given int64 values of this shape.
 
     `num_real` are the samples of each rank, int64 [S, W], which come before its padding; None: all rows. `steps` are
     the numbers of the steps in their epoch.
     """
-    limit, (num_steps, world_size, batch_size) = config.max_tokens_per_rank, costs.shape
+    limit, (num_steps, world_size, _) = config.max_tokens_per_rank, costs.shape
     # Where steps are packed, a sample that is longer than the limit has a rank to itself.
     limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
     costs, limited = costs.reshape(num_steps, -1), limited.reshape(num_steps, -1)
-    options, padded = config.partition_options, config.partition_options["padded"]
-    is_balanced = np.array([config.balances(epoch, step) for step in steps], dtype=np.bool_)
-    rank_of = np.empty((num_steps, world_size, batch_size), dtype=np.int32)
-    for balances in (True, False):
-        if len(chosen := np.flatnonzero(is_balanced == balances)):
-            of_chosen: dict[str, Any] = {
-                "tokens": limited[chosen],
-                "num_real": None if num_real is None else num_real[chosen],
-            }
-            changed = {} if balances else {"strategy": "none"}
-            rank_of[chosen] = partition_steps(costs[chosen], world_size, **options | changed, **of_chosen)
-    return [Assignment(rank_of=of_step, padded=padded) for of_step in rank_of]
+    plan = partition_steps(costs, world_size, tokens=limited, num_real=num_real, **config.partition_options)
+    for index, step in enumerate(steps):
+        if not config.balances(epoch, step):
+            of_step = real_rows(plan.shape[2], world_size, None if num_real is None else num_real[index])
+            plan[index] = unbalanced(of_step).rank_of
+    return plan
 
 
 def in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from evenrank.dataloader.balance.costs.cost import Cost, count_tokens, scaled_co
 from evenrank.dataloader.balance.exchange.exchange import Handle
 from evenrank.dataloader.balance.exchange.fields import sample_bytes
 from evenrank.dataloader.balance.metrics.step_metrics import measure_step
-from evenrank.dataloader.balance.partition.strategies import real_rows, unbalanced
+from evenrank.dataloader.balance.partition.strategies import Assignment, real_rows, unbalanced
 from evenrank.dataloader.balance.plan import in_rows, plan_steps
 from evenrank.dataloader.balance.ranks import agree, metadata
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
@@ -137,7 +137,7 @@ class StepPlanner:
             num_real = np.diff(np.arange(len(costs) + 1) * len(made_of) // len(costs))
             is_real = real_rows(schema.batch_size, len(costs), num_real)
             costs, tokens = (in_rows(values.reshape(-1)[made_of], is_real) for values in (costs, tokens))
-        (assignment,) = plan_steps(
+        (plan,) = plan_steps(
             costs[np.newaxis],
             tokens[np.newaxis],
             self.config,
@@ -145,10 +145,11 @@ class StepPlanner:
             epoch=place["epoch"],
             steps=(place["step"],),
         )
-        rank_of = assignment.rank_of
+        assignment = Assignment(rank_of=plan, padded=self.config.partition_options["padded"])
+        rank_of: NDArray[np.int32] = plan
         if made_of is not None:
             rank_of = np.full((len(costs), lengths.shape[-1]), -1, dtype=np.int32)
-            rank_of.reshape(-1)[made_of] = assignment.rank_of[is_real]
+            rank_of.reshape(-1)[made_of] = plan[is_real]
         self.prepare(step, batches, schema, rank_of, lengths)
         plan_seconds = time.perf_counter() - started
         if not self.is_measured:
@@ -160,7 +161,7 @@ class StepPlanner:
             num_bytes = in_rows(sample_bytes(schema, of_rows[:, made_of]), is_real)
             home = np.full(is_real.shape, -1, dtype=np.int32)
             home[is_real] = made_of // rank_of.shape[1]
-            moved = assignment.rank_of != home
+            moved = plan != home
         step.metrics = measure_step(
             assignment,
             costs=costs,

@@ -154,7 +154,7 @@ class BalancedStepSampler(StepSampler):
         self, plan: "_Plan", index: int, lengths: NDArray[np.int64], epoch: int, step: int, plan_seconds: float
     ) -> StepMetrics:
         return measure_step(
-            plan.assignments[index],
+            Assignment(rank_of=plan.rank_of[index], padded=self._balance.partition_options["padded"]),
             costs=plan.costs[index],
             tokens=plan.tokens[index],
             sample_bytes=in_rows(sample_bytes(self._samples.schema, lengths), plan.is_real[index]),
@@ -194,8 +194,8 @@ class BalancedStepSampler(StepSampler):
             num_real = np.array([schedule.num_loaded(step) for step in steps])
             is_real = np.arange(self._shape.batch_size) < num_real[..., np.newaxis]
         costs, tokens = (in_rows(values, is_real) for values in (known.costs, known.tokens))
-        assignments = plan_steps(costs, tokens, self._balance, num_real=num_real, epoch=epoch, steps=steps)
-        return _Plan(assignments, np.stack([of_step.rank_of for of_step in assignments]), costs, tokens, is_real)
+        rank_of = plan_steps(costs, tokens, self._balance, num_real=num_real, epoch=epoch, steps=steps)
+        return _Plan(rank_of, costs, tokens, is_real)
 
     def _hashes(self, words: NDArray[np.int64]) -> list[int]:
         """Return a 63-bit hash of each step, given its samples and their ranks: int64 [S, W * B], then 0."""
@@ -329,8 +329,7 @@ class WindowedStepSampler(BalancedStepSampler):
 class _Plan(NamedTuple):
     """Who trains on the samples of S steps."""
 
-    assignments: list[Assignment]
-    rank_of: NDArray[np.int32]  # [S, W, B]: of all assignments, as the next ones
+    rank_of: NDArray[np.int32]  # [S, W, B], as the next ones
     costs: NDArray[np.int64]
     tokens: NDArray[np.int64]
     is_real: NDArray[np.bool_]
