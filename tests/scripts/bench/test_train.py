@@ -66,7 +66,7 @@ def table(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "count"), [("smoke", 4), ("scaling", 12), ("hstu", 26), ("refit", 6)])
+@pytest.mark.parametrize(("name", "count"), [("smoke", 4), ("scaling", 12), ("hstu", 26), ("refit", 8)])
 def test_a_dry_run_prints_commands_and_writes_nothing(command: Command, tmp_path: Path, name: str, count: int) -> None:
     file = BENCH / f"experiments/{name}.toml"
     shown = command.run(file, "--dry-run", "--gpus", "4")
