@@ -18,9 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 
 from evenrank.core import files
-from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError, DataError, first_line
-from evenrank.core.rules import AllBut, Needs, OneOf, Option, Where
+from evenrank.core.rules import AllBut, Needs, OneOf, Option, Where, without_rules
 from evenrank.core.settings import Wording, check_keys, check_use, check_value, help_texts, rules_of
 from evenrank.core.storage import is_url
 

@@ -26,9 +26,20 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from evenrank.core.annotations import converted, declared_rules, fault_finder, without_rules
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Needs, OneOf, Only, Where
+from evenrank.core.rules import (
+    PER_RANK,
+    AllBut,
+    AppliesTo,
+    Needs,
+    OneOf,
+    Only,
+    Where,
+    converted,
+    declared_rules,
+    fault_finder,
+    without_rules,
+)
 
 Made = TypeVar("Made")
 

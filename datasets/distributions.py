@@ -18,9 +18,8 @@ from typing import Annotated, Any, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.rules import Bounds, NonNegative, Positive
+from evenrank.core.rules import Bounds, NonNegative, Positive, without_rules
 from evenrank.core.settings import Settings
 from evenrank.core.storage import locate
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS

@@ -31,7 +31,7 @@ from evenrank.core.rules import Bounds
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.steps_in_hand import StepsInHand
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.batches.checks import check_batch, check_batches
+from evenrank.dataloader.batches.schema import check_batch, check_batches
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.state.checks import Epoch, Natural, StateFormat, Text, check_saved, decode, encode
 from evenrank.dataloader.state.node import (

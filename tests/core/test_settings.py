@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-from evenrank.core.annotations import without_rules
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Bounds, Count, Needs, OneOf, Positive
+from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Bounds, Count, Needs, OneOf, Positive, without_rules
 from evenrank.core.settings import Settings, check_types, help_texts, shared_options
 from evenrank.dataloader import (
     ElasticSampler,

@@ -7,8 +7,16 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-from evenrank.core.annotations import converted, declared_rules, fault_finder, without_rules
-from evenrank.core.rules import Bounds, Count, NonNegative, Valid
+from evenrank.core.rules import (
+    Bounds,
+    Count,
+    NonNegative,
+    Valid,
+    converted,
+    declared_rules,
+    fault_finder,
+    without_rules,
+)
 
 TWO = Valid(lambda value: len(value) == 2, "two of them")
 
