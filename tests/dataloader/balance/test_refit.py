@@ -378,11 +378,12 @@ def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose(ranks: RankPool
 
 def test_pauses_between_looks_for_a_decision_grow_to_a_quarter_of_a_second() -> None:
     pauses: list[float] = []
-    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
-    members = Members(rank=1, world_size=2, store=HashStore())
-    costs = CostSchedule(FIRST, every=7, timer=StepTimer(), members=members, timeout=timedelta(seconds=1))
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses))
+    left: Any = SimpleNamespace(wait=pauses.append)  # and nobody has left
+    members, timer = Members(rank=1, world_size=2, store=HashStore()), mock.Mock()
+    costs = CostSchedule(FIRST, every=7, timer=timer, members=members, timeout=timedelta(seconds=1))
     with mock.patch("evenrank.dataloader.balance.refit.time", clock), pytest.raises(RankError, match="within 0:00:01;"):
-        costs.after(1)
+        costs.after(1, left)
     assert pauses == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.25, 0.25]
 
 
@@ -392,7 +393,7 @@ def test_steps_are_kept_until_they_have_times_enough_but_some_of_however_many_ra
 ) -> None:
     timer: Any = mock.Mock()
     CostSchedule(FIRST, every=7, timer=timer, members=Members(rank=0, world_size=world_size, store=None))
-    timer.keep.assert_called_once_with(steps)
+    timer.keep.assert_called_once_with(steps, world_size=world_size)
 
 
 def _times(cost: tuple[float, float, float], num_steps: int, *, noise: float, world_size: int = 4) -> RankTimes:
