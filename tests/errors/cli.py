@@ -1,0 +1,3 @@
+from tests.errors.scene import Row
+
+ROWS: list[Row] = []
