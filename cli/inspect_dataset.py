@@ -1,11 +1,12 @@
 """`evenrank inspect`: show the content of a dataset, as tables and as a page with plots."""
 
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
 from evenrank.cli import console
 from evenrank.cli.options import DatasetFolder, Json, file_option, page_path, write_page
-from evenrank.cli.reports.gains import describe_settings, print_gains
+from evenrank.cli.reports.gains import print_gains
 from evenrank.core.storage import Remote, locate
 
 _ROUTING = """Routing of item ids: load of the busiest rank over the mean, all of train, for a
@@ -30,7 +31,7 @@ def inspect_command(
     \b
         evenrank inspect out/ml-20m --html ml-20m.html
     """
-    from evenrank.cli.reports.dataset_data import routing_tables, tables_of
+    from evenrank.cli.reports.dataset_data import describe_gains, routing_tables, tables_of
     from evenrank.datasets.event_statistics import read_statistics
     from evenrank.datasets.schema import read_manifest
 
@@ -68,8 +69,8 @@ def inspect_command(
         report = render_page(manifest, stores, name=name, on_stage=on_stage)
         write_page(page, report.html)
     if report.gains:
-        console.print_result(f"Steps of {describe_settings()}:")
-        print_gains(report.gains)
+        console.print_result(textwrap.fill(describe_gains(len(stores["train"])), 79))
+        print_gains(report.gains, compared="model")
     if report.routing is not None:
         console.print_result(_ROUTING.format(rows=report.routing.num_embeddings), routing=report.routing)
         for table in routing_tables(report.routing):

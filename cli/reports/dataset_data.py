@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.cli import console
-from evenrank.cli.options import BATCH_SIZE, MIN_STEPS, RANKS, STRATEGIES, CostOptions, make_cost
+from evenrank.cli.options import BATCH_SIZE, MIN_STEPS, RANKS, CostOptions, make_cost
 from evenrank.cli.reports.gains import Gain
 from evenrank.cli.reports.simulation import Draws, LengthSource
 from evenrank.core.value_counts import ValueCounts
@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 _MAX_LABELS = 8  # shown of a contextual feature
 _CHUNK = 1 << 22  # elements
 _BINS_PER_DOUBLING = 3
+_MAX_DRAWN, _FEWEST_STEPS = 1 << 19, 24  # samples of all steps; steps, whose means then differ by about 1 %
 _ROUTING_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of routing
 _MAX_ROWS = 1 << 62  # of a KeyMap
+STRATEGY = "lpt-swap"
+# Of the same layers: one computes no padding, the other pads the samples of a rank to its longest.
+MODELS = {"jagged HSTU": CostOptions(), "padded": CostOptions(cost="padded")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,19 +98,33 @@ def context_values(stores: Mapping[str, SequenceStore], feature: str, *, max_val
 
 
 def balancing_gains(
-    lengths: NDArray[np.int64],
-    *,
-    ranks: Sequence[int] = RANKS,
-    batch_size: int = BATCH_SIZE,
-    steps: int = MIN_STEPS,
+    lengths: NDArray[np.int64], *, ranks: Sequence[int] = RANKS, batch_size: int = BATCH_SIZE
 ) -> tuple[Gain, ...]:
-    """Draw steps from the lengths [rows] of a split, and balance them as `evenrank simulate` does."""
-    if len(lengths) == 0:
-        return ()
-    cost, source = make_cost(CostOptions()), LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH)
-    drawn = Draws(source=source, batch_size=batch_size, steps=steps)
-    pairs = product(ranks, STRATEGIES)
-    return tuple(drawn.gain(world_size, BalanceConfig(cost=cost, strategy=name)) for world_size, name in pairs)
+    """Draw steps from the lengths [rows] of a split and balance them, for each model, on ranks whose steps it fills.
+
+    Where the rows fill no step of `ranks`, steps are of the most ranks that they fill; on one rank nothing is to gain.
+    """
+    most = len(lengths) // batch_size
+    fillable = [world_size for world_size in ranks if world_size <= most] or [most] * (most > 1)
+    source, gains = LengthSource(lengths=lengths, max_length=MAX_HISTORY_LENGTH), []
+    for world_size, (model, options) in product(fillable, MODELS.items()):
+        steps = min(max(_MAX_DRAWN // (world_size * batch_size), _FEWEST_STEPS), MIN_STEPS)
+        drawn = Draws(source=source, batch_size=batch_size, steps=steps)
+        gain = drawn.gain(world_size, BalanceConfig(cost=make_cost(options), strategy=STRATEGY))
+        gains.append(gain._replace(label=model))
+    return tuple(gains)
+
+
+def describe_gains(num_rows: int) -> str:
+    """Return for which steps, models and numbers of ranks gains are shown, in sentences."""
+    model = CostOptions()
+    return (
+        f"Predicted gain from balancing by {STRATEGY}, for steps of {BATCH_SIZE} samples per rank whose histories have "
+        f"at most {MAX_HISTORY_LENGTH} events, drawn from the {num_rows:,} rows of train, which fill a step of up to "
+        f"{num_rows // BATCH_SIZE:,} ranks. A jagged HSTU ({model.layers} layers of width {model.hidden}, "
+        f"{model.heads} heads) computes no padding. A padded model of that size pads all samples of a rank to the "
+        "longest; it gains if steps are planned together: evenrank simulate --cost padded --window 8."
+    )
 
 
 def routing_loads(

@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from evenrank.cli.options import BATCH_SIZE
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
-from evenrank.cli.reports.gains import EXPLANATION, Gain, describe_settings, gains_table
+from evenrank.cli.reports.gains import EXPLANATION, PREDICTED, Gain, gains_table
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore
@@ -66,10 +65,10 @@ def render_page(
         timeline_svg=timeline_svg(statistics),
         hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
-        gains=gains_table(gains) if gains else None,
-        gain_settings=describe_settings(),
-        gain_explanation=EXPLANATION,
-        repeating=[gain.ranks for gain in gains if gain.ranks * BATCH_SIZE > len(stores[_TRAIN])],
+        gains=gains_table(gains, "model") if gains else None,
+        gain_settings=dataset_data.describe_gains(len(stores[_TRAIN])) if gains else None,
+        gain_columns=EXPLANATION,
+        predicted=PREDICTED,
         gains_svg=gains_svg(gains) if gains else None,
         routing=routing,
         routing_tables=dataset_data.routing_tables(routing) if routing else (),
@@ -133,23 +132,21 @@ def hours_svg(axes: Axes, statistics: Statistics) -> None:
     axes.set(ylim=(0, None), xlabel="hour of the day (UTC)", ylabel="events in all")
 
 
-@svg.plot(height=3.3)
+@svg.plot(height=2.6)
 def gains_svg(axes: Axes, gains: Sequence[Gain]) -> None:
-    """Draw the share of rank time that is idle, per number of ranks and strategy."""
-    strategies, ranks = (
-        list(dict.fromkeys(values)) for values in zip(*((g.label, g.ranks) for g in gains), strict=True)
-    )
-    width = 0.84 / len(strategies)
-    colours = (svg.GREY, svg.ORANGE, svg.BLUE, svg.GREEN, svg.RED)[: len(strategies)]
-    for index, (strategy, colour) in enumerate(zip(strategies, colours, strict=True)):
-        places = np.arange(len(ranks)) + (index - (len(strategies) - 1) / 2) * width
-        idle = [100 * gain.summary.idle_after for gain in gains if gain.label == strategy]
-        bars = axes.bar(places, idle, width * 0.94, color=colour, label=strategy)
-        axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2, rotation=90)  # horizontal ones would touch
-    axes.margins(y=0.18)  # room for the numbers above the bars
+    """Draw the speed-up, per number of ranks and model."""
+    models, ranks = (list(dict.fromkeys(values)) for values in zip(*((g.label, g.ranks) for g in gains), strict=True))
+    width = 0.7 / len(models)
+    for index, (model, colour) in enumerate(zip(models, (svg.BLUE, svg.GREY), strict=True)):
+        places = np.arange(len(ranks)) + (index - (len(models) - 1) / 2) * width
+        speedups = [gain.summary.speedup for gain in gains if gain.label == model]
+        bars = axes.bar(places, speedups, width * 0.94, color=colour, label=model)
+        axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=2)
+    axes.margins(y=0.15)  # room for the numbers above the bars
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
     axes.set_xticks(np.arange(len(ranks)), [f"{count:,}" for count in ranks])
     axes.grid(visible=False, axis="x")
-    axes.set(xlabel="ranks", ylabel="idle rank time (%)")
+    axes.set(xlabel="ranks", ylabel="predicted speed-up")
     svg.legend_above(axes)
 
 

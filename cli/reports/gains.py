@@ -1,6 +1,7 @@
 """What balancing gains, as one table: of `simulate`, `inspect`, `inspect-balance` and `demo`."""
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,26 +13,25 @@ if TYPE_CHECKING:
 
     from evenrank.dataloader.balance.metrics.step_metrics import MetricsSummary, StepMetrics
 
-COLUMNS = {  # how each shows the numbers of a gain
-    "ranks": "{ranks:,}",
-    "strategy": "{strategy}",
+_WIDTH = 79  # of text, in characters
+_COLUMNS = {  # how each shows the numbers of a gain
     "idle\nbefore": "{idle_before:.1%}",
     "idle\nafter": "{idle_after:.1%}",
     "speed-\nup": "{speedup:.2f}x",
-    "of a step": "{speedup_of_a_step:.2f} \N{PLUS-MINUS SIGN} {spread_of_a_step:.2f}",
+    "per step": "{speedup_of_a_step:.2f} \N{PLUS-MINUS SIGN} {spread_of_a_step:.2f}",
     "bound": "{ratio_after:.3f}",
     "one": "{one_sample:.0%}",
     "moved": "{moved_tokens:.0%}",
 }
-EXPLANATION = """\
-idle        share of rank time, of all steps together, spent waiting for the
-            heaviest rank of each step
-speed-up    total time of the steps before balancing / after; of a step: the
-            median of single steps, and half of their 5-95 % range
-bound       heaviest load after balancing / the least possible, mean of steps
-one         steps whose time one sample sets: more balancing is no help
-moved       share of tokens whose samples move to another rank
-"""
+EXPLANATION = {
+    "idle": "share of rank time spent waiting for the heaviest rank of a step, over all steps",
+    "speed-up": "time of all steps before balancing / after; per step: the median of single steps, and half of their "
+    "5-95 % range",
+    "bound": "heaviest rank after balancing / the lowest possible, mean of steps",
+    "one": "share of steps that last as long as their longest sample, which balancing cannot shorten",
+    "moved": "share of tokens whose samples move to another rank",
+}
+PREDICTED = "numbers are predictions of the cost model; a StepTimer measures them in your job."
 
 
 def describe_settings(
@@ -48,7 +48,7 @@ class Gain(NamedTuple):
     """The steps of one way to balance on one number of ranks."""
 
     ranks: int
-    label: str  # the strategy
+    label: str  # the strategy, or the model in a table that compares models
     steps: "Sequence[StepMetrics]"
     window: int = 1
     has_exchange: bool = True
@@ -81,13 +81,13 @@ class Gain(NamedTuple):
         low, median, high = np.percentile(np.where(after > 0, before / np.maximum(after, 1), 1), (5, 50, 95)).tolist()
         return median, (high - low) / 2
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self, compared: str = "strategy") -> dict[str, Any]:
         """Return the numbers of the row by name, and the median time to plan a step, None if it is not known."""
         summary, (median, spread) = self.summary, self.speedup_of_a_step()
         names = ("idle_before", "idle_after", "speedup", "ratio_after", "one_sample", "longest")
         return {
             "ranks": self.ranks,
-            "strategy": self.label,
+            compared: self.label,
             **{name: getattr(summary, name) for name in names},
             "moved_tokens": summary.moved_tokens if self.has_exchange else 0.0,
             "speedup_of_a_step": median,
@@ -95,25 +95,26 @@ class Gain(NamedTuple):
             "plan_seconds": statistics.median([step.plan_seconds for step in self.steps] or [0.0]) or None,
         }
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of the table."""
-        numbers = self.numbers()
-        return tuple(cell.format(**numbers) for cell in COLUMNS.values())
 
-
-def print_gains(gains: Sequence[Gain], *notes: str) -> None:
-    """Print the table of gains, what its columns mean, and further notes."""
-    numbers = [gain.numbers() for gain in gains]
-    console.print_result(gains_table(gains), gains=numbers)
+def print_gains(gains: Sequence[Gain], *, compared: str = "strategy", **marks: str) -> None:
+    """Print the table of gains, what its columns and `marks` in it mean, and how far its numbers are measured."""
+    numbers = [gain.numbers(compared) for gain in gains]
+    console.print_result(gains_table(gains, compared), gains=numbers)
+    indent = 12
+    lines = [
+        textwrap.fill(meaning, _WIDTH, initial_indent=name.ljust(indent), subsequent_indent=" " * indent)
+        for name, meaning in {**EXPLANATION, **marks}.items()
+    ]
     if known := [1e3 * of_gain["plan_seconds"] for of_gain in numbers if of_gain["plan_seconds"]]:
-        plan = f"Planning a step took {min(known):.2g} to {max(known):.2g} ms, on one thread of this machine."
-        notes = (*notes, plan, "The rest is what the cost says; training measures it (training.StepTimer).")
-    console.print_result("\n".join([EXPLANATION.rstrip(), *notes, ""]))
+        lines.append(f"Planning a step took {min(known):.2g} to {max(known):.2g} ms, on one thread of this machine.")
+        lines.append(textwrap.fill(f"All other {PREDICTED}", _WIDTH))
+    console.print_result("\n".join([*lines, ""]))
 
 
-def gains_table(gains: Sequence[Gain]) -> "Table":
-    """Return a table with a row for each gain, less than 80 columns wide."""
-    table = console.new_table(*COLUMNS, left=["strategy"], narrow=True)
+def gains_table(gains: Sequence[Gain], compared: str = "strategy") -> "Table":
+    """Return a table with a row for each gain, less than 80 columns wide; its labels are strategies, or models."""
+    table = console.new_table("ranks", compared, *_COLUMNS, left=[compared], narrow=True)
     for gain in gains:
-        table.add_row(*gain.cells())
+        numbers = gain.numbers(compared)
+        table.add_row(f"{gain.ranks:,}", gain.label, *(cell.format(**numbers) for cell in _COLUMNS.values()))
     return table
