@@ -1,22 +1,22 @@
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from hypothesis import given
+from hypothesis import strategies as st
 
-from evenrank.cli.options import STRATEGIES
 from evenrank.cli.reports import dataset_data, dataset_page
 from evenrank.cli.reports.dataset_page import render_page
-from evenrank.dataloader.routing import MODES
+from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.schema import DataFile, Manifest, SourceFile, Split, read_manifest
 from evenrank.datasets.store import SequenceStore
 from tests.cli.programs import Evenrank
-from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of, text_of
+from tests.cli.reports.pages import external_parts, measured_in_browser, needs_chromium, text_of
 
 SCRIPT = "<script>alert('x')</script>"
 RANKS = ["8", "16", "32", "64", "128", "256", "512", "1,024"]
@@ -89,41 +89,20 @@ STORES = {
 EMPTY = _store([], [], [], [])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gains_once() -> Iterator[None]:
-    """Plan the steps of equal lengths once, because each page takes seconds."""
-    known: dict[bytes, Any] = {}
-    plan = dataset_data.balancing_gains
-
-    def planned(lengths: NDArray[np.int64], **options: Any) -> Any:
-        if options:
-            return plan(lengths, **options)
-        return known.get(lengths.tobytes()) or known.setdefault(lengths.tobytes(), plan(lengths))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset_data, "balancing_gains", planned)
-        yield
+def _sections(html: str) -> list[str]:
+    return re.findall(r'<section id="(\w+)"', html)
 
 
-def test_lengths_are_counted_per_doubling() -> None:
+def test_lengths_are_counted_per_doubling_and_every_length_has_a_bin() -> None:
     histogram = dataset_data.length_histogram(STORES)
     assert histogram.edges.tolist() == [1, 2, 3, 4, 5]
     # One row of three has length 3, in a bin of log2(4 / 3) doublings; one has 4, in log2(5 / 4).
     assert histogram.density["train"] == pytest.approx([0, 0, 1 / 3 / np.log2(4 / 3), 1 / 3 / np.log2(5 / 4)])
     assert histogram.density["eval"] == pytest.approx([1, 0, 0, 0])
     assert histogram.empty == {"train": 1, "eval": 0}
-
-
-@pytest.mark.parametrize("longest", [1, 2, 8, 9, 4095, 4096, 200_001])
-def test_every_length_has_a_bin(longest: int) -> None:
-    histogram = dataset_data.length_histogram({"train": _store([longest, 1], [], [], [])})
-    assert np.sum(histogram.density["train"] * np.diff(np.log2(histogram.edges))) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("start_day", [0, 2_932_846])
-def test_the_timeline_reaches_the_end_of_calendars(start_day: int) -> None:
-    plot = dataset_page.timeline_svg(dataclasses.replace(STATISTICS, bin_start_ms=start_day * DAY_MS))
-    assert ("days since 1970" in plot) == (start_day > 0)
+    for longest in (1, 2, 8, 9, 4095, 4096, 200_001):
+        histogram = dataset_data.length_histogram({"train": _store([longest, 1], [], [], [])})
+        assert np.sum(histogram.density["train"] * np.diff(np.log2(histogram.edges))) == pytest.approx(1)
 
 
 def test_context_values_have_labels() -> None:
@@ -134,43 +113,76 @@ def test_context_values_have_labels() -> None:
     assert (one_value.values, one_value.other_values, one_value.other_rows) == (((SCRIPT, 2),), 2, 2)
 
 
-def test_equal_lengths_leave_nothing_to_gain() -> None:
-    # Whatever is longer than 512 costs the same, because it is cut.
-    gains = dataset_data.balancing_gains(np.array([512, 512, 5000, 100_000]), ranks=[2], batch_size=2)
-    assert [(gain.ranks, gain.label) for gain in gains] == [(2, strategy) for strategy in STRATEGIES]
-    for gain in gains:
-        assert (gain.summary.idle_before, gain.summary.idle_after, gain.summary.speedup) == (0, 0, 1)
-        assert (gain.summary.steps, gain.speedup_of_a_step()) == (200, (1, 0))
-
-
-def test_the_gain_is_that_of_all_drawn_steps() -> None:
+def test_a_gain_is_that_of_all_drawn_steps_and_a_padded_model_has_none() -> None:
     # Every step has all four rows, of two tokens per event. In a third of the draws, one rank loads both long ones.
     long, short = (24 * (10 * s * 1024**2 + 2 * s**2 * 1024) for s in (1000, 200))
-    lengths = np.array([500, 100, 500, 100])
-    none, _, lpt_swap, _ = dataset_data.balancing_gains(lengths, ranks=[2], batch_size=2, steps=30)
-    num_worst = sum(int(step.before.max()) > int(step.before.min()) for step in none.steps)
-    assert 0 < num_worst < 15
-    heaviest = num_worst * 2 * long + (30 - num_worst) * (long + short)
-    idle = 1 - 30 * (long + short) / heaviest
-    assert (none.summary.idle_after, lpt_swap.summary.idle_before) == pytest.approx((idle, idle))
-    assert (none.summary.speedup, lpt_swap.summary.idle_after) == (1, 0)
-    assert lpt_swap.summary.speedup == pytest.approx(heaviest / (30 * (long + short)))
-    assert lpt_swap.speedup_of_a_step() == pytest.approx((1, (2 * long / (long + short) - 1) / 2))
+    jagged, padded = dataset_data.balancing_gains(np.array([500, 100, 500, 100]), ranks=[2], batch_size=2)
+    assert [(gain.ranks, gain.label) for gain in (jagged, padded)] == [(2, "jagged HSTU"), (2, "padded")]
+    num_worst = sum(int(step.before.max()) > int(step.before.min()) for step in jagged.steps)
+    assert 30 < num_worst < 100
+    heaviest = num_worst * 2 * long + (200 - num_worst) * (long + short)
+    assert jagged.summary.idle_before == pytest.approx(1 - 200 * (long + short) / heaviest)
+    assert jagged.summary.idle_after == 0
+    assert jagged.summary.speedup == pytest.approx(heaviest / (200 * (long + short)))
+    assert jagged.speedup_of_a_step() == pytest.approx((1, (2 * long / (long + short) - 1) / 2))
+    assert padded.summary.speedup == 1
 
 
-def test_a_small_split_is_drawn_from_repeatedly() -> None:
-    gains = dataset_data.balancing_gains(np.array([5, 9, 0]), ranks=[1, 64], steps=2)
-    rows = [gain.cells() for gain in gains]
-    assert [row[:2] for row in rows] == [(ranks, strategy) for ranks in ("1", "64") for strategy in STRATEGIES]
-    assert rows[0][2:] == ("0.0%", "0.0%", "1.00x", "1.00 ± 0.00", "1.000", "0%", "0%")
-    assert dataset_data.balancing_gains(np.array([], dtype=np.int64)) == ()
-    assert dataset_data.balancing_gains(np.array([0]), ranks=[2], batch_size=1)[0].summary.speedup == 1
+def test_gains_are_those_of_as_many_ranks_as_the_rows_fill() -> None:
+    def ranks(num_rows: int) -> list[int]:
+        gains = dataset_data.balancing_gains(np.full(num_rows, 600), ranks=(8, 64), batch_size=4)
+        assert {gain.summary.speedup for gain in gains} <= {1}  # what is longer than 512 is cut
+        return [gain.ranks for gain in gains[::2]]
+
+    assert [ranks(count) for count in (0, 7, 8, 31, 32, 255, 256, 9999)] == [
+        *([], [], [2], [7], [8], [8], [8, 64], [8, 64])
+    ]
+    assert "drawn from the 1,406 rows of train, which fill a step of up to 43 ranks." in dataset_data.describe_gains(
+        1406
+    )
 
 
-def test_the_page_is_self_contained_and_escapes_text() -> None:
-    html = render_page(MANIFEST, STORES, name=SCRIPT).html
-    assert html == render_page(MANIFEST, STORES, name=SCRIPT).html
-    assert sections_of(html) == SECTIONS
+@given(
+    st.dictionaries(st.integers(0, 999), st.integers(1, 50), min_size=1, max_size=40),
+    st.integers(1000, 1100),
+    st.integers(1, 20),
+    st.sampled_from([1, 7, 100]),
+)
+def test_routing_loads_are_those_of_the_ranges_of_rows(
+    counts_of: dict[int, int], num_embeddings: int, world_size: int, chunk: int
+) -> None:
+    ids, counts = np.array(list(counts_of)), np.array(list(counts_of.values()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset_data, "_CHUNK", chunk)
+        loads = dataset_data.routing_loads(ids, counts, num_embeddings, ranks=[3, world_size])
+    assert loads is not None
+    assert (loads.num_embeddings, list(loads.ranks)) == (num_embeddings, [3, world_size])
+    assert list(loads.ids) == list(loads.lookups) == list(MODES)
+    for mode in MODES:
+        key_map = KeyMap(num_embeddings=num_embeddings, world_size=world_size, mode=mode)
+        num_ids, num_lookups = [0] * world_size, [0] * world_size
+        for key, count in counts_of.items():
+            rank = int(key_map(np.array([key]))[0]) // -(-num_embeddings // world_size)
+            num_ids[rank] += 1
+            num_lookups[rank] += count
+        assert loads.ids[mode][1] == pytest.approx(max(num_ids) * world_size / len(ids))
+        assert loads.lookups[mode][1] == pytest.approx(max(num_lookups) * world_size / counts.sum())
+    assert loads.most_frequent[1] == pytest.approx(counts.max() * world_size / counts.sum())
+
+
+def test_no_events_and_hashed_ids_have_no_routing() -> None:
+    none, one = np.zeros(0, dtype=np.int64), np.ones(1, dtype=np.int64)
+    assert dataset_data.routing_loads(none, none, 31) is None
+    assert dataset_data.routing_loads(one, one, (1 << 62) + 1) is None
+    seen: list[int] = []
+    assert dataset_data.routing_loads(one, one, 1 << 62, on_ranks=seen.append) is not None
+    assert seen == [8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def test_the_page_is_self_contained_escapes_text_and_has_the_numbers() -> None:
+    rows = _store([3] * 64, [30] * 192, [100] * 192, [1] * 64)
+    html, gains, routing = render_page(MANIFEST, {**STORES, "train": rows}, name=SCRIPT)
+    assert _sections(html) == SECTIONS
     assert html.count("<svg") == 7
     assert external_parts(html) == []
     assert html.count("&lt;script&gt;alert(") == 7  # title and heading; twice the dataset; an option, a label, twice
@@ -178,6 +190,16 @@ def test_the_page_is_self_contained_and_escapes_text() -> None:
         assert re.search(f'<th class="label">{re.escape(label)}</th><td>{re.escape(text)}</td>', html)
     assert ">audit<" not in html  # among the options
     assert ">statistics<" not in html
+    section = text_of(html[html.index('<section id="balance"') : html.index('<section id="routing"')])
+    assert "drawn from the 64 rows of train, which fill a step of up to 2 ranks." in section
+    assert "model idle before idle after speed-up per step bound one moved 2 jagged HSTU 0.0% 0.0% 1.00x " in section
+    assert "All numbers are predictions of the cost model" in section
+    assert [gain.ranks for gain in gains] == [2, 2]
+    assert routing is not None
+    section = text_of(html[html.index('<section id="routing"') : html.index('<section id="sources"')])
+    assert "for a table of 31 rows" in section
+    # Of 8 ranks with 4 rows each, the only item that train has here, 30, is on one.
+    assert " most frequent 8.00 16.0 32.0 64.0 128 256 512 1,024" in section
 
 
 def test_what_a_dataset_lacks_is_left_out() -> None:
@@ -187,33 +209,26 @@ def test_what_a_dataset_lacks_is_left_out() -> None:
     manifest = dataclasses.replace(MANIFEST, splits=no_rows, **lacking)
     html, _, routing = render_page(manifest, {**STORES, "train": EMPTY}, name="empty")
     assert routing is None
-    assert sections_of(html) == [name for name in SECTIONS if name != "context"]
+    assert _sections(html) == [name for name in SECTIONS if name != "context"]
     assert html.count("<svg") == 4
-    assert "The train split has no rows, so there is nothing to balance." in html
+    assert "Train has too few rows for a step of two ranks, so there is nothing to balance." in html
     assert "There are no events in train, or more ids than a table can have rows." in html
 
 
-def test_the_page_shows_the_routing_of_the_items() -> None:
-    html, _, routing = render_page(MANIFEST, STORES, name="tiny")
-    assert routing is not None
-    assert (routing.num_embeddings, routing.most_frequent[0]) == (31, 8 * 5 / 7)
-    section = text_of(html[html.index('<section id="routing"') : html.index('<section id="sources"')])
-    assert "for a table of 31 rows" in section
-    # Of 8 ranks with 4 rows each, ids 7, 9 and 30 are on ranks 1, 2 and 7, and with one key after the other on 7, 1, 6.
-    ids, lookups = section.split(" distinct ids 8 16 ")[1].split(" lookups 8 16 ")
-    assert " continuous 2.67 5.33 " in ids
-    assert " roundrobin 5.71 " in lookups
-    assert " most frequent 5.71 11.4 22.9 45.7 91.4 183 366 731" in lookups
-
-
-def test_the_page_has_the_gains_that_the_terminal_prints() -> None:
-    html, gains, _ = render_page(MANIFEST, STORES, name="tiny")
-    section = text_of(html[html.index('<section id="balance"') : html.index('<section id="routing"')])
-    assert "ranks strategy idle before idle after speed- up of a step bound one moved 8 none " in section
-    for gain in gains:
-        assert " ".join(gain.cells()) in section
-    assert "speed-up total time of the steps before balancing / after" in section
-    assert "From 8 ranks on, a step needs more rows than the split has" in section
+def test_plots_show_all_modes_reach_the_end_of_calendars_and_take_names_as_they_are() -> None:
+    loads = dataset_data.routing_loads(np.arange(100), np.arange(1, 101), 1000)
+    assert loads is not None
+    ids, lookups = (dataset_page.routing_svg(loads, load) for load in ("distinct ids", "lookups"))
+    assert all(f">{mode}<" in plot for mode in MODES for plot in (ids, lookups))
+    assert ("most frequent id" in lookups, "most frequent id" in ids) == (True, False)
+    for start_day in (0, 2_932_846):
+        plot = dataset_page.timeline_svg(dataclasses.replace(STATISTICS, bin_start_ms=start_day * DAY_MS))
+        assert ("days since 1970" in plot) == (start_day > 0)
+    name = r"$\frac{ <b>"  # no formula
+    histogram = dataset_data.LengthHistogram(
+        edges=np.array([1, 2, 4]), density={name: np.array([0.5, 0.5])}, empty={name: 0}
+    )
+    assert r"$\frac{ &lt;b&gt;" in dataset_page.lengths_svg(histogram)
 
 
 def test_inspect_prints_tables_and_the_path_of_a_page(small_dataset: Path, tmp_path: Path, evenrank: Evenrank) -> None:
@@ -274,5 +289,9 @@ def test_a_browser_shows_the_whole_page_on_a_phone_and_on_a_desktop(tmp_path: Pa
     source = SourceFile(path=long, bytes=10**12, sha256="0" * 64)
     options = {**OPTIONS, "audit": {long: 1, "b": 2.5}, "long": long}
     manifest = dataclasses.replace(MANIFEST, sources=(source,), options=options)
-    html = render_page(manifest, STORES, name=long).html
-    check_browser_shows(tmp_path, html, width=width, columns=columns, sections=SECTIONS)
+    rows = _store([3] * 33_000, [30] * 99_000, [100] * 99_000, [1] * 33_000)
+    html = render_page(manifest, {**STORES, "train": rows}, name=long).html
+    window, num_columns, narrowest_plot, cut_off, sections = measured_in_browser(tmp_path, html, width=width)
+    assert (window, num_columns, sections) == ([width, 0], columns, SECTIONS)
+    assert narrowest_plot > 250
+    assert width < 1280 or cut_off == 0  # no table has to be scrolled on a desktop
