@@ -155,25 +155,21 @@ def test_an_option_in_a_file_is_the_same_as_on_the_command_line(name: str, here:
 
 @pytest.mark.parametrize(
     ("given", "needed"),
-    [
-        ("stride", "has no effect without --window; give both, or leave it out"),
-        ("by_date", "has no effect without --requests; give both, or leave it out"),
-        ("unknown", "has no effect without --vocabulary; give both, or leave it out"),
-        ("action_map", "applies to --action-columns COLUMN, not to --action-columns ; leave it out"),
-        ("context", "has no effect without --context-columns; give both, or leave it out"),
-        ("item_features", "has no effect without --item-columns; give both, or leave it out"),
-        ("context_columns", "has no effect without --context; give both, or leave it out"),
-        ("context_header", "has no effect without --context; give both, or leave it out"),
-        ("item_columns", "has no effect without --item-features; give both, or leave it out"),
-        ("item_features_as", "has no effect without --item-features; give both, or leave it out"),
-    ],
+    {
+        "stride": "window", "by_date": "requests", "unknown": "vocabulary", "context": "context_columns",
+        "context_columns": "context", "context_header": "context", "item_features": "item_columns",
+        "item_columns": "item_features", "item_features_as": "item_features", "action_map": "",
+    }.items(),
 )
 def test_an_option_without_the_one_that_it_needs_is_an_error(here: Path, given: str, needed: str) -> None:
     assert given in {name for name, (_, _, others) in OPTIONS.items() if others}
     options = {"dataset": "custom", "events": ["log.csv"], given: OPTIONS[given][0]}
+    message = f"has no effect without {flag(needed)}; give both, or leave it out"
+    if not needed:
+        message = "applies to --action-columns COLUMN, not to --action-columns ; leave it out"
     for in_file in ((), (given,)):
         subject = as_given(given, options[given], Path("log.toml") if in_file else None)
-        with pytest.raises(ConfigError, match=re.escape(f"{subject} {needed}")):
+        with pytest.raises(ConfigError, match=re.escape(f"{subject} {message}")):
             parse(options, Path("log.toml"), in_file)
 
 
@@ -193,19 +189,16 @@ def shown(value: Any) -> str:
     [
         (
             {"action_columns": NAMES, "action_map": "stars"},
-            "{action_map} applies to --action-columns COLUMN, not to {action_columns}; leave it out",
+            "{action_map} applies to --action-columns COLUMN, not to {0}",
         ),
         (
             {"timestamp_unit": "row", "timestamp_column": "t"},
-            "{timestamp_column} applies to --timestamp-unit other than row, not to {timestamp_unit}; leave it out",
+            "{timestamp_column} applies to --timestamp-unit other than row, not to {0}",
         ),
-        (
-            {"vocabulary": "old", "ids": "keep"},
-            "{ids} applies to commands without --vocabulary, not to {vocabulary}; leave it out",
-        ),
+        ({"vocabulary": "old", "ids": "keep"}, "{ids} applies to commands without --vocabulary, not to {0}"),
         (
             {"split": "leave-last:1", "seed": 0},
-            "{seed} applies to --split user:FRACTION or --dataset synthetic, not to {split}; leave it out",
+            "{seed} applies to --split user:FRACTION or --dataset synthetic, not to {0}",
         ),
     ],
 )
@@ -217,7 +210,8 @@ def test_options_that_exclude_each_other_are_named_with_their_places(
             name: as_given(name, value, Path("log.toml") if name in in_file else None)
             for name, value in options.items()
         }
-        with pytest.raises(ConfigError, match=re.escape(message.format(**texts))):
+        expected = f"{message.format(*texts.values(), **texts)}; leave it out"
+        with pytest.raises(ConfigError, match=re.escape(expected)):
             parse({"dataset": "custom", "events": ["log.csv"], **options}, Path("log.toml"), in_file)
 
 
@@ -231,13 +225,6 @@ def test_of_two_options_that_define_the_split_the_one_on_the_command_line_wins(h
     ):
         with pytest.raises(ConfigError, match=f"{texts} both define the split; pass one of them"):
             parse(options, Path("log.toml"), both)
-
-
-def test_the_command_line_turns_off_what_a_file_turns_on(here: Path) -> None:
-    Path("log.toml").write_text("allow_empty = true\noverwrite = true\n")
-    arguments = ["--dataset", "ml-1m", "--config", "log.toml", "--no-allow-empty"]
-    params = COMMAND.make_context("preprocess", arguments).params
-    assert (params["allow_empty"], params["overwrite"]) == (False, True)
 
 
 def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
@@ -257,13 +244,19 @@ def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
     assert (values["lengths"], values["split"]) == ("histogram:column=length,path=sub/a", "file:/users.txt")
 
 
-def test_names_in_a_list_may_have_commas_and_one_name_or_path_needs_no_list(here: Path) -> None:
+def test_names_may_have_commas_one_needs_no_list_and_the_command_line_turns_off_what_a_file_turns_on(
+    here: Path,
+) -> None:
     options = {"dataset": "custom", "events": "log.csv", "columns": ["price, EUR", " b"], "action_columns": "a,b"}
     values = parse(options, Path("log.toml"), options)
     assert (values["columns"], values["action_columns"]) == (("price, EUR", " b"), ("a,b",))
     assert values["events"] == [Path("log.csv")]
     arguments = ["--dataset", "custom", "--events", "log.csv", "--columns", "a,b", "--columns", "c"]
     assert COMMAND.make_context("preprocess", arguments).params["columns"] == ("a", "b", "c")
+    Path("log.toml").write_text("allow_empty = true\noverwrite = true\n")
+    arguments = ["--dataset", "ml-1m", "--config", "log.toml", "--no-allow-empty"]
+    params = COMMAND.make_context("preprocess", arguments).params
+    assert (params["allow_empty"], params["overwrite"]) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +324,6 @@ def test_a_file_can_have_all_options_of_a_run_and_mistakes_name_it(tmp_path: Pat
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
     message = "--users 9 applies to --dataset synthetic, not to dataset = custom in "
     assert run.stderr.startswith(f"error: {message}{config};")
-    config.write_text('out = "out"\n')
-    assert evenrank("preprocess", "--config", config).stderr == (
-        "error: Missing option '--dataset'; see evenrank preprocess --help\n"
-    )
-    assert evenrank("preprocess", "--config", config, "--dataset", "custom").stderr == (
-        "error: --dataset custom needs --events, the files of the log; add it, or `events` to --config\n"
-    )
 
 
 def test_distributions_and_drift_of_synthetic_data_are_options(tmp_path: Path, evenrank: Evenrank) -> None:
@@ -355,20 +341,29 @@ def test_distributions_and_drift_of_synthetic_data_are_options(tmp_path: Path, e
         "contextual": {"a": "Uniform(low=1, high=2)", "b": "Zipf(exponent=1.2, low=1, high=4096, shift=0)"},
         "drift": "Drift(categories=4, days=3.0, share=0.8, new_items=0.3)",
     }
-    for given, message in (
-        (
-            "--drift new-items=0.3",
-            "drift has no parameter 'new-items' (in 'new-items=0.3'); known: categories, days, sh",
-        ),
-        ("--drift days=soon", "days must be float, got 'soon' (in 'days=soon')"),
-        ("--drift share=2", "Drift: share must be at least 0 and at most 1, got 2.0"),
-        ("--contextual segment", "--contextual needs NAME=DISTRIBUTION, once for each name, got segment=; change it"),
-        ("--contextual a=zipf --contextual a=zipf", "--contextual needs NAME=DISTRIBUTION, once for each name, got a="),
-        ("--actions stars", "unknown distribution 'stars' (in 'stars'); known: uniform, "),
-    ):
-        run = evenrank(*command, *given.split())
-        assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
-        assert run.stderr.startswith(f"error: {message}")
+
+
+def test_the_rule_of_each_column_of_ids_is_printed_with_both_figures(evenrank: Evenrank, here: Path) -> None:
+    def printed(events: str, out: str, *options: str) -> list[str]:
+        (here / f"{out}.csv").write_text(f"user_id,item_id,timestamp\n{events}")
+        log = ("--dataset", "custom", "--events", here / f"{out}.csv", "--allow-empty", "--split", "none")
+        finished = evenrank("preprocess", *log, "--out", out, *options)
+        assert finished.returncode == 0, finished.stderr
+        return [line for line in finished.stdout.splitlines() if line.startswith(("user_id:", "item_id:"))]
+
+    assert printed("1,1000,0\n2,7,1\n", "auto") == [
+        "user_id: kept (2 distinct, largest 2)",
+        "item_id: dense (2 distinct, largest 1,000), numbered 1 to 2 by first appearance",
+    ]
+    assert printed("1,1000,0\n2,7,1\n", "hash", "--ids", "item=hash:1,user=dense") == [
+        "user_id: dense (2 distinct, largest 2), numbered 1 to 2 by first appearance",
+        "item_id: hash:1 (2 distinct), 2 values share their id with another",
+    ]
+    assert printed("1,1000,0\n1,8,1\n", "later", "--vocabulary", "auto") == [
+        "user_id: kept (largest 1)",
+        "item_id: dense (2 distinct, largest 1,000, 1 of them not in the earlier vocabulary), "
+        "numbered 1 to 3 by first appearance",
+    ]
 
 
 def test_the_help_has_every_option_in_a_section_that_fits(monkeypatch: pytest.MonkeyPatch, evenrank: Evenrank) -> None:

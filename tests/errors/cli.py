@@ -1,3 +1,0 @@
-from tests.errors.scene import Row
-
-ROWS: list[Row] = []
