@@ -92,16 +92,13 @@ def test_the_error_is_that_of_the_times(here: Path, evenrank: Evenrank) -> None:
     }
 
 
-def test_records_count_with_their_last_step(here: Path, evenrank: Evenrank) -> None:
+def test_records_count_with_their_last_step_and_the_cost_is_for_the_next_simulation(
+    here: Path, evenrank: Evenrank
+) -> None:
     write(here / "log.jsonl", *_timed_steps(), every=2, **RUN)
     lines, cost = _fitted(here, evenrank)
     assert _coefficients(cost) == pytest.approx([PER_STEP, PER_TOKEN, PER_SQUARE], rel=1e-6)
     assert lines[0].startswith("50 times of 25 steps: ")
-
-
-def test_the_cost_of_a_log_is_for_the_next_simulation(here: Path, evenrank: Evenrank) -> None:
-    write(here / "log.jsonl", *_timed_steps(), **RUN)
-    _fitted(here, evenrank)
     common = ("--ranks", 2, "--batch-size", 8, "--strategy", "lpt-swap", "--cost", "log-cost.json")
     run = evenrank("simulate", "log.jsonl", *common)
     assert run.returncode == 0, run.stderr
@@ -111,28 +108,24 @@ def test_the_cost_of_a_log_is_for_the_next_simulation(here: Path, evenrank: Even
     assert float(row[2].removesuffix("%")) / 100 == pytest.approx(idle, rel=0.25)  # other steps of these samples
 
 
-def test_balanced_steps_are_too_similar_to_be_fitted(here: Path, evenrank: Evenrank) -> None:
+def test_times_that_say_nothing_are_refused(here: Path, evenrank: Evenrank) -> None:
     tokens = np.full((2, 8), 100)
-    assignment = partition(tokens, 2)
     times = {"compute_seconds": np.full(2, 0.1), "wait_seconds": np.zeros(2)}
-    steps = [measure_step(assignment, costs=tokens, tokens=tokens, sample_bytes=tokens, **times) for _ in range(20)]
-    write(here / "log.jsonl", *steps, **RUN)
-    run = evenrank("fit", "log.jsonl")
-    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert run.stderr.startswith(
-        "error: the timed steps are too similar: their tokens vary by 0.0%, at least 2% is needed"
+    even = measure_step(partition(tokens, 2), costs=tokens, tokens=tokens, sample_bytes=tokens, **times)
+    uncounted = (
+        "log.jsonl does not say which tokens its cost counts; record the run with a cost of the package, such as"
     )
-    assert [path.name for path in here.iterdir()] == ["log.jsonl"]
-
-
-@pytest.mark.parametrize("options", [{}, {"tokens": None}, {"tokens": {"foo": 1}}])
-def test_a_log_whose_cost_does_not_say_what_it_counts_is_refused(
-    here: Path, evenrank: Evenrank, options: dict[str, Any]
-) -> None:
-    write(here / "log.jsonl", *_timed_steps(), options=options)
-    run = evenrank("fit", "log.jsonl")
-    assert (run.returncode, run.stderr) == (
-        2,
-        "error: log.jsonl does not say which tokens its cost counts; record the run with a cost of the package, such "
-        "as LinearCost(interleave_actions=False)\n",
-    )
+    for steps, options, message in (
+        (
+            [even] * 20,
+            RUN["options"],
+            "the timed steps are too similar: their tokens vary by 0.0%, at least 2% is needed",
+        ),
+        *((_timed_steps(), options, uncounted) for options in ({}, {"tokens": None}, {"tokens": {"foo": 1}})),
+    ):
+        write(here / "log.jsonl", *steps, options=options)
+        run = evenrank("fit", "log.jsonl")
+        assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+        assert run.stderr.startswith(f"error: {message}")
+        assert [path.name for path in here.iterdir()] == ["log.jsonl"]
+        (here / "log.jsonl").unlink()

@@ -20,15 +20,7 @@ from tests.dataloader.balance.metrics.example_steps import write as write_log
 VALUES = ["nan", "inf", "-1", "0", "0.5", "1e308", str(2**31), str(2**63), str(2**100), "9" * 5000, "", "[/x]"]
 VALUES += ["\x1b[31m", "\udcff", ",", "none"]
 SPLITS = ["user:nan", "user:1e400", f"leave-last:{2**31}", f"leave-last:{2**100}", "time:2020-01-01T00:00:00+99:99"]
-SPLITS += [
-    "time:last:999999999w",
-    "time:last:\u0663d",
-    "file:",
-    "file:.",
-    "file:nowhere.txt",
-    "file:log.jsonl",
-    "file:log.csv",
-]
+SPLITS += ["time:last:999999999w", "time:last:\u0663d", "file:", "file:.", "file:nowhere.txt", "file:log.csv"]
 SPLITS += ["time:0001-01-01T00:00+23:59", "time:9999-12-31T23:59:59-23:59", "time:" + "9" * 5000, "time:\u0663", ":"]
 DISTRIBUTIONS = [f"uniform:high={2**100}", f"uniform:high={10**18}", "uniform:low=", "uniform:=,", "zipf:,,=,"]
 DISTRIBUTIONS += ["lognormal:mean=nan", "lognormal:std=inf", "lognormal:mean=1e-308,std=1e308", "normal:std=1e308"]
@@ -64,13 +56,8 @@ def _parameters() -> Iterator[tuple[str, str | None]]:
         app.command()(command)
         for parameter in typer.main.get_command(app).params:
             option = max(parameter.opts, key=len)
-            if option not in (
-                "--help",
-                "--allow-empty",
-                "--by-date",
-                "--drop-last",
-                "--overwrite",
-            ):  # flags, which take no value
+            # Flags take no value.
+            if option not in ("--help", "--allow-empty", "--by-date", "--drop-last", "--overwrite"):
                 yield name, option if option.startswith("--") else None
 
 

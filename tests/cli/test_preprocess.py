@@ -156,9 +156,16 @@ def test_an_option_in_a_file_is_the_same_as_on_the_command_line(name: str, here:
 @pytest.mark.parametrize(
     ("given", "needed"),
     {
-        "stride": "window", "by_date": "requests", "unknown": "vocabulary", "context": "context_columns",
-        "context_columns": "context", "context_header": "context", "item_features": "item_columns",
-        "item_columns": "item_features", "item_features_as": "item_features", "action_map": "",
+        "stride": "window",
+        "by_date": "requests",
+        "unknown": "vocabulary",
+        "context": "context_columns",
+        "context_columns": "context",
+        "context_header": "context",
+        "item_features": "item_columns",
+        "item_columns": "item_features",
+        "item_features_as": "item_features",
+        "action_map": "",
     }.items(),
 )
 def test_an_option_without_the_one_that_it_needs_is_an_error(here: Path, given: str, needed: str) -> None:

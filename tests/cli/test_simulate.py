@@ -124,17 +124,14 @@ def test_the_log_of_a_run_is_a_source(here: Path, evenrank: Evenrank) -> None:
     assert "samples of at most 8 tokens" in run.stdout
 
 
-def test_samples_that_cost_nothing_gain_nothing(tmp_path: Path, evenrank: Evenrank) -> None:
-    np.save(tmp_path / "lengths.npy", np.zeros(64, dtype=np.int64))
-    run = evenrank("simulate", tmp_path / "lengths.npy", "--ranks", 2, "--batch-size", 4, "--strategy", "lpt-swap")
-    (row,) = _rows(run.stdout)
+def test_whole_windows_are_drawn_and_samples_that_cost_nothing_gain_nothing(here: Path, evenrank: Evenrank) -> None:
+    options = ("--batch-size", 4, "--strategy", "lpt-swap")
+    np.save(here / "lengths.npy", np.zeros(64, dtype=np.int64))
+    (row,) = _rows(evenrank("simulate", "lengths.npy", "--ranks", 2, *options).stdout)
     assert row[:8] == ["2", "lpt-swap", "0.0%", "0.0%", "1.00x", "1.00", "\N{PLUS-MINUS SIGN}", "0.00"]
-
-
-def test_only_whole_windows_are_drawn(tmp_path: Path, evenrank: Evenrank) -> None:
-    np.save(tmp_path / "lengths.npy", np.arange(1, 65))
-    options = ("--ranks", 1, "--batch-size", 4, "--strategy", "lpt-swap", "--cost", "padded")
-    run = evenrank("simulate", tmp_path / "lengths.npy", *options, "--window", 8, "--steps", 9)
+    np.save(here / "lengths.npy", np.arange(1, 65))
+    windows = ("--ranks", 1, "--cost", "padded", "--window", 8, "--steps", 9)
+    run = evenrank("simulate", "lengths.npy", *options, *windows)
     assert ": 16 steps of 4 samples per rank" in run.stdout.splitlines()[0]
 
 

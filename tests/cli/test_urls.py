@@ -40,22 +40,20 @@ def test_commands_read_a_dataset_at_a_url_and_print_no_credentials(
 
 
 def test_a_log_becomes_a_dataset_at_a_url_by_options_or_a_file(s3: S3, here: Path, evenrank: Evenrank) -> None:
-    (here / "log.csv").write_text(
-        "user_id,item_id,timestamp\n" + "".join(f"{n % 7},{n},{10**9 + n}\n" for n in range(40))
-    )
+    rows = "".join(f"{n % 7},{n},{10**9 + n}\n" for n in range(40))
+    (here / "log.csv").write_text(f"user_id,item_id,timestamp\n{rows}")
     s3.put(here / "log.csv", "raw/log.csv")
-    (here / "log.toml").write_text(
-        f'dataset = "custom"\nevents = ["{s3.url("raw/*.csv")}"]\nout = "{s3.url("made")}"\nsplit = "none"\n'
-    )
+    out, log = s3.url("made"), s3.url("raw/*.csv")
+    (here / "log.toml").write_text(f'dataset = "custom"\nevents = ["{log}"]\nout = "{out}"\nsplit = "none"\n')
     run = evenrank("preprocess", "--config", here / "log.toml")
     assert run.returncode == 0, run.stderr
     rest = "  # with the options and credentials of --out"  # which are not printed
     assert run.stdout.splitlines()[-1] == f"next: evenrank inspect s3://{BUCKET}/made{rest}"
     assert SECRET not in run.stdout + run.stderr
     first = s3.read("made/manifest.json")
-    options = ("--dataset", "custom", "--events", s3.url("raw/*.csv"), "--split", "none")
-    assert evenrank("preprocess", *options, "--out", s3.url("made")).returncode == 0
-    assert evenrank("preprocess", *options, "--out", here / "local").returncode == 0
+    for place in (out, here / "local"):
+        options = ("--dataset", "custom", "--events", log, "--split", "none", "--out", place)
+        assert evenrank("preprocess", *options).returncode == 0
     assert s3.read("made/manifest.json") == first == (here / "local" / "manifest.json").read_bytes()
     assert version_name(first) in {name.partition("/")[0] for name in s3.keys("made")}
     assert read_manifest(here / "local").sources[0].path == "log.csv"
