@@ -71,11 +71,3 @@ def test_runs_are_compared_by_their_numbers_and_options(here: Path, evenrank: Ev
     assert (rows["strategy"], rows["data.batch_size"], rows["x"]) == (["none", "lpt-swap"], ["8", "32"], ["-", "1"])
     assert "seed" not in rows
     assert sorted(path.name for path in here.iterdir()) == ["a.jsonl", "b.jsonl"]
-
-
-def test_logs_of_equal_names_are_told_apart_by_their_folders(here: Path, evenrank: Evenrank) -> None:
-    for folder in ("a", "b"):
-        write(here / folder / "log.jsonl", *STEPS)
-    run = evenrank("metrics", "a/log.jsonl", "b/log.jsonl")
-    assert sum(line.split() == ["a/log.jsonl", "b/log.jsonl"] for line in run.stdout.splitlines()) == 1
-    assert "strategy" not in run.stdout

@@ -105,16 +105,6 @@ def test_what_would_help_is_simulated_with_the_same_fixed_time(here: Path, evenr
     assert list(rows)[-3:] == ["--window 8", "--batch-size 2", "--max-history-length 256"]
 
 
-def test_windows_are_for_strategies_that_assign_samples(here: Path, evenrank: Evenrank) -> None:
-    run = evenrank("simulate", "lognormal", "--ranks", 4, "--steps", 16, "--window", 8, "--cost", "padded")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[0].endswith("; windows of 8 steps")
-    none, *others = _rows(run.stdout)
-    assert none[1:5] == ["none", none[2], none[2], "1.00x"]
-    assert {row[2] for row in others} == {none[2]}
-    assert all(float(row[4].removesuffix("x")) > 1.1 for row in others)
-
-
 def test_the_log_of_a_run_is_a_source(here: Path, evenrank: Evenrank) -> None:
     write(here / "log.jsonl", *TIMED_STEPS)
     options = ("--ranks", 2, "--batch-size", 1, "--steps", 50, "--strategy", "lpt-swap", "--cost", "linear")
