@@ -200,8 +200,8 @@ def _print_remedies(gain: "Gain", drawn: "Draws", balance: "BalanceConfig") -> N
     }
     summary = gain.summary
     console.print_result(
-        f"With {gain.ranks:,} ranks, one sample sets the time of {summary.one_sample:.0%} of the steps; the most "
-        f"expensive one of a step has {summary.longest:,.0f} tokens on average. What would help ({gain.label}):"
+        f"With {gain.ranks:,} ranks, {summary.one_sample:.0%} of the steps last as long as their longest sample, which "
+        f"has {summary.longest:,.0f} tokens on average. Settings that would help ({gain.label}):"
     )
     changed = {"as above": gain}
     with console.steps("comparing", len(others) * drawn.steps) as on_step:

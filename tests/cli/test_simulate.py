@@ -44,7 +44,7 @@ def test_a_distribution_and_a_measured_cost_are_simulated(tmp_path: Path, evenra
     )
     (row,) = _rows(run.stdout)
     assert row == ["8", "lpt-swap", "0.0%", "0.0%", "1.00x", "1.00", "\N{PLUS-MINUS SIGN}", "0.00", "1.000", "0%", "0%"]
-    assert "What would help" not in run.stdout
+    assert "Settings that would help" not in run.stdout
 
 
 def _measured(**options: int) -> MeasuredCost:
@@ -94,8 +94,8 @@ def test_what_would_help_is_simulated_with_the_same_fixed_time(here: Path, evenr
     common = ("--ranks", 2, "--batch-size", 1, "--strategy", "none,lpt-swap", "--steps", 20, "--cost", "linear")
     run = evenrank("simulate", "lengths.npy", *common, "--step-ms", 100, "--fixed-ms", 40)
     assert run.returncode == 0, run.stderr
-    assert "one sample sets the time of 100% of the steps" in run.stdout
-    assert "has 600 tokens on average. What would help (lpt-swap)" in run.stdout  # an item and an action per event
+    assert "100% of the steps last as long as their longest sample" in run.stdout
+    assert "has 600 tokens on average. Settings that would help (lpt-swap)" in run.stdout  # an item and an action per event
     table = [line.split() for line in run.stdout[run.stdout.index("instead") :].splitlines()]
     rows = {" ".join(row[:-2]): row[-2:] for row in table if len(row) > 2}
     assert rows["as above"] == ["20.0%", "1.00x"]
