@@ -32,23 +32,23 @@ class Negatives(Settings):
     """`uniform`: over all ids but 0 or, where ids are not dense, the items of the split `train`. `popularity`: in
     proportion to an item's events in `train`, to the power of alpha; streams count events of all splits."""
     alpha: Annotated[float, Bounds(at_least=0, at_most=8)] = 0.75
-    """1: the frequencies, with which items are also targets of other samples; 0: uniform over items with events."""
+    """1: in proportion to events, as targets of other samples are distributed; 0: uniform over items with events."""
     exclude_own: bool = True
-    """Draw no item of the sample's row: of all its events, future ones too. `log_q` does not depend on it."""
+    """Draw no item of the sample's row, future events included. `log_q` does not depend on this option."""
     hard: Annotated[Path | str | None, Needs("num_hard")] = None
     """Parquet file of hard negatives: `item_id` int64, one row per item, and `negatives` list<int64>."""
     num_hard: Annotated[NonNegative, Needs("hard")] = 0
-    """Hard negatives of a sample's last event, without replacement and without its targets; where there are fewer,
-    others are drawn."""
+    """Hard negatives of a sample's last event, without replacement and without its targets; missing ones are replaced
+    by drawn negatives."""
     fixed: bool = False
-    """Give a sample the same negatives each time, as evaluation needs them. False: other ones in each epoch."""
+    """Give a sample the same negatives each time, for evaluation. False: draw others in each epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig(Settings):
-    """Settings of loaders. Batches have histories and candidates, SequenceBatch, or semantic ids, SemanticIdBatch.
+    """Settings of loaders. Batches are SequenceBatches with histories and candidates.
 
-    The latter is with `codes`: the last event of each user is the target.
+    With `codes` they are SemanticIdBatches, and the last event of each user is the target.
     """
 
     batch_size: Count
@@ -62,13 +62,13 @@ class LoaderConfig(Settings):
     context: tuple[str, ...] | None = None
     """The contextual features of batches, in this order; None: all of the dataset."""
     order: Annotated[str, OneOf(ORDERS)] | Order = "shuffle"
-    """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows.
-    `TimeWindows(every="1d")`: each epoch has the samples of another day. `Requests()`: the recorded requests of all
-    splits, by time. Or one of your own, or its name (`register_order`). Streams and mixtures are always shuffled."""
+    """Order of the samples in an epoch. `shuffle`: a new permutation each epoch. `rows`: ascending rows.
+    `TimeWindows(every="1d")`: each epoch has the samples of one day. `Requests()`: the recorded requests of all splits,
+    by time. `register_order` adds your own. Streams and mixtures are always shuffled."""
     seed: Seed = 0
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
-    """Leave out a last step that does not fill every rank."""
+    """Leave out the last step if it does not fill every rank."""
     num_workers: Annotated[NonNegative, PER_RANK] = 0
     """Threads per rank that collate in the background; 0: the calling thread collates."""
     prefetch: Annotated[Count, PER_RANK] = 16
@@ -76,18 +76,18 @@ class LoaderConfig(Settings):
     persistent_workers: Annotated[bool, PER_RANK] = False
     """Keep the threads between epochs."""
     pin_memory: Annotated[bool, PER_RANK] = False
-    """Return batches in pinned memory, for asynchronous copies to a GPU, if the training makes these itself."""
+    """Return batches in pinned memory, if the training loop copies them to a GPU itself."""
     device: Annotated[torch.device | str | None, PER_RANK] = None
-    """Where batches are handed out; None: on the CPU, as a Balancer needs them. A CUDA device: the thread that makes
-    batches uploads them too, so the device holds up to `(num_workers + 1) * prefetch` of them."""
+    """Device of the batches; None: the CPU, as a Balancer needs. The thread that makes batches also uploads them to a
+    CUDA device, which then holds up to `(num_workers + 1) * prefetch` batches."""
     key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
     """Features whose keys are replaced by the rows of their tables. A machine's first loader caches a mapped column."""
     max_num_candidates: NonNegative = 0
     """The last events of each user become candidates; users with fewer events are left out. Rows with a number of
     targets (in eval splits `leave-last` and `time`) have at most that many candidates. With codes 1: the target."""
     num_tasks: Annotated[int, Bounds(at_least=0, at_most=_MAX_TASKS), _NO_CODES] = 0
-    """With candidates, labels are their actions; without candidates and above 0, labels are the history's actions. 0 or
-    1: an action is one class of many. Above 1: each of its `num_tasks` low bits is a binary task (see
+    """With candidates, their actions are the labels; without candidates and above 0, the actions of the history are. 0
+    or 1: an action is one class of many. Above 1: each of the `num_tasks` low bits of an action is a binary task (see
     `training.label_bits`), and higher bits are cleared."""
     candidate_actions: Annotated[bool, _NO_CODES] = False
     """Include the candidates' actions in the `action` feature."""
@@ -95,27 +95,26 @@ class LoaderConfig(Settings):
     """Further list columns as features: `timestamp_ms`, for history and candidates, or columns that the dataset adds,
     for the same events as `action`. Columns of floats are in `float_features`."""
     label: Annotated[str | tuple[str, ...] | None, _NO_CODES] = None
-    """Column of events with the labels, also without `num_tasks`: one of integers, `labels`, or of floats,
-    `float_labels`, or one of each, as a tuple. None: the actions or, without candidates and `num_tasks`, the next
-    items."""
+    """Column of events with the labels, also without `num_tasks`: integers become `labels`, floats `float_labels`; a
+    tuple may have one of each. None: the actions or, without candidates and `num_tasks`, the next items."""
     weight: Annotated[str | None, _NO_CODES] = None
-    """`weights`, one per loss token: a column of events, or a contextual feature of floats, equal for a sample's."""
+    """Column of events, or contextual feature of floats, with the weight of each loss token: `weights` of a batch."""
     negatives: Annotated[Negatives | None, _NO_CODES] = None
     """Draw negatives for the candidates or, without candidates and labels, for the items after the first."""
     codes: Path | str | CodeTable | None = None
     """Codes of the items, for SemanticIdBatches: a `.pt` or `.npy` file of integers [levels, items], -1 for no code, or
     [levels, items, codes of an item], -1 where an item has fewer; or a table."""
     codebook_sizes: Annotated[tuple[int, ...] | None, Needs("codes")] = None
-    """Per level of a file; None: the level's largest code + 1."""
+    """Codes per level of a file; None: the largest code of the level + 1."""
     label_offsets: Annotated[bool, Needs("codes")] = False
     """Make labels tokens, with the offsets of their levels, instead of codes."""
     history_labels: Annotated[bool, Needs("codes")] = False
-    """Also add the labels of the history: for each of its events, the codes of the next one."""
+    """Also label each event of the history with the codes of the next event."""
     candidate_feature: Annotated[bool, Needs("codes")] = False
     """Add a feature `candidate_id`, the tokens of the target, for teacher forcing."""
     draw_alternatives: Annotated[bool, Needs("codes")] = False
-    """Draw one of an item's codes for each event, of histories and targets, anew in each epoch. False: the first one,
-    as for evaluation."""
+    """Draw one of an item's codes for each event of histories and targets, anew in each epoch. False: use the first
+    code, as for evaluation."""
 
     def _check(self) -> None:
         if self.pin_memory and not str(self.device or "cpu").startswith("cpu"):

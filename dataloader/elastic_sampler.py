@@ -148,7 +148,7 @@ class ElasticSampler(EpochPositions, Sampler[list[int]]):
             iteration.left.set()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of another epoch; what is left of this one, if it is this one already."""
+        """Make the next iteration this epoch, or what is left of it if it is the current epoch."""
         if epoch != self.epoch:
             self._current.start_epoch(epoch)
 

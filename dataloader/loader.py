@@ -100,7 +100,7 @@ class OpenedSamples(EpochSamples):
 
 
 class Loader(StepLoader[Batch]):
-    """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
+    """The batches of one rank; each iteration is one epoch. It is also a torchdata node.
 
     Every rank yields the same number of batches; with `balance`, the end of an epoch waits for all ranks, up to
     `BalanceConfig.timeout`. If the samples of the last step do not fill it, its last ranks have fewer samples or none,
@@ -195,11 +195,11 @@ class Loader(StepLoader[Batch]):
 
     @property
     def num_windows(self) -> int:
-        """With windows of time, their number, from the first event, or the start, to the last event."""
+        """Number of windows of time from the first event, or the start, to the last event."""
         return self._windows.count
 
     def window(self, index: int) -> tuple[datetime, datetime]:
-        """Return the begin of a window of time and its end, which is the next one's begin, in UTC."""
+        """Return the begin and the end of a window of time, in UTC; the next window begins at the end."""
         return self._windows.times(index)
 
     @property
@@ -230,7 +230,8 @@ class Loader(StepLoader[Batch]):
     def peek(self, n: NonNegative = 3, *, max_events: NonNegative = 10) -> list[dict[str, Any]]:
         """Return the first n samples of this rank in the next iteration, as `SequenceStore.head` does; nothing moves.
 
-        `sample_id` is that of the batch. They are rows, or slices, before the loader cuts, filters or maps them.
+        `sample_id` is the one in the batch. Samples are rows or slices as stored, before the loader cuts, filters or
+        maps them.
         """
         check_types(Loader.peek, {"n": n, "max_events": max_events})
         iteration = self._begin(self._current.next)

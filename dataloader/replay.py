@@ -18,7 +18,7 @@ def due_seconds(request_ms: Tensor, first_ms: int, speed: float) -> float:
 
 
 class Replay(Generic[Batch]):
-    """Yields each batch when the last of its requests is due, and the first batch at once; none is left out.
+    """Yields each batch when its last request is due, and the first batch at once; no batch is left out.
 
     Each iteration starts a clock at its first batch; ranks have clocks of their own.
 
@@ -31,7 +31,7 @@ class Replay(Generic[Batch]):
     """
 
     lag_seconds: float = 0.0
-    """How late the batch yielded last was, because batches are consumed or made more slowly than they are due."""
+    """Delay of the batch yielded last, if batches are consumed or made more slowly than they are due."""
 
     def __init__(self, batches: Iterable[Batch], *, speed: Positive = 1.0) -> None:
         check_types(Replay, {"speed": speed})

@@ -104,7 +104,7 @@ def build_stream_loader(
 
 
 class StreamLoader(RankLoader[Batch]):
-    """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
+    """The batches of one rank; each iteration is one epoch. It is also a torchdata node.
 
     Every rank yields the same number of batches. Rows that are not samples are padding of their batches, see
     `num_real`, because which ones these are is known once they are read.

@@ -23,8 +23,8 @@ class Statistics:
     split: str
     """The rule of the split, such as `leave-last:1`."""
     by: str
-    """What it divides: users (`user`), last events of each user from the earlier ones (`last`), late events from early
-    ones (`time`), or nothing."""
+    """What the split divides: users (`user`), the last events of each user from earlier ones (`last`), late events from
+    early ones (`time`), or nothing."""
     events: Mapping[str, int]
     """By split."""
     users: int

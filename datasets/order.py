@@ -163,7 +163,7 @@ class _OwnOrder(SampleOrder):
 class Order:
     """Says which samples of stored data an epoch has, and in what order they come: `LoaderConfig(order=...)`.
 
-    One of your own derives from it, and has its `arrange`. Ranks compare orders by their `repr`.
+    Derive your own order from this class and define `arrange`. Ranks compare orders by their `repr`.
     """
 
     shuffle: bool = False

@@ -108,7 +108,7 @@ class SequenceStore:
     slices: Slices | None = None
     """What `len`, `lengths` and `num_targets` count in place of whole rows; None: those of `sliced` alone have any."""
     folder: Path | None = None
-    """Of the dataset; None if the arrays exist only in memory."""
+    """Folder of the dataset; None if the arrays exist only in memory."""
     column_maps: Mapping[str, ColumnMap] = field(default_factory=dict)
     """The remapped columns; see `remapped`."""
     names: Mapping[str, str] | None = None

@@ -106,9 +106,9 @@ class PreprocessConfig(Settings):
     overwrite: bool = False
     """Replace a folder that contains something else than a dataset."""
     append: Annotated[bool, AppliesTo(dataset=(CUSTOM,)), AppliesTo(vocabulary=(None,))] = False
-    """Add the events, which are later ones, to the dataset at `out`, which becomes as if all were preprocessed at once,
-    with the rules of ids and the ids of features that it has; its log is not read again. Repeat the other options by
-    which it was made. Files that it has already change nothing."""
+    """Add later events to the dataset at `out`, as if all events were preprocessed at once. The dataset keeps its rules
+    of ids and its ids of features, and its log is not read again. Repeat the other options that made the dataset. Files
+    that are in the dataset already change nothing."""
     raw_dir: Annotated[
         Path, Option("FOLDER"), AppliesTo(dataset=AllBut((SYNTHETIC, CUSTOM)), expand=AllBut((None,)))
     ] = Path("raw")
@@ -117,17 +117,17 @@ class PreprocessConfig(Settings):
     on_error: Annotated[OnError, AppliesTo(dataset=AllBut((SYNTHETIC,)), expand=AllBut((None,)))] = "fail"
     """What to do about rows that cannot be read: `fail`, or `skip` and count them."""
     rejects: Annotated[bool, AppliesTo(on_error=("skip",))] = False
-    """Also write these rows to rejects.csv, with file, line, reason and text."""
+    """Also write skipped rows to rejects.csv, with file, line, reason and text."""
     engine: EngineName = "local"
-    """Where the work is done: `local`, on threads of this process; `ray`, on the nodes of a Ray cluster. What is
-    written is the same. A run that was killed goes on where it was when it is started again."""
+    """Where to work: `local`, on threads of this process; `ray`, on the nodes of a Ray cluster. The output is the same.
+    A killed run continues when the same command is started again."""
     ray_address: Annotated[str | None, Option("ADDRESS"), AppliesTo(engine=("ray",))] = None
-    """Of a running Ray cluster, such as `auto`. None: one of this machine is started and ended."""
+    """Address of a running Ray cluster, such as `auto`. None: start a cluster on this machine, and end it."""
     memory_limit: Annotated[
         float | None, Bounds(above=0, below=1_000_000), Option("GB"), AppliesTo(ray_address=(None,), engine=("local",))
     ] = None
-    """Memory of all processes together, in GB, which is kept to by fewer threads or processes than there are cores; an
-    error says what is needed at least. None: half of what is free, as far as that is possible."""
+    """Memory limit of all processes together, in GB. Fewer threads or processes run to keep the limit; an error states
+    the least that is needed. None: half of the free memory, if that is possible."""
     split: Annotated[
         str,
         Parsed("evenrank.preprocess.build.splits:parse_split"),

@@ -149,12 +149,12 @@ class TabularConfig(Settings):
     2^24) unless `int`, which is int64, as labels of classes are. `=drop` leaves out events without a value; with
     `:float?`, they are NaN."""
     label: _Name = ""
-    """One more of them, of floats unless `:int`, which the manifest names as the label; for `LoaderConfig.label`,
-    which can also be one of the others."""
+    """One more column of events, of floats unless `:int`, which the manifest names as the label. `LoaderConfig.label`
+    takes this or any other column of events."""
     weight: Annotated[
         _Name, Valid(lambda text: not text.endswith("?"), "a column without missing values: give =FILL or =drop")
     ] = ""
-    """One more of them, which the manifest names as the weight; for `LoaderConfig.weight`."""
+    """One more column of events, which the manifest names as the weight, for `LoaderConfig.weight`."""
     delimiter: Annotated[
         str | None,
         Valid(_DELIMITER.fullmatch, "a punctuation mark or a tab, or one repeated"),
@@ -178,8 +178,8 @@ class TabularConfig(Settings):
     item_columns: Annotated[_Names, Needs("item_features")] = ()
     """Columns of `item_features` that are features: `COLUMN[:id|float|list]`."""
     item_features_as: Annotated[ItemFeaturesAs, Needs("item_features")] = "events"
-    """What becomes of them. `events`: columns of events; `table`: item_features.parquet, one row per item, also with
-    lists."""
+    """Where to write features of items. `events`: columns of events; `table`: item_features.parquet, one row per item,
+    also with lists."""
 
     def _check(self) -> None:
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
@@ -243,13 +243,13 @@ class Drift(Settings):
     """
 
     categories: Annotated[int, Bounds(at_least=1, at_most=_MAX_ITEMS)] = 20
-    """Of items, in turn: item i has the category 1 + (i - low) mod `categories`, `low` being the lowest item."""
+    """Number of categories: item i has the category 1 + (i - low) mod `categories`; `low` is the lowest item."""
     days: Annotated[float, Bounds(at_least=0.01, at_most=1e6)] = 7.0
-    """Mean time until a user's interest changes, which is distributed exponentially; also how long a fashion lasts."""
+    """Mean time until a user's interest changes, exponentially distributed; also how long a fashion lasts."""
     share: Annotated[float, Bounds(at_least=0, at_most=1)] = 0.8
-    """Of events with an item of the category that interests the user; others have any."""
+    """Share of a user's events whose item is of the category that interests the user; other events have any item."""
     new_items: Annotated[float, Bounds(at_least=0, at_most=0.9)] = 0.3
-    """Share of items that appear after the start; the first one of each category is always there."""
+    """Share of items that appear after the start; the first item of each category is always there."""
 
 
 # Distributions are slow to import, so options have texts of them, which become distributions in records.

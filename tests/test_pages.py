@@ -30,7 +30,7 @@ OWN_LOADER = ROOT / "docs" / "how-to" / "own-loader.md"
 CHECKPOINTS = ROOT / "docs" / "how-to" / "checkpoints.md"
 TRAINING = ROOT / "docs" / "how-to" / "training.md"
 LIMITS = ROOT / "docs" / "explanation" / "limits.md"
-NO_EXCHANGE = ROOT / "docs" / "explanation" / "no-exchange.md"
+NO_EXCHANGE = ROOT / "docs" / "explanation" / "balanced-step.md"
 
 # What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
 MY_PROJECT = """

@@ -1,4 +1,4 @@
-"""The lines of docs/reference/reading.md, as they are there, in each tool that is installed."""
+"""The lines of docs/reference/formats.md, as they are there, in each tool that is installed."""
 
 import ast
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "reading.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "formats.md"
 BLOCKS = {
     re.match(r"(?:import|from) (\w+)", block).group(1): block  # type: ignore[union-attr]
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)

@@ -37,7 +37,7 @@ from evenrank.dataloader.routing.remap import naming_checkpoint
 def make_dmp_optimizer(
     model: DistributedModelParallel, dense: Callable[[list[Tensor]], Optimizer]
 ) -> CombinedOptimizer:
-    """Return an optimizer of all parameters, whose state is by their names.
+    """Return an optimizer of all parameters, whose state is keyed by the names of the parameters.
 
     Args:
         model: whose sharded tables are updated during backward; stepping passes their learning rate on.
@@ -50,7 +50,7 @@ def make_dmp_optimizer(
 def save_dmp(
     folder: Path | str, model: DistributedModelParallel, optimizer: KeyedOptimizer, values: Mapping[str, Any]
 ) -> None:
-    """Replace the checkpoint in a folder that all ranks can write; one that exists stays until the new one is complete.
+    """Replace the checkpoint in a folder that all ranks can write; the earlier one stays until the new one is complete.
 
     Collective: every rank of the job must call this.
 

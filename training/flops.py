@@ -38,7 +38,7 @@ class Flops:
     linear_backward: Scalar
     """Twice the forward's: each product A B has the gradients of A and of B, of the same size."""
     attention_forward: Scalar
-    """Of scores and weighted values."""
+    """FLOPs of scores and weighted values."""
     attention_backward: Scalar
     """Twice the forward's, or 2.5 times; see `with_recomputed_scores`."""
 
@@ -81,9 +81,9 @@ class ModelFlops:
     """Forward FLOPs of a model per unit of its work; see `hstu_flops` and `decoder_flops`."""
 
     per_token: int
-    """Of all linear layers that each token passes through."""
+    """FLOPs of all linear layers that a token passes through."""
     per_pair: int
-    """Of all attention layers and heads: 4 heads head_dim each layer."""
+    """FLOPs of all attention layers and heads: 4 heads head_dim in each layer."""
     per_prediction: int = 0
     """Of the head."""
 

@@ -109,7 +109,7 @@ class BinaryAUC:
         """Add samples of this rank: logits or probabilities, compared as float32, and targets, positive where above 0.
 
         Both are [n, num_tasks], of any dtype. `weights` are [n], at least 0; None: 1. A pair counts as the product.
-        A target that is NaN makes the AUC so, unless its weight is 0, as that of a missing one.
+        A target that is NaN makes the AUC NaN, unless its weight is 0, as for missing targets.
         `groups` are [n], integers: the user of each sample, for `compute_grouped`; None: all are in group 0.
         """
         _check_scores(scores, targets, self._num_tasks)

@@ -89,7 +89,7 @@ class StepTimer:
         writers: called on rank 0 with the metrics of each step, in their order, up to two intervals late: an `on_step`
             of any kind, such as `JsonLines`.
         device: where steps are trained.
-        every: steps from one exchange of times to the next; that of rank 0 counts.
+        every: steps from one exchange of times to the next; the value on rank 0 counts.
         group: the ranks that wait for one another; None: the default process group or, without one, this process alone.
 
     Raises:
@@ -204,7 +204,7 @@ class StepTimer:
         self._release()
 
     def restart(self) -> None:
-        """Do not count the time until the next step, as of an evaluation or a checkpoint."""
+        """Do not count the time until the next step, for example of an evaluation or a checkpoint."""
         self._last_release = None
 
     def drop_untrained(self) -> None:

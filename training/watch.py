@@ -53,7 +53,7 @@ class FiniteCheck:
     The error comes one step late, when the weights of all ranks may be NaN already, because gradients are averaged. The
     message names the first such step. Call `finish` before saving a checkpoint.
 
-    It costs an all-reduce of 4 bytes per step, on a GPU on a side stream. The device is never synchronized: in step t
+    Each step costs an all-reduce of 4 bytes, on a GPU on a side stream. The device is never synchronized: in step t
     the host waits at most for the forward of step t - 1 on all ranks, so it runs less than two steps ahead of the GPU.
 
     `group` has all ranks of the job, tensor-parallel ones included; None: the default process group or, without one,
@@ -68,7 +68,7 @@ class FiniteCheck:
 
     @torch.no_grad()
     def update(self, loss_sums: Tensor, batch: JaggedBatch) -> None:
-        """Check this step's loss, and raise if that of the last one was not finite. Collective.
+        """Check the loss of this step, and raise if the loss of the step before was not finite. Collective.
 
         `loss_sums` are the argument or the result of `scale_loss`, of any shape.
 

@@ -70,7 +70,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     """Balances every step over the ranks of a process group; iterate over it instead of over the loader.
 
     A step has the same samples as before balancing, each once; only the ranks that train on them change. With `window`
-    or `pack` they may change steps too. Every rank of the group must create its Balancer and iterate over it in the
+    or `pack`, samples may change steps too. Every rank of the group must create its Balancer and iterate over it in the
     same way.
 
     Args:
@@ -88,7 +88,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     Raises:
         ConfigError: an option or the loader is invalid.
-        RankError: one is on another rank, or an option differs between ranks.
+        RankError: an option or a loader is invalid on another rank, or an option differs between ranks.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def remaining_batches(self) -> int:
         """Return the steps of the next iteration of this rank's loader: fewer than `len` after `load_state_dict`.
 
-        A TypeError if the loader does not know them.
+        Raises a TypeError if the loader does not know its length.
         """
         if (remaining := self._source.remaining_batches()) is None:
             raise TypeError("the loader has no remaining_batches")
         return remaining
 
     def rank_invariants(self) -> dict[str, Any]:
-        """Return the settings of the loader, as it describes them itself."""
+        """Return the settings of the loader, as the loader describes them."""
         return self._source.rank_invariants()
 
     def __iter__(self) -> Iterator[Batch]:

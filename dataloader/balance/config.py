@@ -31,66 +31,65 @@ BALANCER, BUILD_LOADER = Only("Balancer"), Only("build_loader")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """Options of balancing; the same on all ranks, except for `timeout`, `on_step` and those that begin with `log_`.
+    """Options of balancing, equal on all ranks except for `timeout`, `on_step` and options that begin with `log_`.
 
-    A Balancer or `build_loader` checks them, so that a mistake on one rank is reported on all ranks.
+    A Balancer or `build_loader` checks the options, so that a mistake on one rank is reported on all ranks.
     """
 
     cost: Cost
-    """The cost of a sample; see `evenrank.dataloader.balance.costs.cost`. In `from_dict` also the name of a registered
-    one (`register_cost`), or a mapping of its `name` and settings."""
+    """The cost of a sample; see `evenrank.dataloader.balance.costs.cost`. `from_dict` also takes the name of a
+    registered cost (`register_cost`), or a mapping of its `name` and settings."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
-    `karmarkar-karp` is the baseline; `none` moves nothing; or one of your own (`register_strategy`)."""
+    `karmarkar-karp` is the baseline; `none` moves nothing. `register_strategy` adds your own."""
     tolerance: Tolerance = DEFAULT_TOLERANCE
-    """Relative tolerance, from 0 to below 1: a heaviest load of (1 + tolerance) * lower bound is good enough."""
+    """Relative tolerance: a heaviest load of (1 + tolerance) * lower bound is good enough."""
     max_tokens_per_rank: Count | None = None
-    """Limit to the tokens of a rank in a step, so that it fits in device memory; None: no limit. The tokens of a sample
-    are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys."""
+    """Most tokens that a rank may have in a step, so that the step fits in device memory; None: no limit. The tokens of
+    a sample are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys."""
     on_overflow: OnOverflow = "raise"
-    """Where that limit cannot be kept: `raise` on all ranks, or `warn` and exceed it."""
+    """If `max_tokens_per_rank` cannot be kept: `raise` on all ranks, or `warn` and exceed the limit."""
     pack: Annotated[bool, Needs("max_tokens_per_rank")] = False
-    """Each step has as many samples as fit `max_tokens_per_rank`, at most `batch_size` per rank, so the number of
-    samples varies and the rest of the rows are padding. A sample that is longer than the limit raises or, with
-    `on_overflow="warn"`, has a rank to itself, apart from samples without tokens. With `build_loader`, `drop_last`
-    leaves out a last step that has room for more samples; a Balancer packs 8 loaded batches at a time."""
+    """Fill each step with as many samples as fit `max_tokens_per_rank`, at most `batch_size` per rank; the other rows
+    are padding. A sample longer than the limit raises an error or, with `on_overflow="warn"`, gets a rank to itself,
+    apart from samples without tokens. With `build_loader`, `drop_last` leaves out a last step that has room for more
+    samples; a Balancer packs 8 loaded batches at a time."""
     window: Count = 1
-    """Number of consecutive steps whose samples may change steps among themselves, so that fewer steps wait for a long
-    sample; of a Balancer, at most 8, all of which are loaded first. 1: samples stay in their steps."""
+    """Number of consecutive steps between which samples may move, so that fewer steps wait for a long sample. A
+    Balancer takes at most 8, and loads all of them first. 1: samples stay in their steps."""
     compare_every: Annotated[int, Bounds(at_least=2)] | None = None
-    """Steps from one that stays unbalanced to the next, at least 2, so that a running job can show what it gains;
-    another one in each epoch. See `training.StepTimer`. None: all are balanced."""
+    """Leave one step in this many unbalanced, a different one in each epoch, so that a running job can show its gain.
+    See `training.StepTimer`. None: balance all steps."""
     refit_every: Annotated[Count | None, Needs("on_step"), AppliesTo(strategy=AllBut(("none",)))] = None
-    """Steps from one fit of the cost to the next, counted over the job: a MeasuredCost, fitted to the times of all
-    ranks, replaces the one before where it tells them apart better. Needs a `training.StepTimer` as `on_step` on every
-    rank, and one of this package's costs, but no PaddedCost. Which rank trains on a sample then depends on times. None:
-    the cost stays."""
+    """Fit a MeasuredCost to the times of all ranks every this many steps of the job, and balance by it if it tells
+    ranks apart better than the cost before. Needs a `training.StepTimer` as `on_step` on every rank, and a cost of this
+    package other than PaddedCost. Which rank trains on a sample then depends on times. None: the cost stays."""
     exchange: Annotated[str, OneOf(EXCHANGES), BALANCER] = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
     batch_size: Annotated[Count | None, BALANCER] = None
-    """`Balancer` only. Rows of every balanced batch, padding included, at least as many as the loader's batches have;
+    """`Balancer` only. Rows of every balanced batch including padding, at least as many as the loader's batches have;
     None: the rows of the longest first batch of any rank, or the `batch_size` of a DataLoader or Batcher."""
     lookahead: Annotated[Count, BALANCER] = 2
-    """`Balancer` only. Steps that are planned ahead of the step that trains, at least 1. Up to 7 more batches are
-    loaded, because metadata is gathered for 8 steps at once. Device memory does not grow with it: on a GPU the next
-    step takes twice its batch; with `all-gather`, its batch and one of every rank."""
+    """`Balancer` only. Steps that are planned ahead of the step that trains. Up to 7 more batches are loaded, because
+    metadata is gathered for 8 steps at once. Device memory does not grow with `lookahead`: on a GPU the next step
+    takes twice its batch; with `all-gather`, its batch and one batch of every rank."""
     timeout: Annotated[timedelta, Bounds(above=timedelta()), PER_RANK] = DEFAULT_TIMEOUT
-    """How long a collective or a comparison waits for other ranks; in `from_dict` also in seconds."""
+    """How long a collective or a comparison waits for other ranks; `from_dict` also takes seconds."""
     on_step: Annotated[Callable[[StepMetrics], None] | None, PER_RANK] = field(default=None, compare=False)
     """Called on the training thread with the metrics of each step, before its batch is handed out; see
-    `evenrank.dataloader.balance.metrics.writers`. With no exchange, samples that change ranks count as moved and the
-    times of gathering and exchanging are 0."""
+    `evenrank.dataloader.balance.metrics.writers`. Without an exchange, samples that change ranks count as moved,
+    and gathering and exchanging take 0 seconds."""
     log_every: Annotated[Count | None, PER_RANK] = None
-    """Steps from one line for people in the log of rank 0 to the next; None: no lines."""
+    """Log a readable line for one step in this many, on rank 0; None: no lines."""
     log_window: Annotated[tuple[int, int] | None, Needs("log_every"), PER_RANK] = None
-    """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
+    """(start, stop): log only the steps start..stop-1, counted from 0 over all epochs; None: log all steps."""
     log_loads: Annotated[bool, Needs("log_every"), PER_RANK] = False
-    """Whether these lines have the loads of all ranks."""
+    """Add the loads of all ranks to the lines of `log_every`."""
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Return the config of these options by name, such as those of a TOML, JSON or YAML file.
+        """Return a config with options by name, for example from a TOML, JSON or YAML file.
 
         Raises:
             ConfigError: an option or a setting of the cost is unknown, missing or of the wrong type, or no cost has

@@ -62,7 +62,7 @@ def check_loss_key(loss_key: LossKey | None, jagged_keys: Collection[tuple[str, 
 def host(default: Any = dataclasses.MISSING, *, in_schema: bool = False) -> Any:
     """Declare a field that stays on the host: metadata of the batch, not one of its tensors.
 
-    One that is `in_schema` is hashable and the same in all batches of all ranks, which compare it.
+    A field that is `in_schema` is hashable and equal in all batches of all ranks, which compare it.
     """
     return field(default=default, metadata={"host": True, "in_schema": in_schema})
 
@@ -121,8 +121,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     world_loss_tokens: int | None = host(None)
     """Loss tokens of all ranks in this step, or in all that `training.accumulate` joins; None before a Balancer."""
     world_task_tokens: Tensor | None = host(None)
-    """The same for each task, or sums of weights: [tasks], on the device that trains, from `training.accumulate`; None:
-    each loss token counts for all tasks."""
+    """Loss tokens of each task, or sums of their weights, from `training.accumulate`: [tasks], on the device that
+    trains; None: each loss token counts for all tasks."""
     dp_size: int | None = host(None)
     """Ranks over which the loss tokens are counted; None before a Balancer."""
     plan_hash: int | None = host(None)
@@ -276,9 +276,9 @@ class SequenceBatch(JaggedBatch):
         return self.float_labels if self.labels is None else self.labels
 
     def loss_key(self) -> LossKey | None:
-        """Return the key of known labels where some may be missing, else that of all that are predicted.
+        """Return the key of known labels if some may be missing, else the key of everything that is predicted.
 
-        These are labels, else labels of floats, else item ids, each predicted from the one before.
+        Labels are predicted, else labels of floats, else item ids, each from its predecessor.
         """
         if self.known is not None:
             return LossKey("known", "known")

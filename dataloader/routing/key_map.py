@@ -93,7 +93,7 @@ class KeyMap(Settings):
         return self.mode == "continuous"
 
     def describe(self) -> dict[str, Any]:
-        """Return the description that checkpoints have of it: plain values that JSON can hold."""
+        """Return the description of the map in checkpoints: plain values that JSON can hold."""
         known: dict[str, Any] = {"mode": self.mode, "num_embeddings": self.num_embeddings}
         if self.mode == "roundrobin":
             known["world_size"] = self.world_size

@@ -54,7 +54,7 @@ def check_dist_type(
         key_maps: of this job.
         source: of the entry, for messages, such as "the checkpoint".
         notify: whether to log, to the logger `evenrank`, that there is no entry; one rank is enough.
-        may_grow: whether tables may have got further rows, behind which `continuous` keys keep theirs.
+        may_grow: whether tables may have more rows than in the checkpoint; `continuous` keys keep their rows.
 
     Raises:
         StateError: a feature has another map, or the entry is damaged.

@@ -114,7 +114,7 @@ class EpochPositions(HasRankInvariants):
         return self._current.next.epoch
 
     def begin_at(self, epoch: int) -> None:
-        """Make the next iteration that of another epoch: each has its order and its drawn negatives, or its window."""
+        """Make the next iteration another epoch, with its own order and drawn negatives, or its window of time."""
         self._current.start_epoch(epoch)
 
     def peek(self, n: int = 3, *, max_events: int = 10) -> list[dict[str, Any]]:

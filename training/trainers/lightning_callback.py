@@ -15,7 +15,8 @@ class ElasticResume(Callback):
     """Trains each sample of an epoch once, also after resuming, on any number of ranks: `Trainer(callbacks=[...])`.
 
     Lightning counts the batches of an epoch itself, takes all epochs to be as long as the first, does not load a state
-    that the loader had at an epoch's end, and saves the one after the batch fetched last. This corrects all four.
+    that the loader had at an epoch's end, and saves the one after the batch fetched last. The callback corrects all
+    four.
 
     Raises:
         ConfigError: in `fit`, there are several training loaders.
@@ -24,7 +25,7 @@ class ElasticResume(Callback):
     _trained: Any = None  # the position after the batch trained last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a mark, for whose lack Lightning warns where the job resumes without this callback."""
+        """Return a mark, so that Lightning warns if the job resumes without this callback."""
         return {"version": 1}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

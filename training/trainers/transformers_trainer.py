@@ -111,8 +111,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc]
     over the loss tokens of all ranks, also with `gradient_accumulation_steps`. Training resumes at every checkpoint, on
     any number of ranks with the same global batch size, if the loader's state is that of all ranks, as evenrank's is.
 
-    `eval_dataset` is one too, or a dict of them, also of streams or without balance: each evaluation is of the epoch
-    that is the loader's next one, and its loss the mean over the loss tokens of all ranks.
+    `eval_dataset` is a loader too, or a dict of loaders, also of streams or without balance. Each evaluation takes the
+    next epoch of its loader, and its loss is the mean over the loss tokens of all ranks.
 
     Raises:
         TypeError: in `train`, the loader has no length, such as one of streams.
@@ -138,7 +138,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc]
         return DataLoader(_Inputs(self.train_dataset, self.args), batch_size=None)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[dict[str, Any]]:
-        """Return the inputs of evaluation; those of a loader, nobody may divide among ranks again."""
+        """Return the inputs of evaluation; neither the Trainer nor Accelerate may divide a loader among ranks again."""
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         given = self.eval_dataset[given] if isinstance(given, str) else given
         if self._is_loader(given):

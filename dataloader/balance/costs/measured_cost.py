@@ -57,7 +57,7 @@ class MeasuredCost(TokenCost):
     steps: NonNegative
     """Number of steps that were fitted."""
     r2: Annotated[float, Bounds(at_least=0, at_most=1)]
-    """Fraction of the variance of their times that the fit explains, outliers excluded."""
+    """Fraction of the variance of step times that the fit explains, outliers excluded."""
 
     def _check(self) -> None:
         if not self.linear and not self.quadratic:
@@ -137,7 +137,7 @@ class MeasuredCost(TokenCost):
             squares: sum of their squared tokens, which is sum(p) without candidates.
             seconds: see `fit`.
             max_tokens: see `fit`.
-            min_r2: an `r2` that the fit has at least. Of balanced steps it is low, because they vary little.
+            min_r2: the least `r2` to accept. It is low for balanced steps, because they vary little.
             counted: see `fit`: how tokens were counted.
 
         Raises:

@@ -190,7 +190,7 @@ class SelfAttentionCost(LayerCost):
 @register_cost("linear")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearCost(TokenCost):
-    """The tokens of a sample: of models without attention, or whose attention takes little time."""
+    """The number of tokens of a sample, for models without attention, or whose attention takes little time."""
 
     def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of tokens, of the same shape."""
@@ -208,11 +208,11 @@ def counted_tokens(cost: object) -> dict[str, Any] | None:
 @register_cost("padded")
 @dataclass(frozen=True, slots=True)
 class PaddedCost(Settings):
-    """Cost of models that pad the samples of a rank to the longest: each of its rows costs as much as the longest one.
+    """Cost of models that pad the samples of a rank to the longest: each row costs as much as the longest sample.
 
     A rank with B rows whose longest has s tokens costs B a s + B b s^2, where `row` gives a s + b s^2 to a sample of s
-    tokens alone. Who trains on a sample makes no difference, because the longest one of a step sets its time on any
-    rank. `BalanceConfig(window=k)` gives each step samples of similar cost instead.
+    tokens alone. The rank that trains on a sample makes no difference, because the longest sample of a step sets its
+    time on any rank. `BalanceConfig(window=k)` gives each step samples of similar cost instead.
     """
 
     row: TokenCost

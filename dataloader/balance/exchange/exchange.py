@@ -46,7 +46,7 @@ State = Literal["started", "launched", "finished"]
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A step between `start` and `finish`: its fields are filled as it goes. Buffers are uint8."""
+    """A step between `Balancer.start` and `Balancer.finish`, which fill its fields. Buffers are uint8."""
 
     loaded: JaggedBatch | None
     """This rank's batch before balancing, on the CPU, until it is finished; None once the rank has no more."""

@@ -22,13 +22,13 @@ _EVEN: Final = 0.001  # a lower bound this close to the mean load leaves nobody 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """One step, the same on every rank except for the times. W is the number of ranks, B the rows of each."""
+    """Metrics of one step, equal on every rank except for times. W is the number of ranks, B the rows of each."""
 
     epoch: int
     step: int
     """Number of the step within the iteration."""
     is_balanced: bool = True
-    """False in steps that stay as they were loaded, for comparison (`BalanceConfig.compare_every`)."""
+    """False in steps that `BalanceConfig.compare_every` leaves unbalanced for comparison."""
     before: NDArray[np.int64]
     """[W]: load of each rank before balancing: the cost of the samples that it loaded."""
     after: NDArray[np.int64]
@@ -38,15 +38,15 @@ class StepMetrics:
     rank_tokens: NDArray[np.int64]
     """[W]: tokens that each rank trains on; see `cost.count_tokens`. With a PaddedCost, padding included."""
     rank_squares: NDArray[np.float64]
-    """[W]: the same of the squared tokens of each sample."""
+    """[W]: sum of the squared tokens of the samples that each rank trains on."""
     loaded_tokens: NDArray[np.int64]
-    """[B]: tokens of the samples that rank 0 loaded, a part of the data like any other; 0 for padding."""
+    """[B]: tokens of the samples that rank 0 loaded, as a sample of the data; 0 for padding."""
     longest: int
     """Tokens of the most expensive sample."""
     samples: int
-    """Samples of all ranks, as are the next five."""
+    """Samples of all ranks; the next five fields also count all ranks."""
     moved_samples: int
-    """Samples that are trained on another rank than the one that loaded them."""
+    """Samples that another rank trains on than loaded them."""
     tokens: int
     moved_tokens: int
     sample_bytes: int
@@ -57,13 +57,13 @@ class StepMetrics:
     plan_seconds: float = 0.0
     """Time to plan the step, on this rank, in the background."""
     exchange_seconds: float = 0.0
-    """Time to pack, wait for the collective and unpack, on this rank's training thread; on a GPU, to enqueue these."""
+    """Time to pack, wait for the collective and unpack on this rank's training thread; on a GPU, to enqueue that."""
     waited_seconds: float = 0.0
     """Time that this rank's training thread waited for a plan that was not ready."""
     compute_seconds: NDArray[np.float64] | None = None
-    """[W]: measured time of each rank until it waits for the others; None without a `training.StepTimer`."""
+    """[W]: measured time that each rank computes before it waits for others; None without a `training.StepTimer`."""
     wait_seconds: NDArray[np.float64] | None = None
-    """[W]: measured time from then to the end of that wait."""
+    """[W]: measured time that each rank waits for others."""
 
     @property
     def ratio_before(self) -> float:
@@ -77,7 +77,7 @@ class StepMetrics:
 
     @property
     def lasts_one_sample(self) -> bool:
-        """Whether one sample sets the time of the step: it costs more than an equal share, so other ranks wait."""
+        """Whether the step lasts as long as its longest sample, which costs more than an equal share."""
         mean = float(self.after.sum(dtype=np.float64)) / len(self.after)
         return self.lower_bound > max(math.ceil(mean), (1 + _EVEN) * mean)
 
@@ -145,29 +145,29 @@ def _mean(*weights: str, default: float = 0.0) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsSummary:
-    """One or more steps in a few numbers, which are means over the steps if nothing else is said.
+    """One or more steps in a few numbers: means over the steps unless a field says otherwise.
 
-    Steps that were left unbalanced for comparison count as `compared_steps` alone. Where all steps together have no
-    samples, no tokens or no cost, a share is 0 and a ratio 1.
+    Steps that were left unbalanced for comparison count only as `compared_steps`. Without samples, tokens or cost, a
+    share is 0 and a ratio 1.
     """
 
     steps: int = 0
-    """Balanced steps, all in one."""
+    """Number of balanced steps."""
     heaviest_before: float = _mean()
-    """Load of the heaviest rank of the step, as is the next one."""
+    """Load of the heaviest rank before balancing; `heaviest_after`: after balancing."""
     heaviest_after: float = _mean()
     mean_before: float = _mean()
-    """Mean load of the ranks of the step, as is the next one. It only changes where samples are padded."""
+    """Mean load of the ranks before balancing; `mean_after` differs only if samples are padded."""
     mean_after: float = _mean()
     ratio_before: float = _mean(default=1.0)
     ratio_after: float = _mean(default=1.0)
     worst_after: float = 1.0
     """Heaviest load over the lower bound after balancing, maximum over steps."""
     one_sample: float = _mean()
-    """Share of the steps whose time is set by one sample; see `StepMetrics.lasts_one_sample`."""
+    """Share of steps that last as long as their longest sample; see `StepMetrics.lasts_one_sample`."""
     longest: float = _mean()
     moved_samples: float = _mean("steps", "samples")
-    """Share of the samples that moved; `moved_tokens` is that of the tokens."""
+    """Share of the samples that moved; `moved_tokens`: share of the tokens."""
     moved_tokens: float = _mean("steps", "tokens")
     moved_bytes: float = _mean()
     samples: float = _mean()
@@ -182,15 +182,15 @@ class MetricsSummary:
     step_seconds: float = _mean("measured_steps")
     """Measured time of a step."""
     idle_seconds: float = _mean("measured_steps")
-    """Measured time that a rank waits for the slowest one in a step, mean over ranks."""
+    """Measured time that a rank waits for the slowest rank of a step, mean over ranks."""
     compared_steps: int = 0
-    """Unbalanced steps with measured times; `compared_step_seconds` and `compared_idle_seconds` are theirs."""
+    """Unbalanced steps with measured times, for `compared_step_seconds` and `compared_idle_seconds`."""
     compared_step_seconds: float = _mean("compared_steps")
     compared_idle_seconds: float = _mean("compared_steps")
 
     @property
     def idle_before(self) -> float:
-        """Share of rank time spent waiting for the heaviest rank of each step, before balancing, by the cost model."""
+        """Predicted share of rank time spent waiting for the heaviest rank of each step, before balancing."""
         return 1 - self.mean_before / self.heaviest_before if self.heaviest_before else 0.0
 
     @property
@@ -200,7 +200,7 @@ class MetricsSummary:
 
     @property
     def speedup(self) -> float:
-        """Total of the heaviest loads before balancing over that after, by the cost model."""
+        """Predicted speed-up: the sum of the heaviest loads before balancing over their sum after it."""
         return self.heaviest_before / self.heaviest_after if self.heaviest_after else 1.0
 
     @property
@@ -210,7 +210,7 @@ class MetricsSummary:
 
     @property
     def measured_idle_after(self) -> float:
-        """See `measured_idle_before`; in the balanced steps."""
+        """Share of rank time spent waiting for the slowest rank, measured in the balanced steps."""
         return self.idle_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property

@@ -33,7 +33,7 @@ _log = logging.getLogger("evenrank")
 
 @runtime_checkable
 class BeginsRun(Protocol):
-    """An `on_step` that is told the options of the run before its first step; optional."""
+    """An `on_step` that receives the options of the run before its first step; optional."""
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take the options of the balance, and of the loader as `data`; values can be of any type."""
@@ -107,14 +107,14 @@ class JsonLines(Writer):
     """Writes one line of JSON per record to a file of its own; `evenrank metrics FILE` shows it.
 
     The first line is the run, see `log`. A line takes about 1 kB, 60 bytes more for each rank, and 5 for each
-    row of a batch. Each is passed to the operating system at once, so a job that is killed loses none. If the file
-    exists, it is another run's, and this one's gets a number: log-2.jsonl for log.jsonl. Missing parent folders are
-    created.
+    row of a batch. Each line is passed to the operating system at once, so a killed job loses none. If the file exists,
+    it belongs to another run, and this run gets a file with a number: log-2.jsonl for log.jsonl. Missing parent folders
+    are created.
 
     Args:
         path: of the file; the attribute `path` has the number.
-        every: steps of a record: those since the last one.
-        options: what to say of the run, besides the options of the balance: any values that JSON can express.
+        every: number of steps that a record summarizes.
+        options: further options to record with the run: any values that JSON can express.
 
     Raises:
         ConfigError: `every` is below 1.
@@ -176,7 +176,7 @@ class JsonLines(Writer):
 class Scalars(Writer):
     """Passes the numbers that people look at, named `balance/...`, to a function, such as that of a tracker.
 
-    It counts steps from 1, so a resumed job should log them as another run.
+    Steps are counted from 1, so a resumed job should log another run.
 
     Args:
         log: called with the numbers by name and the steps that this writer has seen.
