@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import evenrank as package
+from evenrank.cli.inspect_dataset import inspect_command
+from evenrank.cli.main import run_command
 from evenrank.cli.options import costs_by_name
 from evenrank.dataloader.balance import STRATEGIES
 from evenrank.datasets import open_store
@@ -94,6 +96,15 @@ def test_help_and_version_are_printed_by_every_command(evenrank: Evenrank, monke
     for shown in ("--out FOLDER ", "--split RULE ", "--user-column COLUMN ", "--columns COLUMN,... ", "--users COUNT "):
         assert f"  {shown}" in helps["preprocess"]
     assert "evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m" in helps["preprocess"]
+
+
+def test_a_script_of_one_command_has_its_options_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["inspect_data.py", "--help"])
+    with pytest.raises(SystemExit):
+        run_command(inspect_command)
+    assert re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.M) == ["--html", "--json", "--help"]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,9 @@ def test_what_would_help_is_simulated_with_the_same_fixed_time(here: Path, evenr
     run = evenrank("simulate", "lengths.npy", *common, "--step-ms", 100, "--fixed-ms", 40)
     assert run.returncode == 0, run.stderr
     assert "100% of the steps last as long as their longest sample" in run.stdout
-    assert "has 600 tokens on average. Settings that would help (lpt-swap)" in run.stdout  # an item and an action per event
+    assert (
+        "has 600 tokens on average. Settings that would help (lpt-swap)" in run.stdout
+    )  # an item and an action per event
     table = [line.split() for line in run.stdout[run.stdout.index("instead") :].splitlines()]
     rows = {" ".join(row[:-2]): row[-2:] for row in table if len(row) > 2}
     assert rows["as above"] == ["20.0%", "1.00x"]
