@@ -1,1 +1,1 @@
-"""The training benchmark of `scripts/bench/train.py`: what balancing buys, end to end."""
+"""The training benchmark: from experiments in TOML to a row for each run."""

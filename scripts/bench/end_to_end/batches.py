@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +18,15 @@ from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Distribution, Uniform, Zipf, parse_distribution
 from evenrank.datasets.order import Order, RowOrder, Samples
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID
+from local_ranks import gather
 from trainer.world import World
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 _SAMPLES_OF_EPOCH = sys.maxsize // 2  # which nobody reaches
+_HALVINGS = 32  # of an interval: what is left is far less than the half event by which lengths are rounded
+_MAX_POWER = 16.0
 
 
 def draw_data(workload: Workload, lengths: Distribution, num_tasks: int) -> RandomData:
@@ -40,17 +43,16 @@ class Source:
     """This rank's loaders, all over the same N batches.
 
     Args:
-        workload: of the table.
-        lengths: distribution of the events of a sample, as `parse_distribution` takes it.
+        workload: of the run.
         config: of the batches.
         world: the ranks of the run.
     """
 
-    def __init__(self, workload: Workload, lengths: str, config: LoaderConfig, world: World) -> None:
+    def __init__(self, workload: Workload, config: LoaderConfig, world: World) -> None:
         self._workload = workload
         self._config = config
         self._world = world
-        self._lengths = parse_distribution(lengths)
+        self._lengths = parse_distribution(workload.lengths)
         self._once = self._loader(self._lengths, workload.num_batches)
 
     def endless(self) -> RandomBatches[SequenceBatch]:
@@ -105,9 +107,7 @@ class Source:
             one = np.ones_like(events)
             return cost({USER_ID: one, ITEM_ID: events, ACTION: events}, np.zeros_like(events))
 
-        mine = np.stack([feature_lengths(batch)[ITEM_ID] for batch in self._once])
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
+        gathered = gather(np.stack([feature_lengths(batch)[ITEM_ID] for batch in self._once]))
         # Ranks that divide heads have the same batches; those of their first one stand for all.
         all_lengths = np.stack(gathered[:: dist.get_world_size() // self._world.data_size])
         events = [
@@ -168,22 +168,10 @@ def feature_lengths(batch: SequenceBatch) -> dict[str, Ints]:
     return dict(zip(batch.features.keys(), lengths, strict=True))
 
 
-def tokens_of(batch: SequenceBatch) -> Ints:
-    """Return the tokens of each row of a batch: int64 [rows]."""
-    total: Ints = np.sum(list(feature_lengths(batch).values()), axis=0)
-    return total
-
-
 def load_of(batch: SequenceBatch, cost: Callable[..., Ints]) -> int:
     """Return the cost of a batch's samples."""
     lengths = feature_lengths(batch)
     return int(cost(lengths, np.zeros_like(lengths[ITEM_ID])).sum())
-
-
-Floats = NDArray[np.float64]
-
-_HALVINGS = 32  # of an interval: what is left is far less than the half event by which lengths are rounded
-_MAX_POWER = 16.0
 
 
 def even_lengths(lengths: Ints, num_ranks: int, cost: Callable[[Ints], Ints], *, max_length: int) -> Ints:

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from end_to_end.batches import load_of, tokens_of
+from end_to_end.batches import load_of
 from end_to_end.experiments import Workload
-from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Segment, Work
+from end_to_end.summary import EVEN, LIVE, PREPARED, Segment, Work
 from evenrank.dataloader import SequenceBatch
-from evenrank.dataloader.balance import Cost, StepMetrics
+from evenrank.dataloader.balance import Cost
 from evenrank.training import StepTimer
 from evenrank.training import Work as BatchWork
 from evenrank.training.step_timer import Clock
+from local_ranks import gather
 from trainer.pipelines import Pipeline, run_pipeline
 
 Batches = AbstractContextManager[Iterable[SequenceBatch]]
@@ -35,7 +36,7 @@ class StepClock:
     """
 
     def __init__(self, encoder: nn.Module, dense: nn.Module, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._clock = Clock(device)
         self._reference: Any = None
         self._embeddings: Tensor | None = None  # of the current batch
@@ -59,7 +60,7 @@ class StepClock:
             self.timer.restart()
         self._clock.wait()
         # It ends on all ranks at the same moment, to within some microseconds.
-        dist.all_reduce(torch.zeros(1, device=self._device))
+        dist.all_reduce(torch.zeros(1, device=self.device))
         self._reference = self._clock.mark()
         self._points, self._steps = [self._reference], []
 
@@ -93,33 +94,14 @@ def prepare(batches: Batches, device: torch.device) -> list[SequenceBatch]:
         return [batch.to(device) for batch in opened]
 
 
-def balance_of(steps: Iterable[StepMetrics]) -> Balance:
-    """Return what balancing did to the batches, given the metrics of each."""
-
-    def column(name: str) -> Any:
-        return np.array([getattr(step, name) for step in steps])
-
-    names = ("before", "after", "lower_bound", "samples", "moved_samples", "tokens", "moved_tokens", "moved_bytes")
-    times = {name: column(name) for name in ("plan_seconds", "gather_seconds")}
-    return Balance(**{name: column(name) for name in names}, **times)
-
-
 def describe(batches: Iterable[SequenceBatch], work: Callable[[SequenceBatch], BatchWork], cost: Cost) -> Work:
     """Return what batches give each rank to do. Collective."""
-    counts, loads, sample_tokens = [], [], []
+    rows = []
     for batch in batches:
         of_batch = work(batch)
-        counts.append([int(count) for count in (of_batch.tokens, of_batch.pairs, of_batch.predictions)])
-        loads.append(load_of(batch, cost))
-        sample_tokens.append(tokens_of(batch))
-    tokens, pairs, predictions = np.moveaxis(gather(np.array(counts)), 2, 0)
-    return Work(
-        tokens=tokens,
-        pairs=pairs,
-        predictions=predictions,
-        loads=gather(np.array(loads)),
-        sample_tokens=gather(np.array(sample_tokens)),
-    )
+        counts = [int(count) for count in (of_batch.tokens, of_batch.pairs, of_batch.predictions)]
+        rows.append([*counts, load_of(batch, cost)])
+    return Work(*np.moveaxis(np.array(gather(rows)), 2, 0))
 
 
 def measure(
@@ -130,7 +112,6 @@ def measure(
     live: Iterable[SequenceBatch],
     prepared: list[SequenceBatch],
     even: list[SequenceBatch],
-    on_warm: Callable[[], None],
     timer: StepTimer | None = None,
 ) -> tuple[Segment, ...]:
     """Train, and return the segments of all rounds. Collective.
@@ -142,7 +123,6 @@ def measure(
         live: balances the batches while they are trained, one after the other, again and again.
         prepared: the same batches, balanced beforehand.
         even: perfectly even batches.
-        on_warm: called after the warm-up.
         timer: measures live steps.
     """
     endless = {
@@ -154,7 +134,8 @@ def measure(
     # cuBLAS chooses others, for new numbers of tokens; allocators ask the driver for memory.
     for kind, batches in endless.items():
         train(pipeline, clock, islice(batches, workload.warmup_steps), timer if kind == LIVE else None)
-    on_warm()
+    if clock.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(clock.device)
     # Whatever is there now stays; garbage collection would look at all of it time and again, on another rank each time.
     gc.collect()
     gc.freeze()
@@ -170,7 +151,7 @@ def measure(
                     kind=kind,
                     round=number,
                     batch=trained[workload.skipped_steps :] % workload.num_batches,
-                    marks=gather(marks[workload.skipped_steps :]),
+                    marks=np.stack(gather(marks[workload.skipped_steps :])),
                 )
             )
     gc.unfreeze()
@@ -193,17 +174,6 @@ def train(
     return np.array(trained), clock.read()
 
 
-def gather(mine: Any) -> Any:
-    """Return the arrays of all ranks, of the same shape, in one: [W, ...]. Collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return np.stack(gathered)
-
-
-def peak_memory(device: torch.device) -> tuple[Any, Any]:
-    """Return the most bytes that each rank has allocated and reserved: int64 [W] each. Collective."""
-    mine = np.zeros(2, dtype=np.int64)
-    if device.type == "cuda":
-        mine[:] = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    allocated, reserved = gather(mine).T
-    return allocated, reserved
+def peak_gib(device: torch.device) -> float | None:
+    """Return the most memory that a rank has allocated while training, of the rank with the most. Collective."""
+    return max(gather(torch.cuda.max_memory_allocated(device))) / 2**30 if device.type == "cuda" else None

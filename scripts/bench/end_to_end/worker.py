@@ -1,40 +1,19 @@
-"""Runs on one rank, one after the other: `torchrun --nproc_per_node N scripts/bench/end_to_end/worker.py TASK.json...`.
-
-The runner starts processes for each run, so that none ends with another. Several to one start save half a minute each.
-"""
+"""`measure_run`: one run of the training benchmark on one rank."""
 
 import dataclasses
-import datetime
-import faulthandler
-import gc
-import os
-import signal
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import torch
-import torch.cuda.nccl
 import torch.distributed as dist
-import torchrec
-from torch.cuda import nccl
 
-import evenrank
+import report
 from end_to_end.batches import Source
-from end_to_end.cost_fit import fit_cost
-from end_to_end.experiments import Workload
-from end_to_end.measure import Batches, StepClock, balance_of, describe, measure, peak_memory, prepare, train
-from end_to_end.results import RunResult
-from end_to_end.tasks import WorkerTask, new_result
-from evenrank.cli import console
-from evenrank.core.errors import ConfigError, EvenrankError
+from end_to_end.experiments import Run, Workload
+from end_to_end.measure import Batches, StepClock, describe, measure, peak_gib, prepare, train
+from end_to_end.summary import Row, summarize
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
@@ -47,37 +26,27 @@ from trainer.job import quiet, set_precision
 from trainer.parallel import distribute
 from trainer.pipelines import Pipeline, make_pipeline
 from trainer.tasks import ranking
-from trainer.world import World, divide, join_world
+from trainer.world import World, divide
 
 _REFITS = 4  # before a run with `refit_every` is measured: the first of them has few times
 
 
-def main(tasks: Sequence[WorkerTask]) -> None:
-    """Measure runs, and write their results on rank 0."""
+def measure_run(device: torch.device, run: Run, path: Path) -> None:
+    """Measure a run on the ranks of the default process group; rank 0 writes its row. Collective."""
     quiet()
-    with join_world() as world:
-        for task in tasks:
-            result = measured(task, divide(world, task.run.settings.tensor_parallel))
-            if world.rank == 0:
-                result.save(task.result)
-            dist.barrier()  # the next one may read the result, for its cost
-            gc.collect()  # what the models of this one still refer to, in cycles
-            torch.cuda.empty_cache()
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    row = measured(run, divide(world, run.settings.tensor_parallel))
+    if world.rank == 0:
+        report.write(path, [row | {"conditions": run.conditions, "machine": report.machine()}])
 
 
-def measured(task: WorkerTask, world: World) -> RunResult:
-    """Return the result of a run. Collective: every rank must call this.
-
-    Raises:
-        ConfigError: torchrun has started another number of processes than the task says.
-    """
-    if world.size != task.gpus:
-        raise ConfigError(f"the task is for {task.gpus} processes, not {world.size}; start so many with torchrun")
-    config, workload, device = task.run.settings, task.workload, world.device
+def measured(run: Run, world: World) -> Row:
+    """Return the row of a run. Collective."""
+    config, workload, device = run.settings, run.workload, world.device
     torch.manual_seed(config.seed)  # for equal weights on all ranks
     learns = ranking(config, _manifest(workload, config), world)
     assert isinstance(learns.cost, HSTUCost)
-    cost: TokenCost = learns.cost if task.cost_result is None else fit_cost(RunResult.load(task.cost_result))
+    cost: TokenCost = learns.cost
     set_precision(learns.dense, config, device)
     clock = StepClock(learns.dense.encoder, learns.dense, device)  # type: ignore[arg-type]
     parallel = distribute(learns.model, config, world)
@@ -89,14 +58,12 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         loss=lambda output, batch: clock.watch(scale_loss(output[0], batch).sum()),
     )
     read = learns.read(
-        batch_size=config.batch_size,
-        max_history_length=config.max_history_length,
-        seed=workload.seed,
+        batch_size=config.batch_size, max_history_length=config.max_history_length, seed=workload.seed
     )
     assert isinstance(read, LoaderConfig)
-    source = Source(workload, task.distribution, read, world)
+    source = Source(workload, read, world)
 
-    def balanced(cost: TokenCost, *, endless: bool, on_step: Callable[[StepMetrics], None] | None = None) -> Batches:
+    def balanced(*, endless: bool, on_step: Callable[[StepMetrics], None] | None = None) -> Batches:
         way = balance_config(config, cost=cost, on_step=on_step)
         if not endless:
             way = dataclasses.replace(way, refit_every=None)  # of batches that are not trained
@@ -109,40 +76,29 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         return StepTimer(device=device, every=max(refit_every // 4, 1), group=world.data)
 
     if config.refit_every is not None:
-        # As a job that begins with the cost of the model. What it comes to also balances the prepared and even batches.
-        with new_timer(config.refit_every) as timer, balanced(cost, endless=True, on_step=timer) as live:
+        # As a job that begins with the cost of the model. The cost that it comes to also balances prepared and even
+        # batches.
+        with new_timer(config.refit_every) as timer, balanced(endless=True, on_step=timer) as live:
             train(pipeline, clock, islice(iter(live), _REFITS * config.refit_every), timer)
         cost = timer.cost or cost
     steps: list[StepMetrics] = []
-    prepared = prepare(balanced(cost, endless=False, on_step=steps.append), device)
+    prepared = prepare(balanced(endless=False, on_step=steps.append), device)
     as_drawn = BalanceConfig(cost=cost, strategy="none")
     even = prepare(Balancer(source.even(cost), as_drawn, device=device, group=world.data), device)
-    result = dataclasses.replace(
-        new_result(task, _environment(device)),
-        peak_flops=_peak_flops(config, device),
-        flops={
-            name: 3 * getattr(learns.flops, name)  # the backward pass takes twice as many
-            for name in ("per_token", "per_pair", "per_prediction")
-        },
-        cost={"name": type(cost).__name__, **dataclasses.asdict(cost)},
-        balanced=describe(prepared, learns.work, cost),
-        even=describe(even, learns.work, cost),
-        balance=balance_of(steps),
-    )
     of_live = None if config.refit_every is None else new_timer(config.refit_every)
-    with balanced(cost, endless=True, on_step=of_live) as live:
-        segments = measure(
-            pipeline,
-            clock,
-            workload,
-            live=live,
-            prepared=prepared,
-            even=even,
-            on_warm=partial(_reset_peak_memory, device),
-            timer=of_live,
-        )
-    allocated, reserved = peak_memory(device)
-    return dataclasses.replace(result, segments=segments, peak_allocated=allocated, peak_reserved=reserved)
+    with balanced(endless=True, on_step=of_live) as live:
+        segments = measure(pipeline, clock, workload, live=live, prepared=prepared, even=even, timer=of_live)
+    figures = summarize(
+        segments,
+        describe(prepared, learns.work, cost),
+        steps,
+        # The backward pass takes twice as many.
+        flops={name: 3 * getattr(learns.flops, name) for name in ("per_token", "per_pair", "per_prediction")},
+        peak_flops=_peak_flops(config, device),
+        data_ranks=world.data_size,
+    )
+    named = {"lengths": run.lengths, "run": run.name, "gpus": run.gpus, "cost": type(cost).__name__}
+    return named | figures | {"peak_gib": peak_gib(device)}
 
 
 def _manifest(workload: Workload, config: TrainConfig) -> Manifest:
@@ -151,40 +107,7 @@ def _manifest(workload: Workload, config: TrainConfig) -> Manifest:
     return Manifest(dataset="random", vocabulary_sizes=sizes)
 
 
-def _reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def _peak_flops(config: TrainConfig, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return device_peaks(device).flops(torch.bfloat16 if config.uses_bf16("cuda") else torch.float32)
-
-
-def _environment(device: torch.device) -> dict[str, Any]:
-    """Return what the run was made on and with."""
-    is_cuda = device.type == "cuda"
-    return {
-        "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
-        "host_cpus": os.cpu_count(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if is_cuda else None,
-        "nccl": ".".join(map(str, nccl.version())) if is_cuda else None,
-        "torchrec": torchrec.__version__,
-        "evenrank": evenrank.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-if __name__ == "__main__":
-    # The runner sends it to a run that takes too long; then each rank says where it is.
-    faulthandler.register(signal.SIGTERM, chain=True)
-    if len(sys.argv) < 2:
-        raise ConfigError("usage: worker.py TASK.json..., under torchrun")
-    try:
-        main([WorkerTask.load(Path(path)) for path in sys.argv[1:]])
-    except EvenrankError as error:  # the runner finds this line in the log
-        console.print_error(str(error))
-        sys.exit(2)
