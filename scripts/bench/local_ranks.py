@@ -4,6 +4,7 @@ import argparse
 import faulthandler
 import gc
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -35,13 +36,13 @@ class LocalRanks:
     log: Path | None = None
     """File of the output of all processes; None: that of this process."""
 
-    def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call function(device, *arguments) in each process, which form the default process group.
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call function(device, *arguments) in each process of a default process group, and return what rank 0 returns.
 
         Collectives of CPU tensors use Gloo, those of CUDA tensors NCCL.
 
         Args:
-            function: to call; importable.
+            function: to call; importable. Its result is picklable.
             arguments: its further arguments, pickled.
 
         Raises:
@@ -49,8 +50,9 @@ class LocalRanks:
         """
         os.environ["OMP_NUM_THREADS"] = str(self.omp_threads)  # libraries read it when they are loaded
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (self, f"file://{folder}/store", function, arguments)
+            arguments = (self, Path(folder), function, arguments)
             multiprocessing.spawn(_run, arguments, nprocs=self.count)  # type: ignore[attr-defined,no-untyped-call]
+            return pickle.loads((Path(folder) / "result").read_bytes())
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +87,7 @@ def gather(mine: Any) -> list[Any]:
 
 
 def _run(
-    rank: int, ranks: LocalRanks, store: str, function: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int, ranks: LocalRanks, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     if ranks.log is not None:
         file = os.open(ranks.log, os.O_WRONLY | os.O_APPEND)
@@ -101,12 +103,15 @@ def _run(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks.count), "LOCAL_WORLD_SIZE": str(ranks.count)}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks.count, timeout=TIMEOUT)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks.count, timeout=TIMEOUT)
     try:
-        function(device, *arguments)
+        result = function(device, *arguments)
     except Exception:
         traceback.print_exc()  # of every rank, where the caller is told of one
         raise
+    if rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    del result
     gc.collect()  # DistributedDataParallel refers to the process group, in cycles
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

@@ -8,23 +8,22 @@ step uses the batch, waits for the device, and 10 ms for the background, so that
 In flight are the steps that are started and not yet handed out: `lookahead` of them while a batch is trained. The plain
 loop moves the same, already balanced batches with .to(device) from pinned memory.
 
-Prints one JSON line per row, from rank 0, then a table. MB are those of PyTorch's allocator on the rank with the most:
+MB are those of PyTorch's allocator on the rank with the highest peak:
 
-    batch_mb                 tensors of a balanced batch, mean
-    held_mb                  torch.cuda.memory_allocated while the loop trains one batch, the maximum over steps
-    peak_mb                  torch.cuda.max_memory_allocated: the loop still holds a batch when it takes the next one
-    active_mb                peak of the blocks in use, which has freed ones that a stream may still read
-    plain_...                the same of the plain loop
-    held_x, peak_x, active_x     difference from the plain loop, in batches
-    ..._per_step             the same per step in flight
+    batch_mb            tensors of a balanced batch, mean
+    held_mb             torch.cuda.memory_allocated while the loop trains one batch, the maximum over steps
+    peak_mb             torch.cuda.max_memory_allocated: the loop still holds a batch when it takes the next one
+    active_mb           peak of the blocks in use, which has freed ones that a stream may still read
+    plain_...           the same of the plain loop
+    ..._per_step        difference from the plain loop per step in flight, in batches
 """
 
 import argparse
 import gc
 import itertools
-import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,8 @@ from evenrank.dataloader import JaggedBatch, LoaderConfig
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Uniform
-from local_ranks import TIMEOUT, add_options, run_ranks
-from rendering import markdown_tables
+from local_ranks import TIMEOUT, add_options, gather, ranks_of
+from report import Row, emit, machine, show
 
 SHAPES = ((32, 4096), (512, 512))  # samples, mean length
 LOOKAHEADS = (1, 2)
@@ -99,52 +98,36 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def measure(device: torch.device, steps: int) -> None:
-    """Print the rows of all shapes on rank 0; on every rank."""
+def measure(device: torch.device, steps: int) -> list[Row]:
+    """Return the rows of all shapes. Collective."""
     rows = []
     for batch_size, mean in SHAPES:
         loaded = batches_of(batch_size, mean, steps + WARMUP_STEPS)
 
         def balancer(lookahead: int, loaded: RandomBatches[Any] = loaded) -> Balancer[Any]:
-            config = BalanceConfig(cost=COST, lookahead=lookahead, timeout=TIMEOUT)
-            return Balancer(loaded, config, device=device)
+            return Balancer(loaded, BalanceConfig(cost=COST, lookahead=lookahead, timeout=TIMEOUT), device=device)
 
         with balancer(1) as batches:
             balanced = [batch.to("cpu").pin_memory() for batch in batches]
-        sizes = [num_bytes(batch) for batch in itertools.islice(balanced, WARMUP_STEPS, None)]
+        size = fmean(map(num_bytes, itertools.islice(balanced, WARMUP_STEPS, None)))
         plain = memory_of((batch.to(device, non_blocking=True) for batch in balanced), allocated())
         for lookahead in LOOKAHEADS:
             before = allocated()
             with balancer(lookahead) as batches:
                 taken = memory_of(batches, before)
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, (sum(sizes) / len(sizes), plain, taken))
-            row = {"samples": batch_size, "mean_length": mean, "lookahead": lookahead, "ranks": len(of_ranks)}
-            rows.append(row | {"device": torch.cuda.get_device_name(device)} | summarize(of_ranks, lookahead))
-    if dist.get_rank() == 0:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        print(f"\n{table(rows)}", end="", flush=True)
+            shape = {"samples": batch_size, "mean_length": mean, "lookahead": lookahead, "ranks": dist.get_world_size()}
+            rows.append(shape | summarize(gather((size, plain, taken)), lookahead))
+    return rows
 
 
-def summarize(of_ranks: Sequence[tuple[float, Memory, Memory]], lookahead: int) -> dict[str, Any]:
-    """Return the numbers of a row, given each rank's bytes of a batch, and of the plain loop and the Balancer's."""
+def summarize(of_ranks: Sequence[tuple[float, Memory, Memory]], lookahead: int) -> Row:
+    """Return the numbers of a row, given each rank's bytes of a batch, of the plain loop and of the Balancer's."""
     batch, plain, taken = max(of_ranks, key=lambda of_rank: of_rank[2].peak)
-    row: dict[str, Any] = {"batch_mb": round(batch / 1e6, 3)}
+    row: Row = {"batch_mb": round(batch / 1e6, 3)}
     for name, own, other in zip(Memory._fields, taken, plain, strict=True):
         row |= {f"{name}_mb": round(own / 1e6, 3), f"plain_{name}_mb": round(other / 1e6, 3)}
-        row |= {f"{name}_x": round((own - other) / batch, 2)}
-        row |= {f"{name}_x_per_step": round((own - other) / batch / lookahead, 2)}
+        row |= {f"{name}_per_step": round((own - other) / batch / lookahead, 2)}
     return row
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a table."""
-    columns = {"samples": "samples", "mean_length": "mean length", "lookahead": "lookahead", "batch_mb": "batch, MB"}
-    for name in Memory._fields:
-        columns |= {f"{name}_mb": f"{name}, MB", f"plain_{name}_mb": "plain, MB", f"{name}_x": "more, batches"}
-        columns |= {f"{name}_x_per_step": "per step in flight"}
-    return markdown_tables.table(list(columns.values()), [[str(row[name]) for name in columns] for row in rows])
 
 
 def main() -> None:
@@ -154,10 +137,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each row")
     options = parser.parse_args()
     if options.device == "cpu":
-        parser.exit(2, "memory.py measures the memory of GPUs, and runs on a host where PyTorch finds a CUDA device\n")
+        parser.error("this benchmark measures the memory of GPUs, and PyTorch finds none; run it on a host with a GPU")
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
-    run_ranks(parser, options, measure, options.steps)
+    emit(machine())
+    show([emit(row) for row in ranks_of(parser, options).run(measure, options.steps)])
 
 
 if __name__ == "__main__":

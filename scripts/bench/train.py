@@ -26,7 +26,6 @@ _COLUMNS = (
     "lengths run gpus cost steps step_ms step_p95_ms x_unbalanced live_over_even prepared_over_even exposed_percent "
     "exposed_with_stalls_percent exposed_ms idle_percent mfu_percent load_before load_after moved_tokens_percent peak_gib failure"
 ).split()
-_OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 def train(
@@ -116,17 +115,18 @@ def _measure(run: Run, path: Path, *, device: str, gpus: int, seconds: float) ->
     log, started = path.with_suffix(".log"), time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(log, "")
+    ranks = LocalRanks(device=device, count=run.gpus, seconds=seconds, log=log)
     try:
-        LocalRanks(device=device, count=run.gpus, seconds=seconds, log=log).run(measure_run, run, path)
+        row: report.Row = ranks.run(measure_run, run)
     except ProcessException as error:
         reason = str(error).strip().splitlines()[-1]
-        if _OUT_OF_MEMORY in log.read_text(errors="replace"):
+        if "OutOfMemoryError" in log.read_text(errors="replace"):
             reason = "out of memory"
         elif time.monotonic() - started > seconds:
             reason = f"took longer than the limit of {seconds / 60:g} minutes"
-        named = {"lengths": run.lengths, "run": run.name, "gpus": run.gpus, "failure": reason}
-        report.write(path, [named | {"conditions": run.conditions, "machine": report.machine()}])
-    (row,) = report.read([path])
+        row = {"lengths": run.lengths, "run": run.name, "gpus": run.gpus, "failure": reason}
+        row |= {"conditions": run.conditions, "machine": report.machine()}
+    report.write(path, [row])
     return row
 
 

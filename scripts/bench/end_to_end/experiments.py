@@ -1,21 +1,13 @@
-"""`Run`: what the training benchmark measures, from a TOML file in which each run adds settings to another.
+"""`Run`: what the training benchmark measures, from a TOML file.
 
-    [workload]                  what all runs train on: fields of Workload
+    [workload]              what all runs train on: fields of Workload
     steps = 1000
-    [workload.lengths]          distributions of lengths, as `parse_distribution` takes them; all runs use each
+    [lengths]               distributions of lengths, as `parse_distribution` takes them; all runs use each
     lognormal = "lognormal:mean=512,std=512,high=4096"
-    [settings]                  of all runs: fields of TrainConfig
+    [settings]              of all runs: fields of TrainConfig, and `gpus`, `item_rows`, `user_rows`
     hidden = 1024
-
-    [[run]]
-    name = "unbalanced"         the first run adds to none
-    settings.balance = "none"
-
-    [[run]]
-    name = "lpt-swap"
-    adds_to = "unbalanced"      default: the run before it in the file; "none": it starts anew
-    item_rows = 1_000           rows of tables, and `gpus`, can be of a run
-    settings.balance = "all-to-all"
+    [run]                   the settings of each run besides
+    unbalanced = { balance = "none" }
 """
 
 import dataclasses
@@ -30,7 +22,7 @@ from evenrank.core.rules import Bounds, Count, NonNegative
 from evenrank.core.settings import Settings, check_keys
 from trainer.config import TrainConfig
 
-_RUN_KEYS = ("name", "adds_to", "gpus", "item_rows", "user_rows", "settings")
+_ROWS = ("item_rows", "user_rows")
 _NOT_MEASURED = ("data", "out")  # settings of a job that no run uses
 
 
@@ -65,8 +57,7 @@ class Workload(Settings):
     def _check(self) -> None:
         if self.steps < self.rounds:
             raise ConfigError(f"steps must be at least rounds, got steps={self.steps} and rounds={self.rounds}")
-        # Imported here, because `--help` does not need Numba.
-        from evenrank.datasets.distributions import parse_distribution
+        from evenrank.datasets.distributions import parse_distribution  # needs Numba, which `--help` does not
 
         parse_distribution(self.lengths)
 
@@ -91,20 +82,16 @@ class Run(Settings):
     @property
     def conditions(self) -> dict[str, Any]:
         """All that the figures of the run depend on but the machine, as JSON can have it."""
-        settings = {name: value for name, value in self.all_settings.items() if name not in _NOT_MEASURED}
+        settings = dataclasses.asdict(self.settings)
+        settings = {name: value for name, value in settings.items() if name not in _NOT_MEASURED}
         return {"gpus": self.gpus, "workload": dataclasses.asdict(self.workload), "settings": settings}
-
-    @property
-    def all_settings(self) -> dict[str, Any]:
-        """Settings by name."""
-        return dataclasses.asdict(self.settings)
 
     def path(self, out: Path) -> Path:
         """Return where the row of the run is kept."""
-        return out / slug(self.lengths) / f"{slug(self.name)}.json"
+        return out / _slug(self.lengths) / f"{_slug(self.name)}.json"
 
 
-def slug(name: str) -> str:
+def _slug(name: str) -> str:
     """Return a name as part of a file name."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
@@ -135,50 +122,25 @@ def read_runs(
         raise ConfigError(f"{path} cannot be read: {error.strerror}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    place = "the file"
     try:
-        check_keys("the file", content, ("workload", "settings", "run"))
-        workload = {**content.get("workload", {}), **(changed or {})}
-        distributions = workload.pop("lengths", {})
-        tables = _chained(content.get("run", []), content.get("settings", {}))
-        for option, names, known in (("--only", only, tables), ("--lengths", lengths, distributions)):
-            if unknown := [name for name in names if name not in known]:
-                raise ConfigError(f"{option} {unknown[0]!r} is not in the file; known are {', '.join(known)}")
-        return [
-            _run(table, {**workload, "lengths": text}, lengths_name, gpus)
-            for lengths_name, text in distributions.items()
-            for name, table in tables.items()
-            if (not only or name in only) and (not lengths or lengths_name in lengths)
-        ]
+        check_keys(place, content, ("workload", "lengths", "settings", "run"))
+        of_file = {name: content.get(name, {}) for name in ("workload", "lengths", "settings", "run")}
+        for option, names, table in (("--only", only, "run"), ("--lengths", lengths, "lengths")):
+            if unknown := [name for name in names if name not in of_file[table]]:
+                raise ConfigError(f"{option} {unknown[0]!r} is not in the file; known are {', '.join(of_file[table])}")
+        runs = []
+        for lengths_name, text in of_file["lengths"].items():
+            for name, own in of_file["run"].items():
+                place = f"run {name!r}"
+                settings, workload = {**of_file["settings"], **own}, {**of_file["workload"], **(changed or {})}
+                workload |= {key: settings.pop(key) for key in _ROWS if key in settings}
+                processes = settings.pop("gpus", gpus)
+                for record, table in ((TrainConfig, settings), (Workload, workload)):
+                    check_keys(place, table, [field.name for field in dataclasses.fields(record)])
+                run = {"workload": Workload(**workload, lengths=text), "settings": TrainConfig(**settings)}
+                if (not only or name in only) and (not lengths or lengths_name in lengths):
+                    runs.append(Run(name=name, lengths=lengths_name, gpus=processes, **run))
     except EvenrankError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _chained(tables: list[dict[str, Any]], common: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the tables of runs by name, with the keys of the runs that they add to."""
-    found: dict[str, dict[str, Any]] = {}
-    for number, table in enumerate(tables, 1):
-        check_keys(f"run {number}", table, _RUN_KEYS)
-        name, before = table.get("name", ""), table.get("adds_to", next(reversed(found), "none"))
-        if not slug(name) or slug(name) in map(slug, found):
-            raise ConfigError(f"run {number}: name must be text that no run before it has, got {name!r}")
-        if before != "none" and before not in found:
-            raise ConfigError(f"run {name!r}: adds_to must be 'none' or a run before it, got {before!r}")
-        base = {"settings": common} if before == "none" else found[before]
-        found[name] = {**base, **table, "settings": {**base["settings"], **table.get("settings", {})}}
-    return found
-
-
-def _run(table: Mapping[str, Any], workload: dict[str, Any], lengths: str, gpus: int) -> Run:
-    rows = {key: table[key] for key in ("item_rows", "user_rows") if key in table}
-    try:
-        check_keys("[workload]", workload, [field.name for field in dataclasses.fields(Workload)])
-        check_keys("settings", table["settings"], [field.name for field in dataclasses.fields(TrainConfig)])
-        return Run(
-            name=table["name"],
-            lengths=lengths,
-            gpus=table.get("gpus", gpus),
-            workload=Workload(**{**workload, **rows}),
-            settings=TrainConfig(**table["settings"]),
-        )
-    except EvenrankError as error:
-        raise ConfigError(f"run {table['name']!r}: {error}") from error
+        raise ConfigError(f"{path}: {place}: {error}") from error
+    return runs

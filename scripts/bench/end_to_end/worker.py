@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,13 +30,12 @@ from trainer.world import World, divide
 _REFITS = 4  # before a run with `refit_every` is measured: the first of them has few times
 
 
-def measure_run(device: torch.device, run: Run, path: Path) -> None:
-    """Measure a run on the ranks of the default process group; rank 0 writes its row. Collective."""
+def measure_run(device: torch.device, run: Run) -> Row:
+    """Return the row of a run on the ranks of the default process group. Collective."""
     quiet()
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     row = measured(run, divide(world, run.settings.tensor_parallel))
-    if world.rank == 0:
-        report.write(path, [row | {"conditions": run.conditions, "machine": report.machine()}])
+    return row | {"conditions": run.conditions, "machine": report.machine()}
 
 
 def measured(run: Run, world: World) -> Row:
