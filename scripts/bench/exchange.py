@@ -1,7 +1,7 @@
 """Compare the exchange with a naive one, and with one raw all-to-all of the same bytes.
 
-    .venv/bin/python scripts/bench/exchange.py [--batch-sizes 32,128,512]              on all GPUs of the host, over NCCL
-    .venv/bin/python scripts/bench/exchange.py --device cpu --batch-sizes 32 --steps 20 --exposed-steps 20
+    .venv/bin/python scripts/bench/exchange.py [--batch-sizes 32,128,512]     on all GPUs of the host, over NCCL
+    .venv/bin/python scripts/bench/exchange.py --device cpu --batch-sizes 32 --steps 20
 
 Batches have the int64 keys user, user_age, item_id, action and a label of item_id's length, with lognormal lengths
 (mean 512, std 512, at most 4096). Times are milliseconds of a step from packing to the finished batch; plans are made
@@ -12,17 +12,14 @@ before. They are the median over steps on the slowest rank, for each of 5 rounds
     all_to_all_ms, all_gather_ms    the two exchanges of this package
     naive_ms          per field: all-gather lengths, read them back, all-gather values, select rows
     raw_ms            one all-to-all of the bytes that `all-to-all` sends; x_raw, x_naive: all-to-all relative to these
-    exposed_percent   by which a step gets longer with the exchange on a side stream: matrix products and an all-reduce
-                      of 64 MB, as of gradients, in turns with runs over the same batches, balanced before
 """
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +30,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, HSTUCost
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
@@ -41,33 +38,25 @@ from evenrank.dataloader.balance.exchange.layout import Layout
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, members_of
 from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.balance.step_planner import StepPlanner
-from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
-from local_ranks import TIMEOUT, add_options, gather, ranks_of
+from local_ranks import TIMEOUT, add_options, gather, meet, ranks_of, synchronize
 from report import Row, emit, machine, show
 
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=False)
 TOLERANCE = 0.01
 ROUNDS = 5
-WARMUP_STEPS = 10  # before the clock starts
 DATA = RandomData(
     lengths=Lognormal(mean=512, std=512),
     contextual={"user": Uniform(high=1_000_000), "user_age": Uniform(high=99)},
 )
 
 
-def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
-    """Return this rank's batches, with the actions as labels."""
-    config = LoaderConfig(batch_size=batch_size, max_history_length=4096, max_num_candidates=0, num_tasks=1)
-    return RandomBatches(config, DATA, num_batches=steps, rank=dist.get_rank(), world_size=dist.get_world_size())
-
-
 class PlannedBatch(NamedTuple):
     """What a Balancer knows of a step before its exchange."""
 
     batch: SequenceBatch
-    schema: BatchSchema
+    schema: Any
     rank_of: NDArray[np.int32]
     lengths: NDArray[np.int64]
     layout: Layout  # of the all-to-all
@@ -94,7 +83,9 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[PlannedBatch]
         is_measured=True,
         costs=CostSchedule(COST),
     )
-    for batch in batches_of(batch_size, steps):
+    loader = LoaderConfig(batch_size=batch_size, max_history_length=4096, max_num_candidates=0, num_tasks=1)
+    ranks: Any = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    for batch in RandomBatches[SequenceBatch](loader, DATA, num_batches=steps, **ranks):
         planner.plan([Handle(batch)])
     group.close()
     return planned
@@ -104,18 +95,10 @@ class UploadOnce:
     """An exchange device that uploads each host buffer once, so that later launches are timed without the upload."""
 
     def __init__(self, device: ExchangeDevice) -> None:
-        self._device = device
-        self._uploaded: dict[int, Tensor] = {}
+        self._device, self.upload = device, cache(device.upload)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
-
-    def upload(self, host_buffer: Tensor) -> Tensor:
-        """Return the buffer on the device, uploaded if it has not been."""
-        address = host_buffer.data_ptr()
-        if address not in self._uploaded:
-            self._uploaded[address] = self._device.upload(host_buffer)
-        return self._uploaded[address]
 
 
 class PreparedExchange:
@@ -175,22 +158,10 @@ def median_ms(run: Callable[[int], Any], steps: int, device: torch.device) -> fl
         run(step)
         synchronize(device)
         seconds.append(time.perf_counter() - started)
-    return 1e3 * max(gather(statistics.median(seconds[steps // 4 :])))
+    return 1e3 * float(max(gather(statistics.median(seconds[steps // 4 :]))))
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def meet(device: torch.device) -> None:
-    """Wait for the device and for all ranks."""
-    synchronize(device)
-    dist.all_reduce(torch.zeros(1))  # of CPU tensors, over Gloo
-
-
-def time_exchange(batch_size: int, steps: int, strategy: str, device: torch.device) -> Row:
+def time_exchange(device: torch.device, batch_size: int, steps: int, strategy: str) -> Row:
     """Time all variants on the same planned steps. Collective."""
     exchange_device = make_device(device)
     group = FailFastGroup(members_of(None, TIMEOUT), "exchange", TIMEOUT, backend=exchange_device.backend)
@@ -234,63 +205,6 @@ def time_exchange(batch_size: int, steps: int, strategy: str, device: torch.devi
     return row
 
 
-def time_exposed(batch_size: int, steps: int, strategy: str, device: torch.device) -> Row:
-    """Alternate runs with and without the exchange, over the same balanced batches. Collective."""
-    gradients_group: Any = dist.new_group(backend=make_device(device).backend)
-    is_cuda = device.type == "cuda"
-    side, dtype = (8192, torch.bfloat16) if is_cuda else (256, torch.float32)
-    weight = torch.randn(side, side, device=device, dtype=dtype)
-    gradients = torch.zeros(side * 4096, device=device, dtype=dtype)
-    loaded = [batch.pin_memory() if is_cuda else batch for batch in batches_of(batch_size, 16)]
-    config = BalanceConfig(cost=COST, strategy=strategy, tolerance=TOLERANCE, timeout=TIMEOUT)
-
-    def numbered() -> Iterator[SequenceBatch]:
-        for number, batch in enumerate(itertools.islice(itertools.cycle(loaded), steps + WARMUP_STEPS)):
-            batch.step = number
-            yield batch
-
-    def seconds_of(batches: Iterable[SequenceBatch]) -> float:
-        started = 0.0
-        for number, batch in enumerate(batches):
-            if number == WARMUP_STEPS:  # the first steps of an epoch wait for their plans
-                meet(device)
-                started = time.perf_counter()
-            batch.features.values().sum()
-            for _ in range(8):  # the same work for every batch, so that only the exchange differs
-                torch.mm(weight, weight)
-            dist.all_reduce(gradients, group=gradients_group)
-        synchronize(device)
-        return (time.perf_counter() - started) / steps
-
-    with Balancer(loaded, config, device=device) as balancer:
-        balanced = list(balancer)
-    ratios, without = [], []
-    for number in range(1 + ROUNDS):
-        found = {}
-        for way in (True, False) if number % 2 else (False, True):
-            with contextlib.ExitStack() as stack:
-                batches: Iterable[SequenceBatch] = itertools.islice(itertools.cycle(balanced), steps + WARMUP_STEPS)
-                if way:
-                    batches = stack.enter_context(Balancer(numbered(), config, device=device))
-                found[way] = max(gather(seconds_of(batches)))
-        ratios.append(round(100 * (found[True] / found[False] - 1), 3))
-        without.append(round(1e3 * found[False], 3))
-    dist.destroy_process_group(gradients_group)
-    return {"step_ms": without[1:], "exposed_percent": ratios[1:]}
-
-
-def measure(device: torch.device, options: argparse.Namespace) -> list[Row]:
-    """Return a row for each strategy and batch size. Collective."""
-    rows = []
-    for strategy in options.strategies.split(","):
-        for batch_size in map(int, options.batch_sizes.split(",")):
-            row = time_exchange(batch_size, options.steps, strategy, device)
-            if options.exposed_steps:
-                row |= time_exposed(batch_size, options.exposed_steps, strategy, device)
-            rows.append(emit(row) if dist.get_rank() == 0 else row)
-    return rows
-
-
 def main() -> None:
     """Print a row for each strategy and batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -298,13 +212,13 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="32,128,512", help="samples per rank, comma-separated")
     parser.add_argument("--strategies", default="lpt-swap,min-move", help="comma-separated")
     parser.add_argument("--steps", type=int, default=60, help="steps of each round")
-    parser.add_argument("--exposed-steps", type=int, default=200, help="0 skips that measurement")
     options = parser.parse_args()
     if unknown := [name for name in options.strategies.split(",") if name not in STRATEGIES]:
         parser.error(f"no strategy is called {unknown[0]!r}; known are {', '.join(STRATEGIES)}")
     ranks = ranks_of(parser, options)
     emit(machine())
-    show(ranks.run(measure, options))
+    settings = itertools.product(options.strategies.split(","), map(int, options.batch_sizes.split(",")))
+    show([emit(ranks.run(time_exchange, size, options.steps, strategy)) for strategy, size in settings])
 
 
 if __name__ == "__main__":

@@ -39,9 +39,8 @@ import torch.distributed as dist
 from evenrank.dataloader import JaggedBatch, LoaderConfig, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.random_batches import RandomBatches, RandomData, draw_samples
-from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Lognormal, Uniform
-from local_ranks import TIMEOUT, add_options, gather, ranks_of
+from local_ranks import TIMEOUT, add_options, gather, meet, ranks_of
 from report import Row, emit, machine, show
 
 BATCH_SIZE, MAX_LENGTH = 32, 4096
@@ -65,12 +64,12 @@ class Rank:
     """A rank, and what its batches are made of."""
 
     device: torch.device
-    rank: int
-    world_size: int
     num_batches: int
     """Batches that a source has to have."""
     close: contextlib.ExitStack
     """Closes the sources."""
+    rank: int = dataclasses.field(default_factory=dist.get_rank)
+    world_size: int = dataclasses.field(default_factory=dist.get_world_size)
 
     @property
     def config(self) -> LoaderConfig:
@@ -80,12 +79,8 @@ class Rank:
 
     def made_before(self) -> RandomBatches[Any]:
         """Return batches on the host that are made now."""
-        counts = {"num_batches": self.num_batches, "num_distinct": _DISTINCT}
+        counts: Any = {"num_batches": self.num_batches, "num_distinct": _DISTINCT}
         return RandomBatches(self.config, DATA, **counts, rank=self.rank, world_size=self.world_size)
-
-    def store(self) -> SequenceStore:
-        """Return samples, the same on all ranks."""
-        return draw_samples(DATA, np.random.default_rng(0), _STORED_SAMPLES, min_length=1, split="train")
 
 
 def prepared(rank: Rank) -> Batches:
@@ -97,7 +92,8 @@ def prepared(rank: Rank) -> Batches:
 def loaded(rank: Rank, balance: BalanceConfig | None) -> Batches:
     """Return the batches of `build_loader`, epoch after epoch."""
     config = dataclasses.replace(rank.config, device=rank.device)
-    loader = build_loader(rank.store(), config, rank=rank.rank, world_size=rank.world_size, balance=balance)
+    store = draw_samples(DATA, np.random.default_rng(0), _STORED_SAMPLES, min_length=1, split="train")
+    loader = build_loader(store, config, rank=rank.rank, world_size=rank.world_size, balance=balance)
     while True:
         yield from loader
 
@@ -130,16 +126,14 @@ class Trainer:
     """The training thread of a rank."""
 
     def __init__(self, device: torch.device, launches: int) -> None:
-        self._device = device
-        self._launches = launches
-        self._tiny = torch.zeros(1, device=device)
-        self._gradients = torch.zeros(_GRADIENTS, device=device)
+        self._device, self._launches = device, launches
+        self._tiny, self._gradients = torch.zeros(1, device=device), torch.zeros(_GRADIENTS, device=device)
 
     def train(self, batches: Batches, steps: int) -> Turn:
         """Train on batches, after steps that are not measured."""
         for _ in range(WARMUP_STEPS):
             self._step(next(batches))
-        self._meet()
+        meet(self._device)
         ms, taking_ms = [], []
         process, own, last = time.process_time_ns(), time.thread_time_ns(), time.perf_counter()
         for _ in range(steps):
@@ -151,7 +145,7 @@ class Trainer:
             ms.append(1e3 * (now - last))
             last = now
         own, process = time.thread_time_ns() - own, time.process_time_ns() - process
-        self._meet()
+        meet(self._device)
         return Turn(ms, taking_ms, 1e-6 * own / steps, 1e-6 * (process - own) / steps)
 
     def _step(self, batch: JaggedBatch) -> None:
@@ -162,24 +156,13 @@ class Trainer:
             tiny.add_(1.0)
         dist.all_reduce(self._gradients)
 
-    def _meet(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        dist.all_reduce(torch.zeros(1))
-
 
 def measure(device: torch.device, names: Sequence[str], steps: int, launches: int) -> list[Row]:
     """Train on all sources in turns, and return their rows. Collective."""
     num_turns = -(-steps // STEPS_OF_TURN)
     measured: dict[str, list[Turn]] = {name: [] for name in names}
     with contextlib.ExitStack() as close:
-        rank = Rank(
-            device=device,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            num_batches=steps + (num_turns + 1) * WARMUP_STEPS,
-            close=close,
-        )
+        rank = Rank(device=device, num_batches=steps + (num_turns + 1) * WARMUP_STEPS, close=close)
         sources = {name: SOURCES[name](rank) for name in names}
         trainer = Trainer(device, launches)
         for turn in range(num_turns):
@@ -195,13 +178,13 @@ def measure(device: torch.device, names: Sequence[str], steps: int, launches: in
 
 def summarize(of_ranks: Sequence[Sequence[Turn]], of_prepared: Sequence[Sequence[Turn]]) -> Row:
     """Return the row of a source, given the turns of each rank and those of prepared batches."""
-    steps, prepared_steps = (
-        [[ms for turn in turns for ms in turn.ms] for turns in of] for of in (of_ranks, of_prepared)
+    both = of_ranks, of_prepared
+    steps, prepared_steps = ([[ms for turn in turns for ms in turn.ms] for turns in of] for of in both)
+    # Of each turn, on its slowest rank.
+    medians, prepared_medians = (
+        [max(median(one.ms) for one in turns) for turns in zip(*of, strict=True)] for of in both
     )
-    medians, prepared_medians = (  # of each turn, on its slowest rank
-        [max(median(turn.ms) for turn in turns) for turns in zip(*of, strict=True)] for of in (of_ranks, of_prepared)
-    )
-    turns, prepared_turns = ([turn for turns in of for turn in turns] for of in (of_ranks, of_prepared))
+    turns, prepared_turns = ([turn for turns in of for turn in turns] for of in both)
     other_ms = fmean(turn.other_ms for turn in turns)
     return {
         "steps": len(steps[0]),
@@ -210,9 +193,7 @@ def summarize(of_ranks: Sequence[Sequence[Turn]], of_prepared: Sequence[Sequence
         "x_prepared": [round(own / other, 4) for own, other in zip(medians, prepared_medians, strict=True)],
         "x_prepared_mean": round(max(map(fmean, steps)) / max(map(fmean, prepared_steps)), 4),
         "training_cpu_ms": round(fmean(turn.training_ms for turn in turns), 3),
-        "taking_cpu_ms": round(
-            fmean(median(ms for turn in of_rank for ms in turn.taking_ms) for of_rank in of_ranks), 3
-        ),
+        "taking_cpu_ms": round(fmean(median(ms for turn in of for ms in turn.taking_ms) for of in of_ranks), 3),
         "other_cpu_ms": round(other_ms, 3),
         "more_cpu_ms": round(other_ms - fmean(turn.other_ms for turn in prepared_turns), 3),
     }

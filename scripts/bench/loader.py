@@ -9,19 +9,17 @@ Writes a dataset of the size of ml-20m to DIR, unless it exists: lognormal histo
                         plans of 8 and 64 ranks, of which one reads its share
     stream ...          build_stream_loader, from Parquet
     numpy gather        items and actions of each batch gathered from mapped columns, without making batches
-    pandas rows         PyTorch's DataLoader over a data frame of a row per user, whose lists are JSON; a tenth of an epoch
+    pandas rows         PyTorch's DataLoader over a data frame whose rows have JSON lists; a tenth of an epoch
     plain loop          pyarrow: files in random order, the newest events of each row into a buffer of 8,192 rows
 
     samples_per_s              for each run; per_cpu_s: of the CPU time of all threads of the process
     x_pandas, x_gather, x_ours samples_per_s relative to those loaders, for each run
-    first_open_s, open_s       to open the dataset the first time, when columns are unpacked, and later
 """
 
 import argparse
 import itertools
 import json
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -68,7 +66,9 @@ class JsonUsers(Dataset[Sample]):
 
     def __init__(self, store: SequenceStore, num_users: int) -> None:
         spans = [*itertools.pairwise(store.offsets[: num_users + 1].tolist())]
-        lists = {name: [json.dumps(store.columns[name][a:b].tolist()) for a, b in spans] for name in ("item_id", "action")}
+        lists = {
+            name: [json.dumps(store.columns[name][a:b].tolist()) for a, b in spans] for name in ("item_id", "action")
+        }
         self.frame = pd.DataFrame(lists)
 
     def __len__(self) -> int:
@@ -185,12 +185,6 @@ def main() -> None:
     options = parser.parse_args()
     emit(machine())
     path = make_data(options.dir.absolute(), options.users)
-    shutil.rmtree(path / ".cache", ignore_errors=True)
-    times = [time.perf_counter()]
-    for _ in range(2):
-        open_store(path)
-        times.append(time.perf_counter())
-    emit({"first_open_s": round(times[1] - times[0], 3), "open_s": round(times[2] - times[1], 4)})
     loaders = make_loaders(path)
     rates: dict[str, list[float]] = {name: [] for name in loaders}
     cpu_rates: dict[str, list[float]] = {name: [] for name in loaders}

@@ -41,9 +41,7 @@ class LocalRanks:
 
         Collectives of CPU tensors use Gloo, those of CUDA tensors NCCL.
 
-        Args:
-            function: to call; importable. Its result is picklable.
-            arguments: its further arguments, pickled.
+        The function is importable, its arguments and its result are pickled.
 
         Raises:
             torch.multiprocessing.ProcessException: a process has failed; the others are ended.
@@ -67,16 +65,11 @@ def ranks_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Lo
     """Return the ranks of the options of `add_options`; the parser reports mistakes."""
     there = torch.cuda.device_count()
     count = (there if options.device == "cuda" else _CPU_RANKS) if options.ranks is None else options.ranks
-    if options.device == "cuda" and not there:
-        parser.error("--device is cuda, but PyTorch finds no CUDA device on this host; pass --device cpu")
     if count < 1 or (options.device == "cuda" and count > there):
-        limit = f"1 to {there}, the GPUs of this host" if options.device == "cuda" else "at least 1"
-        parser.error(f"--ranks must be {limit}, got {count}")
-    if options.omp_threads < 1:
-        parser.error(f"--omp-threads must be at least 1, got {options.omp_threads}")
-    return LocalRanks(
-        device=options.device, count=count, seconds=options.timeout, omp_threads=options.omp_threads
-    )
+        parser.error(
+            f"--ranks is {count}, this host has {there} GPUs; choose 1 or more, and with --device cuda no more"
+        )
+    return LocalRanks(device=options.device, count=count, seconds=options.timeout, omp_threads=options.omp_threads)
 
 
 def gather(mine: Any) -> list[Any]:
@@ -86,9 +79,19 @@ def gather(mine: Any) -> list[Any]:
     return gathered
 
 
-def _run(
-    rank: int, ranks: LocalRanks, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def meet(device: torch.device) -> None:
+    """Wait for the device and for all ranks. Collective: every rank must call."""
+    synchronize(device)
+    dist.all_reduce(torch.zeros(1))  # of CPU tensors, over Gloo
+
+
+def _run(rank: int, ranks: LocalRanks, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     if ranks.log is not None:
         file = os.open(ranks.log, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)
@@ -103,7 +106,9 @@ def _run(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks.count), "LOCAL_WORLD_SIZE": str(ranks.count)}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks.count, timeout=TIMEOUT)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks.count, timeout=TIMEOUT
+    )
     try:
         result = function(device, *arguments)
     except Exception:

@@ -13,7 +13,6 @@ MB are those of PyTorch's allocator on the rank with the highest peak:
     batch_mb            tensors of a balanced batch, mean
     held_mb             torch.cuda.memory_allocated while the loop trains one batch, the maximum over steps
     peak_mb             torch.cuda.max_memory_allocated: the loop still holds a batch when it takes the next one
-    active_mb           peak of the blocks in use, which has freed ones that a stream may still read
     plain_...           the same of the plain loop
     ..._per_step        difference from the plain loop per step in flight, in batches
 """
@@ -23,47 +22,35 @@ import gc
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import JaggedBatch, LoaderConfig
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.random_batches import RandomBatches
 from evenrank.datasets.distributions import Uniform
+from host import COST, DATA
 from local_ranks import TIMEOUT, add_options, gather, ranks_of
 from report import Row, emit, machine, show
 
 SHAPES = ((32, 4096), (512, 512))  # samples, mean length
-LOOKAHEADS = (1, 2)
-WARMUP_STEPS = 5
-COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=False)
-_PAUSE = 0.01  # seconds
-
-
-class Memory(NamedTuple):
-    """Bytes that were allocated while a loop ran."""
-
-    held: int
-    peak: int
-    active: int
+WARMUP_STEPS, PAUSE_SECONDS = 5, 0.01
+Memory = dict[str, int]
+"""Bytes that were allocated while a loop ran: `held` and `peak`."""
 
 
 def batches_of(batch_size: int, mean: int, steps: int) -> RandomBatches[Any]:
     """Return this rank's batches on the host."""
-    data = RandomData(
-        lengths=Uniform(low=mean // 2, high=mean + mean // 2),
-        items=Uniform(low=0, high=999_999),
-        contextual={"user_age": Uniform(high=99)},
-    )
-    config = LoaderConfig(
-        batch_size=batch_size, max_history_length=2 * mean, num_tasks=1, user_id=True, pin_memory=True
-    )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return RandomBatches(config, data, num_batches=steps, num_distinct=steps, rank=rank, world_size=world_size)
+    data = replace(DATA, lengths=Uniform(low=mean // 2, high=mean + mean // 2))
+    settings: Any = {"batch_size": batch_size, "max_history_length": 2 * mean, "num_tasks": 1, "user_id": True}
+    ranks: Any = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    config = LoaderConfig(**settings, pin_memory=True)
+    return RandomBatches(config, data, num_batches=steps, num_distinct=steps, **ranks)
 
 
 def num_bytes(batch: JaggedBatch) -> int:
@@ -82,13 +69,12 @@ def memory_of(batches: Iterable[JaggedBatch], before: int) -> Memory:
         features: Any = dict(batch.tensors())["features"]
         features.values().sum()
         torch.cuda.synchronize()
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE_SECONDS)
         if step < WARMUP_STEPS:
             torch.cuda.reset_peak_memory_stats()
         else:
             held = max(held, torch.cuda.memory_allocated())
-    active = torch.cuda.memory_stats()["active_bytes.all.peak"]
-    return Memory(held=held - before, peak=torch.cuda.max_memory_allocated() - before, active=active - before)
+    return {"held": held - before, "peak": torch.cuda.max_memory_allocated() - before}
 
 
 def allocated() -> int:
@@ -111,7 +97,7 @@ def measure(device: torch.device, steps: int) -> list[Row]:
             balanced = [batch.to("cpu").pin_memory() for batch in batches]
         size = fmean(map(num_bytes, itertools.islice(balanced, WARMUP_STEPS, None)))
         plain = memory_of((batch.to(device, non_blocking=True) for batch in balanced), allocated())
-        for lookahead in LOOKAHEADS:
+        for lookahead in (1, 2):
             before = allocated()
             with balancer(lookahead) as batches:
                 taken = memory_of(batches, before)
@@ -122,11 +108,11 @@ def measure(device: torch.device, steps: int) -> list[Row]:
 
 def summarize(of_ranks: Sequence[tuple[float, Memory, Memory]], lookahead: int) -> Row:
     """Return the numbers of a row, given each rank's bytes of a batch, of the plain loop and of the Balancer's."""
-    batch, plain, taken = max(of_ranks, key=lambda of_rank: of_rank[2].peak)
+    batch, plain, taken = max(of_ranks, key=lambda of_rank: of_rank[2]["peak"])
     row: Row = {"batch_mb": round(batch / 1e6, 3)}
-    for name, own, other in zip(Memory._fields, taken, plain, strict=True):
-        row |= {f"{name}_mb": round(own / 1e6, 3), f"plain_{name}_mb": round(other / 1e6, 3)}
-        row |= {f"{name}_per_step": round((own - other) / batch / lookahead, 2)}
+    for name, own in taken.items():
+        row |= {f"{name}_mb": round(own / 1e6, 3), f"plain_{name}_mb": round(plain[name] / 1e6, 3)}
+        row |= {f"{name}_per_step": round((own - plain[name]) / batch / lookahead, 2)}
     return row
 
 

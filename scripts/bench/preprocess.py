@@ -1,13 +1,9 @@
 """Benchmark preprocessing next to the bare query in Polars and in DuckDB, over rows and cores.
 
-    .venv/bin/python scripts/bench/preprocess.py [--shape ml-20m|kuairand-1k] [--millions 20,100] [--cores 1,16]
-        [--variants evenrank,polars,duckdb] [--runs 3] [--dir DIR]
+    .venv/bin/python scripts/bench/preprocess.py [--millions 20,100] [--cores 1,16] [--runs 3] [--dir DIR]
+        [--variants evenrank,polars,duckdb]
 
-Shapes, and how many million rows they have unless other numbers are asked for:
-
-    ml-20m         20, of MovieLens-20M: 4 columns, 6,925 users per million, lognormal histories, one CSV file
-    kuairand-1k    11.7, of KuaiRand-1K: 20 columns, 1,000 users, 2 CSV files
-
+The log is one CSV file like MovieLens-20M: 4 columns, 6,925 users per million rows, lognormal histories.
 `preprocess_variants.py` has what is compared. Logs are drawn once and kept in DIR. Each run is a process of its own on
 the first of the cores; numbers of cores and variants take turns, after a run of evenrank that compiles.
 
@@ -26,20 +22,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from preprocess_variants import QUERIES, VARIANTS
+from preprocess_variants import VARIANTS, log_of
 from report import Row, emit, machine, show
 
-MILLIONS = {"ml-20m": 20.0, "kuairand-1k": 11.7}
 COMPARED = [name for name in VARIANTS if name != "draw"]
 
 
-def run(variant: str, shape: str, cores: int, folder: Path, out: str) -> tuple[float, float]:
+def run(variant: str, cores: int, folder: Path, out: str) -> tuple[float, float]:
     """Run a variant in its own process; return its seconds, from the start of Python on, and its peak MiB."""
     script = Path(__file__).with_name("preprocess_variants.py")
-    start, arguments = time.perf_counter(), [variant, shape, str(cores), str(folder), out]
+    start, arguments = time.perf_counter(), [variant, str(cores), str(folder), out]
     process = subprocess.Popen([sys.executable, "-P", str(script), *arguments], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
@@ -49,23 +44,23 @@ def run(variant: str, shape: str, cores: int, folder: Path, out: str) -> tuple[f
 
 
 def compare(
-    shape: str, millions: float, variants: Sequence[str], all_cores: Sequence[int], num_runs: int, folder: Path
+    millions: float, variants: Sequence[str], all_cores: Sequence[int], num_runs: int, folder: Path
 ) -> list[Row]:
     """Run all variants on one log on all numbers of cores, in turns; return a row for each."""
-    folder = folder / shape / f"{millions:g}"
-    if not all((folder / file).exists() for file in QUERIES[shape].files):
-        run("draw", shape, max(all_cores), folder, str(millions))  # in a process: memory of this one would count in others
+    folder = folder / f"{millions:g}"
+    if not log_of(folder).exists():
+        run("draw", max(all_cores), folder, str(millions))  # the memory of this process would count in others
     out, keys = folder / "out", [*itertools.product(variants, all_cores)]
     out.mkdir(exist_ok=True)
-    run("evenrank", shape, max(all_cores), folder, str(out / "evenrank"))  # compiles, and reads files into the page cache
-    runs = [[run(variant, shape, cores, folder, str(out / variant)) for variant, cores in keys] for _ in range(num_runs)]
+    run("evenrank", max(all_cores), folder, str(out / "evenrank"))  # compiles, and reads files into the page cache
+    runs = [[run(variant, cores, folder, str(out / variant)) for variant, cores in keys] for _ in range(num_runs)]
     shutil.rmtree(out)
-    found = dict(zip(keys, zip(*runs, strict=True), strict=True))
-    return [{"shape": shape, "million_rows": millions, **summarize(key, millions, found, min(all_cores))} for key in keys]
+    found = {key: [one[number] for one in runs] for number, key in enumerate(keys)}
+    return [{"million_rows": millions, **summarize(key, millions, found, min(all_cores))} for key in keys]
 
 
 def summarize(
-    key: tuple[str, int], millions: float, runs: dict[tuple[str, int], Sequence[tuple[float, float]]], fewest: int
+    key: tuple[str, int], millions: float, runs: Mapping[tuple[str, int], Sequence[tuple[float, float]]], fewest: int
 ) -> Row:
     """Return the numbers of a variant on a number of cores, given the runs of all variants on all numbers of cores."""
 
@@ -82,13 +77,16 @@ def summarize(
     return row if cores == fewest else row | {"x_fewest_cores": ratios((variant, fewest))}
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Run all variants on logs of all sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     there = len(os.sched_getaffinity(0))
-    parser.add_argument("--shape", choices=QUERIES, default="ml-20m")
-    parser.add_argument("--millions", type=numbers_of(float), metavar="N,...", help="rows of each log")
-    parser.add_argument("--cores", type=numbers_of(int), default=[there], metavar="N,...", help="default: all")
+    parser.add_argument("--millions", type=_numbers, default=[20.0], metavar="N,...", help="rows of each log")
+    parser.add_argument("--cores", type=_numbers, default=[there], metavar="N,...", help="default: all")
     parser.add_argument("--variants", default=",".join(COMPARED), metavar="NAME,...", help=f"of {', '.join(COMPARED)}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=Path("out/bench/preprocess"))
@@ -98,25 +96,14 @@ def main() -> None:
         parser.error(f"--variants must be of {', '.join(COMPARED)}, got {unknown[0]!r}")
     if "duckdb" in variants and not importlib.util.find_spec("duckdb"):
         parser.error("the package duckdb is not installed; run pip install duckdb, or leave it out")
-    if max(options.cores) > there or options.runs < 1:
-        parser.error(f"--cores must be at most {there}, which there are, and --runs at least 1")
+    all_cores = [int(cores) for cores in options.cores]
+    if not 1 <= min(all_cores) <= max(all_cores) <= there or options.runs < 1:
+        parser.error(f"--cores must be 1 to {there}, which there are, and --runs at least 1")
     emit(machine())
     rows, folder = list[Row](), options.dir.absolute()
-    for millions in options.millions or [MILLIONS[options.shape]]:
-        rows += map(emit, compare(options.shape, millions, variants, options.cores, options.runs, folder))
+    for millions in options.millions:
+        rows += map(emit, compare(millions, variants, all_cores, options.runs, folder))
     show(rows)
-
-
-def numbers_of(kind: type[float]) -> Callable[[str], list[float]]:
-    """Return what parses positive numbers that commas separate."""
-
-    def numbers(text: str) -> list[float]:
-        found: list[float] = [*map(kind, text.split(","))]
-        if not min(found) > 0:
-            raise ValueError(text)
-        return found
-
-    return numbers
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ mean and half of their range.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -36,20 +37,13 @@ def machine() -> Row:
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = {name: version for name in _PACKAGES if (version := _version(name))}
+    found = {name: metadata.version(name) for name in _PACKAGES if importlib.util.find_spec(name)}
     row: Row = {"date": time.strftime("%Y-%m-%d"), "evenrank": evenrank.__version__, "commit": commit or None}
     row |= {"processor": processor and processor[1], "cores": len(os.sched_getaffinity(0))}
     row |= {"memory_gib": round(memory / 2**30), "python": platform.python_version(), **found}
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
         row |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
     return row
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def emit(row: Row) -> Row:
@@ -65,7 +59,6 @@ def show(rows: Sequence[Row]) -> None:
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Write rows to a file of JSON lines, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
@@ -77,7 +70,7 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
-    """Return rows as a table in Markdown: all columns in order of appearance, or those named. """
+    """Return rows as a table in Markdown: all columns in order of appearance, or those named."""
     chosen = columns or [*dict.fromkeys(key for row in rows for key in row)]
     cells = [[cell(row.get(name)).replace("|", "\\|") for name in chosen] for row in rows]
     sides = ["---" if any(isinstance(row.get(name), str) for row in rows) else "---:" for name in chosen]
@@ -88,12 +81,12 @@ def cell(value: Any) -> str:
     """Return a value as text: numbers with three or four digits, rounds as their mean ± half of their range."""
     if value is None:
         return "-"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {cell(each)}" for name, each in value.items())
     if isinstance(value, list):
         mean, noise = fmean(value), (max(value) - min(value)) / 2
         return f"{mean:,.{_digits(mean)}f} ± {noise:,.{_digits(mean)}f}"
-    return f"{value:,.{_digits(value)}f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    if isinstance(value, float):
+        return f"{value:,.{_digits(value)}f}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _digits(value: float) -> int:

@@ -3,6 +3,7 @@
 .venv/bin/python scripts/bench/train.py scripts/bench/experiments/hstu.toml
 """
 
+import importlib.util
 import shlex
 import sys
 import time
@@ -12,8 +13,7 @@ from typing import Annotated
 
 import typer
 
-_BENCH = Path(__file__).resolve().parent
-sys.path.insert(0, str(_BENCH.parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import report
 from end_to_end.experiments import Run, read_runs
@@ -22,18 +22,17 @@ from evenrank.cli.main import run_command
 from evenrank.core import files
 from evenrank.core.errors import ConfigError
 
-_COLUMNS = (
-    "lengths run gpus cost steps step_ms step_p95_ms x_unbalanced live_over_even prepared_over_even exposed_percent "
-    "exposed_with_stalls_percent exposed_ms idle_percent mfu_percent load_before load_after moved_tokens_percent peak_gib failure"
-).split()
+HSTU = Path(__file__).resolve().parent / "experiments" / "hstu.toml"
+_HIDDEN = ("conditions", "machine")  # columns, in tables and printed rows
 
 
 def train(
     experiments: Annotated[
         Path, typer.Argument(help="TOML file of runs.", metavar="EXPERIMENTS", show_default="hstu.toml")
-    ] = _BENCH / "experiments" / "hstu.toml",
+    ] = HSTU,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of rows and logs. [default: out/bench/NAME, as EXPERIMENTS is NAME.toml]")
+        Path | None,
+        typer.Option(help="Folder of rows and logs. [default: out/bench/NAME, as EXPERIMENTS is NAME.toml]"),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(help="Processes of a run, each with a GPU. [default: all GPUs of the host]", min=1)
@@ -49,8 +48,6 @@ def train(
         float, typer.Option(help="Minutes of a run; one that takes longer is ended, and has failed.", min=0.01)
     ] = 60,
     rerun: Annotated[bool, typer.Option("--rerun", help="Measure again what has been measured.")] = False,
-    report_only: Annotated[bool, typer.Option("--report-only", help="Measure nothing; write table and plot.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Name the runs; measure and write nothing.")] = False,
 ) -> None:
     """Measure what balancing and other parts of a training job gain, from a table of runs.
 
@@ -68,20 +65,16 @@ def train(
     folder = out or Path("out/bench") / experiments.stem
     given = {"steps": steps, "rounds": rounds, "warmup_steps": warmup_steps}
     changed = {name: value for name, value in given.items() if value is not None}
-    there = 0 if gpus is None and report_only else _count_gpus()
+    there = _count_gpus()
     runs = read_runs(experiments, gpus=gpus or there or 1, changed=changed, only=only or (), lengths=lengths or ())
     rows = []
     for number, run in enumerate(runs, 1):
         path, title = run.path(folder), f"[{number}/{len(runs)}] {run.lengths}: {run.name}, {run.gpus} processes"
-        row = _kept(path, run, rerun=rerun)
-        if dry_run or report_only:
-            print(f"{title}, {'to be measured' if row is None else path}", file=sys.stderr)
-        elif row is None:
+        row = None if rerun else _kept(path, run)
+        if row is None:
             print(f"{title} (log: {path.with_suffix('.log')})", file=sys.stderr, flush=True)
             row = _measure(run, path, device="cuda" if there else "cpu", gpus=there, seconds=60 * time_limit)
-        rows += [row] if row else []
-    if dry_run or not rows:
-        return
+        rows.append(row)
     _report(folder, rows)
     if any(row.get("failure") not in (None, "out of memory") for row in rows):
         raise typer.Exit(1)
@@ -95,19 +88,17 @@ def _count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _kept(path: Path, run: Run, *, rerun: bool) -> report.Row | None:
+def _kept(path: Path, run: Run) -> report.Row | None:
     """Return the row of a run that was measured under these conditions."""
-    if rerun or not path.exists():
-        return None
-    (row,) = report.read([path])
-    return row if row["conditions"] == run.conditions and "failure" not in row else None
+    rows = report.read([path]) if path.exists() else []
+    return next((row for row in rows if row["conditions"] == run.conditions and "failure" not in row), None)
 
 
 def _measure(run: Run, path: Path, *, device: str, gpus: int, seconds: float) -> report.Row:
     # Imported here, because they import torch, which --help and --dry-run do not need.
     from torch.multiprocessing.spawn import ProcessException
 
-    from end_to_end.worker import measure_run
+    from end_to_end.measure import measure_run
     from local_ranks import LocalRanks
 
     if gpus and run.gpus > gpus:
@@ -134,14 +125,16 @@ def _report(folder: Path, measured: Sequence[report.Row]) -> None:
     """Print rows and their table, and write them and a plot to the folder."""
     rows = with_unbalanced(measured)
     for row in rows:
-        report.emit({name: value for name, value in row.items() if name not in ("conditions", "machine")})
-    shown = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
+        report.emit({name: value for name, value in row.items() if name not in _HIDDEN})
+    found = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    shown = [name for name in found if name not in _HIDDEN]
     report.write(folder / "rows.jsonl", rows)
     machine = "".join(f"- {name}: {value}\n" for name, value in rows[-1]["machine"].items())
     command = f"```bash\npython {shlex.join(sys.argv)}\n```\n"
     files.write_text(folder / "report.md", f"{command}\n{machine}\n{report.table(rows, shown)}")
-    report.plot(rows, "live_over_even", ("lengths", "run"), folder / "plot.png")
-    print(f"\n{report.table(rows, shown)}\nwritten to {folder}: rows.jsonl, report.md and plot.png")
+    print(f"\n{report.table(rows, shown)}\nwritten to {folder}: rows.jsonl, report.md and, with matplotlib, plot.png")
+    if importlib.util.find_spec("matplotlib"):
+        report.plot(rows, "live_over_even", ("lengths", "run"), folder / "plot.png")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""The training benchmark: from experiments in TOML to a row for each run."""

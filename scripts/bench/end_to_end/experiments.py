@@ -1,13 +1,13 @@
 """`Run`: what the training benchmark measures, from a TOML file.
 
-    [workload]              what all runs train on: fields of Workload
-    steps = 1000
-    [lengths]               distributions of lengths, as `parse_distribution` takes them; all runs use each
-    lognormal = "lognormal:mean=512,std=512,high=4096"
-    [settings]              of all runs: fields of TrainConfig, and `gpus`, `item_rows`, `user_rows`
-    hidden = 1024
-    [run]                   the settings of each run besides
-    unbalanced = { balance = "none" }
+[workload]              what all runs train on: fields of Workload
+steps = 1000
+[lengths]               distributions of lengths, as `parse_distribution` takes them; all runs use each
+lognormal = "lognormal:mean=512,std=512,high=4096"
+[settings]              of all runs: fields of TrainConfig, and `gpus`, `item_rows`, `user_rows`
+hidden = 1024
+[run]                   the settings of each run besides
+unbalanced = { balance = "none" }
 """
 
 import dataclasses
@@ -36,10 +36,8 @@ class Workload(Settings):
     """Rows of the table of items."""
     user_rows: Count = 50_000_000
     """Rows of the table of users."""
-    item_exponent: Annotated[float, Bounds(at_least=0)] = 1.05
-    """Item ids are drawn from a Zipf distribution with this exponent."""
-    user_exponent: Annotated[float, Bounds(at_least=0)] = 1.05
-    """The same of user ids."""
+    exponent: Annotated[float, Bounds(at_least=0)] = 1.05
+    """Of the Zipf distributions that item and user ids are drawn from."""
     num_batches: Count = 100
     """Batches of a rank, drawn before the clock starts; steps cycle through them. At least three steps of a batch in a
     round are needed for a median that ignores a late one."""
@@ -106,12 +104,8 @@ def read_runs(
 ) -> list[Run]:
     """Read a file of the form above: one distribution after another, with the runs in the order of the file.
 
-    Args:
-        path: of the file.
-        gpus: processes of runs that do not name a number themselves.
-        changed: fields of the workload in place of those of the file.
-        only: names of runs; empty: all.
-        lengths: names of distributions; empty: all.
+    Runs that name no number of processes have `gpus`; `changed` replaces fields of the workload; `only` has names of
+    runs and `lengths` names of distributions, of which none stands for all.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong; the message names the file and the run.
@@ -136,9 +130,9 @@ def read_runs(
                 settings, workload = {**of_file["settings"], **own}, {**of_file["workload"], **(changed or {})}
                 workload |= {key: settings.pop(key) for key in _ROWS if key in settings}
                 processes = settings.pop("gpus", gpus)
-                for record, table in ((TrainConfig, settings), (Workload, workload)):
-                    check_keys(place, table, [field.name for field in dataclasses.fields(record)])
-                run = {"workload": Workload(**workload, lengths=text), "settings": TrainConfig(**settings)}
+                for record, given in ((TrainConfig, settings), (Workload, workload)):
+                    check_keys(place, given, [field.name for field in dataclasses.fields(record)])
+                run: Any = {"workload": Workload(**workload, lengths=text), "settings": TrainConfig(**settings)}
                 if (not only or name in only) and (not lengths or lengths_name in lengths):
                     runs.append(Run(name=name, lengths=lengths_name, gpus=processes, **run))
     except EvenrankError as error:

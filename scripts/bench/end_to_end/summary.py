@@ -88,24 +88,21 @@ def summarize(
         data_ranks: ranks over which samples are balanced: fewer than W if some divide heads.
     """
     gpus = len(work.tokens)
-    batch_flops = sum(flops[f"per_{name}"] * getattr(work, f"{name}s").sum(axis=0) for name in ("token", "pair", "prediction"))
+    batch_flops = sum(
+        flops[f"per_{name}"] * getattr(work, f"{name}s").sum(axis=0) for name in ("token", "pair", "prediction")
+    )
     batch_tokens = work.tokens.sum(axis=0) * data_ranks / gpus
     live = [segment for segment in segments if segment.kind == LIVE]
     seconds = [float(segment.step_ms.sum()) / 1e3 for segment in live]
     tflops = [float(np.sum(batch_flops[one.batch])) / 1e12 / gpus / of for one, of in zip(live, seconds, strict=True)]
-    to_prepared = ratios(segments, LIVE, PREPARED, np.median)
     return {
         "steps": sum(len(segment.batch) for segment in live),
         "step_ms": _rounded(np.median(segment.step_ms) for segment in live),
         "step_p95_ms": round(float(np.percentile(np.concatenate([segment.step_ms for segment in live]), 95)), 3),
         "live_over_even": ratios(segments, LIVE, EVEN, np.median),
         "prepared_over_even": ratios(segments, PREPARED, EVEN, np.median),
-        "exposed_percent": _percent(to_prepared),
+        "exposed_percent": _percent(ratios(segments, LIVE, PREPARED, np.median)),
         "exposed_with_stalls_percent": _percent(ratios(segments, LIVE, PREPARED, np.mean)),
-        "exposed_ms": _rounded(
-            (ratio - 1) * np.mean([*segment.by_batch(np.median).values()])
-            for ratio, segment in zip(to_prepared, (one for one in segments if one.kind == PREPARED), strict=True)
-        ),
         "idle_percent": _rounded(
             100 * np.mean((one.compute_ms.max(axis=0) - one.compute_ms.mean(axis=0)) / one.step_ms) for one in live
         ),
@@ -120,9 +117,7 @@ def summarize(
     }
 
 
-def ratios(
-    segments: Sequence[Segment], kind: str, other: str, statistic: Callable[[Floats], Any]
-) -> list[float]:
+def ratios(segments: Sequence[Segment], kind: str, other: str, statistic: Callable[[Floats], Any]) -> list[float]:
     """Return the step time of a kind of batches over that of another: [rounds]."""
     found = {(segment.kind, segment.round): segment.by_batch(statistic) for segment in segments}
     numbers = sorted({segment.round for segment in segments})

@@ -3,8 +3,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
-
 from attention_timing import (
     CudaTimer,
     Heads,
@@ -16,6 +14,8 @@ from attention_timing import (
     time_passes,
     time_softmax,
 )
+from torch.nn.attention import SDPBackend
+
 from evenrank.core.errors import ConfigError
 from hstu.config import ATTENTIONS
 

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from batch_sources import PREPARED, SOURCES, Rank
+
 from evenrank.dataloader.balance import STRATEGIES
 from tests.ranks import RankPool
 

@@ -1,11 +1,11 @@
 import json
 import sys
 
-import host
 import pytest
-from host import Turn, summarize, table, table_of_threads, turns_of
-
 from batch_sources import PREPARED
+
+import host
+from host import Turn, summarize, table, table_of_threads, turns_of
 from tests.cli.programs import ROOT, run_program
 
 SCRIPT = ROOT / "scripts" / "bench" / "host.py"

@@ -1,9 +1,9 @@
 from pathlib import Path
 from typing import Any
 
+import json_records
 import pytest
 
-import json_records
 from evenrank.core.errors import DataError
 
 KIND = ("a kind", 2)

@@ -2,14 +2,14 @@ import json
 import sys
 from typing import Any
 
-import memory
 import pytest
 import torch
-from memory import Memory, num_bytes, summarize, table
 
+import memory
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Uniform
+from memory import Memory, num_bytes, summarize, table
 from tests.cli.programs import ROOT, run_program
 
 

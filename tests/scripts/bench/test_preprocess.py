@@ -7,8 +7,8 @@ from typing import Any
 
 import polars as pl
 import pytest
-
 from preprocess_logs import make_log
+
 from preprocess_variants import QUERIES, VARIANTS
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "preprocess.py"

@@ -7,12 +7,12 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.testing import assert_allclose
+from rendering.figures import WIDTH, save
 
 from end_to_end.reports import plots
 from end_to_end.reports.columns import make_rows
 from end_to_end.reports.plots import typical_step
 from end_to_end.results import EVEN, LIVE, RunResult
-from rendering.figures import WIDTH, save
 from tests.scripts.bench.end_to_end import made_up
 
 FLOPS = 502_000  # of a made-up batch 0, on both GPUs
