@@ -47,8 +47,7 @@ _PANDAS_SAMPLES = 12_800
 _BUFFER_ROWS, _RECORD_BATCH_ROWS = 8192, 512
 
 Sample = tuple[NDArray[np.integer], NDArray[np.integer]]  # the newest items and actions of a user
-Epoch = Callable[[], int]
-"""Loads an epoch, or part of one, and returns the number of samples."""
+Epoch = Callable[[], int]  # loads an epoch, or part of one, and returns the number of samples
 
 
 def make_data(folder: Path, users: int) -> Path:

@@ -30,13 +30,7 @@ _MAX_POWER = 16.0
 
 
 class Source:
-    """This rank's loaders, all over the same N batches.
-
-    Args:
-        workload: of the run.
-        config: of the batches.
-        world: the ranks of the run.
-    """
+    """This rank's loaders, all over the same N batches."""
 
     def __init__(self, workload: Workload, config: LoaderConfig, world: World) -> None:
         self._workload, self._config, self._world = workload, config, world
