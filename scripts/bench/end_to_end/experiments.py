@@ -116,9 +116,9 @@ def read_runs(
         raise ConfigError(f"{path} cannot be read: {error.strerror}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    place = "the file"
+    check_keys(path, content, ("workload", "lengths", "settings", "run"))
+    place = "the options"
     try:
-        check_keys(place, content, ("workload", "lengths", "settings", "run"))
         of_file = {name: content.get(name, {}) for name in ("workload", "lengths", "settings", "run")}
         for option, names, table in (("--only", only, "run"), ("--lengths", lengths, "lengths")):
             if unknown := [name for name in names if name not in of_file[table]]:
@@ -131,7 +131,7 @@ def read_runs(
                 workload |= {key: settings.pop(key) for key in _ROWS if key in settings}
                 processes = settings.pop("gpus", gpus)
                 for record, given in ((TrainConfig, settings), (Workload, workload)):
-                    check_keys(place, given, [field.name for field in dataclasses.fields(record)])
+                    check_keys("the table", given, [field.name for field in dataclasses.fields(record)])
                 run: Any = {"workload": Workload(**workload, lengths=text), "settings": TrainConfig(**settings)}
                 if (not only or name in only) and (not lengths or lengths_name in lengths):
                     runs.append(Run(name=name, lengths=lengths_name, gpus=processes, **run))

@@ -1,0 +1,240 @@
+"""The benchmarks besides the one of training: what they compare is right, and their rows are of what was measured."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+import attention
+import exchange
+import host
+import loader
+import memory
+import planner
+import preprocess
+import report
+from attention import Heads, time_hstu, time_softmax
+from evenrank.dataloader import LoaderConfig
+from evenrank.dataloader.balance import STRATEGIES
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.datasets.distributions import Uniform
+from host import PREPARED, SOURCES, Turn
+from local_ranks import LocalRanks
+from preprocess_variants import VARIANTS
+from tests.cli.programs import ROOT, run_program
+from tests.ranks import RankPool
+
+HEADS = Heads(num_heads=2, head_dim=8, dtype=torch.float32)
+
+
+def test_strategies_are_compared_on_the_same_draws() -> None:
+    rows = {row["strategy"]: row for row in planner.compare("lognormal", 8, 16, draws=4)}
+    assert list(rows) == list(STRATEGIES)
+    assert rows["none"]["moved"] == 0 < rows["min-move"]["moved"] < rows["lpt-swap"]["moved"]
+    assert 1 <= rows["lpt-swap"]["ratio"] <= rows["min-move"]["ratio"] <= 1.01 < rows["karmarkar-karp"]["ratio"]
+    assert rows["karmarkar-karp"]["ratio"] < rows["none"]["ratio"] <= rows["none"]["worst"]
+    assert rows["karmarkar-karp"]["x_kk"] == 1
+
+
+def _exchange(rank: int, world_size: int) -> report.Row:
+    return exchange.time_exchange(torch.device("cpu"), batch_size=8, steps=4, strategy="lpt-swap")
+
+
+def test_exchanges_and_the_naive_one_give_the_same_batches(ranks: RankPool) -> None:
+    row, _ = ranks.run(2, _exchange)  # which compares them
+    assert (row["ranks"], row["batch_size"]) == (2, 8)
+    assert row["sent_kb"] > 0
+    for name in ("upload", "all_to_all", "all_gather", "naive", "raw"):
+        assert len(row[f"{name}_ms"]) == exchange.ROUNDS
+    assert row["x_raw"][0] == pytest.approx(row["all_to_all_ms"][0] / row["raw_ms"][0], rel=0.01)
+
+
+def _first_batches(rank: int, world_size: int) -> dict[str, tuple[list[str], list[int]]]:
+    found = {}
+    with host.contextlib.ExitStack() as close:
+        this = host.Rank(device=torch.device("cpu"), num_batches=1, close=close)
+        for name, source in SOURCES.items():
+            fields: Any = dict(next(source(this)).tensors())
+            assert fields["labels"].keys() == ["label"]
+            found[name] = sorted(fields["features"].keys()), fields["features"]["item_id"].lengths().tolist()
+    return found
+
+
+def test_all_sources_of_a_training_thread_have_the_same_kind_of_batches(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _first_batches)
+    for name, (keys, lengths) in first.items():
+        assert keys == second[name][0] == ["action", "item_id", "user_age", "user_id"]
+        assert len(lengths) == 32
+        assert 200 < sum(lengths + second[name][1]) / 64 < 1100
+    # Balanced ones have the samples of the step, evenly.
+    assert first[PREPARED][1] == first["none"][1] != first["lpt-swap"][1]
+    for strategy in STRATEGIES:
+        assert sorted(first[strategy][1] + second[strategy][1]) == sorted(first[PREPARED][1] + second[PREPARED][1])
+    for name in ("no exchange", "lpt-swap"):
+        assert sum(first[name][1]) == pytest.approx(sum(second[name][1]), rel=0.2)
+
+
+def _turn(*ms: float, other_ms: float = 0.0) -> Turn:
+    return Turn(ms=list(ms), taking_ms=[each / 10 for each in ms], training_ms=sum(ms) / len(ms), other_ms=other_ms)
+
+
+def test_a_training_thread_is_compared_on_its_slowest_rank_and_in_the_same_turns() -> None:
+    prepared = [[_turn(10, 10, 10), _turn(20, 20, 20, other_ms=1)], [_turn(9, 9, 9), _turn(18, 18, 18)]]
+    slow = [_turn(10, 11, 30, other_ms=3), _turn(20, 24, 20, other_ms=1)]
+    assert host.summarize([slow, [_turn(12, 12, 12, other_ms=2), _turn(22, 22, 22, other_ms=2)]], prepared) == {
+        "steps": 6,
+        "ms": 20.0,  # of rank 0: 10, 11, 20, 20, 24, 30
+        "p95_ms": 28.5,
+        "x_prepared": [1.2, 1.1],  # medians of turns: 12 over 10 and 22 over 20
+        "x_prepared_mean": round(115 / 90, 4),
+        "training_cpu_ms": round((17 + 64 / 3 + 12 + 22) / 4, 3),
+        "taking_cpu_ms": 1.85,  # 2.0 of rank 0, as its steps, and 1.7 of rank 1
+        "other_cpu_ms": 2.0,
+        "more_cpu_ms": 1.75,
+    }
+
+
+def test_a_benchmark_runs_on_ranks_of_its_own_and_prints_rows_and_their_table() -> None:
+    options = ("--device", "cpu", "--ranks", "2", "--steps", "16", "--launches", "2", "--only", "min-move")
+    ended = run_program(sys.executable, ROOT / "scripts" / "bench" / "host.py", *options)
+    assert ended.returncode == 0, ended.stderr
+    machine, *rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert machine["torch"] == torch.__version__
+    assert [(row["batches"], row["ranks"], row["steps"]) for row in rows] == [(PREPARED, 2, 16), ("min-move", 2, 16)]
+    assert rows[0]["x_prepared"] == [1.0]
+    assert rows[1]["training_cpu_ms"] > rows[1]["taking_cpu_ms"] > 0
+    assert ended.stdout.endswith(report.table(rows))
+    wrong = run_program(sys.executable, ROOT / "scripts" / "bench" / "host.py", "--device", "cpu", "--ranks", "0")
+    assert "host.py: error: --ranks is 0, this host has " in wrong.stderr
+
+
+def _fail_on_rank_1(device: torch.device) -> None:
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("of rank 1")
+
+
+@pytest.mark.processes
+def test_a_rank_that_fails_ends_the_others_and_its_trace_is_in_the_log(tmp_path: Path) -> None:
+    (log := tmp_path / "log").touch()
+    with pytest.raises(torch.multiprocessing.spawn.ProcessRaisedException, match="ValueError: of rank 1"):  # type: ignore[attr-defined]
+        LocalRanks(device="cpu", count=2, log=log).run(_fail_on_rank_1)
+    assert "ValueError: of rank 1" in log.read_text()
+
+
+def test_memory_is_that_of_the_rank_with_the_highest_peak() -> None:
+    (batch,) = RandomBatches[Any](
+        LoaderConfig(batch_size=4, num_tasks=1, user_id=True), RandomData(lengths=Uniform(low=5, high=5)), num_batches=1
+    )
+    values, lengths = 4 * (1 + 5 + 5 + 5), 4 * 4  # user_id, item_id, action, label
+    assert memory.num_bytes(batch) == 8 * (values + lengths + 4 + 4)  # num_candidates, sample_ids
+    plain, most = {"held": 2_000_000, "peak": 4_000_000}, {"held": 10_000_000, "peak": 14_000_000}
+    less = {"held": 11_000_000, "peak": 13_000_000}
+    row = memory.summarize([(3e6, plain, less), (2e6, plain, most)], lookahead=2)
+    held = {"held_mb": 10.0, "plain_held_mb": 2.0, "held_per_step": 2.0}
+    assert row == {"batch_mb": 2.0, **held, "peak_mb": 14.0, "plain_peak_mb": 4.0, "peak_per_step": 2.5}
+
+
+@pytest.mark.gpu
+def test_steps_in_flight_take_memory() -> None:
+    ended = run_program(sys.executable, ROOT / "scripts" / "bench" / "memory.py", "--ranks", "1", "--steps", "3")
+    assert ended.returncode == 0, ended.stderr
+    _, *rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert [(row["samples"], row["lookahead"]) for row in rows] == [(32, 1), (32, 2), (512, 1), (512, 2)]
+    for row in rows:
+        assert row["plain_held_mb"] == pytest.approx(row["batch_mb"], rel=0.05)
+        assert row["plain_peak_mb"] == pytest.approx(2 * row["batch_mb"], rel=0.05)
+        assert 1 <= row["held_per_step"] < 6
+
+
+class Recorder:
+    """A timer that keeps what the functions return."""
+
+    def __init__(self) -> None:
+        self.returned: list[Any] = []
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        self.returned.append(run())
+        return float(len(self.returned))
+
+
+def test_both_passes_of_attention_are_timed_on_the_lengths() -> None:
+    # 3 tokens have 6 pairs, 1 has 1; two products of 8 dimensions, multiplied and added, in 2 heads.
+    assert HEADS.forward_flops([3, 1]) == 2 * 2 * 8 * 2 * (6 + 1)
+    timer = Recorder()
+    assert time_hstu("padded", [3, 0, 5], HEADS, timer, device="cpu") == (1.0, 2.0)
+    output, gradients = timer.returned
+    assert [tensor.shape for tensor in (output, *gradients)] == [(8, 2, 8)] * 4
+    time_softmax(SDPBackend.MATH, 3, 5, HEADS, timer, device="cpu")
+    output, gradients = timer.returned[2:]
+    assert [tensor.shape for tensor in (output, *gradients)] == [(3, 2, 5, 8)] * 4
+    # Causal: the first query has one key, so that its softmax has no gradient.
+    assert [bool(gradients[0][:, :, token].abs().max() > 1e-6) for token in range(3)] == [False, True, True]
+    with pytest.raises(RuntimeError, match=r"No (available|viable)"):
+        time_softmax(SDPBackend.CUDNN_ATTENTION, 3, 5, HEADS, timer, device="cpu")
+
+
+@pytest.mark.gpu
+def test_attention_is_compared_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "LENGTH", 128)
+    *equal, skewed = attention.compare(Heads(num_heads=2, head_dim=64, dtype=torch.bfloat16))
+    assert [row["implementation"] for row in equal] == ["triton", "padded", "flash", "cudnn"]
+    assert len(skewed["x_equal"]) == attention.DRAWS
+    assert min(equal[0]["forward_ms"], equal[0]["backward_ms"], skewed["both_ms"]) > 0
+
+
+@pytest.mark.processes
+def test_all_loaders_load_an_epoch(tmp_path: Path) -> None:
+    loaders = loader.make_loaders(loader.make_data(tmp_path, 300))
+    counts = {name: load() for name, load in loaders.items()}
+    shares = {"ours, balanced for 8 ranks": 38, "ours, balanced for 64 ranks": 5}
+    assert counts == {**dict.fromkeys(loaders, 300), **shares}
+
+
+@pytest.mark.processes
+def test_all_variants_of_preprocessing_write_the_same_events_in_order_of_time(tmp_path: Path) -> None:
+    VARIANTS["draw"](2, tmp_path, "0.005")
+    tables = []
+    for name in ("polars", "duckdb"):
+        VARIANTS[name](2, tmp_path, str(tmp_path / name))
+        tables.append(pl.read_parquet(tmp_path / f"{name}.parquet").sort("userId"))
+        assert tables[-1]["timestamp"].list.eval(pl.element().diff().min() >= 0).list.all().all()
+    lists = tables[0].columns[1:]
+    events = [table.explode(lists).sort("userId", "timestamp", *lists) for table in tables]
+    assert events[0].equals(events[1])
+    assert 4900 < len(events[0]) <= 5000
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "bench" / "preprocess_variants.py"), "evenrank", "2"]
+    subprocess.run([*command, str(tmp_path), str(tmp_path / "ours")], check=True)  # it ends its process
+    ours = pl.read_parquet([*(tmp_path / "ours").glob("*/*.parquet")])
+    assert (ours["timestamp_ms"].explode().sort() // 1000).to_list() == events[0]["timestamp"].sort().to_list()
+
+
+def test_rows_of_preprocessing_have_ratios_to_what_ran_on_as_many_cores() -> None:
+    runs = {
+        ("evenrank", 1): [(4.0, 100), (6.0, 120)],
+        ("evenrank", 2): [(2.0, 90), (3.0, 90)],
+        ("polars", 2): [(1.0, 30)] * 2,
+    }
+    assert preprocess.summarize(("evenrank", 2), 6.0, runs, fewest=1) == {
+        "variant": "evenrank",
+        "cores": 2,
+        "seconds": [2.0, 3.0],
+        "peak_mib": 90,
+        "million_rows_per_s": [3.0, 2.0],
+        "x_polars": [2.0, 3.0],
+        "mib_x_polars": 3.0,
+        "x_fewest_cores": [0.5, 0.5],
+    }
+    assert preprocess.summarize(("evenrank", 1), 6.0, runs, fewest=1).keys() == {
+        "variant",
+        "cores",
+        "seconds",
+        "peak_mib",
+        "million_rows_per_s",
+    }
