@@ -1,4 +1,3 @@
-import dataclasses
 import warnings
 from contextlib import closing
 from itertools import islice
@@ -35,9 +34,8 @@ def cost(events: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("distribution", [Lognormal(mean=512, std=512), ClippedZipf()])
-@pytest.mark.parametrize("num_ranks", [2, 8])
-def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution: Distribution, num_ranks: int) -> None:
-    for seed in range(5):
+def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution: Distribution) -> None:
+    for seed, num_ranks in enumerate((2, 2, 4, 8, 8)):
         lengths = distribution.sample(np.random.default_rng(seed), num_ranks * 32)
         even = even_lengths(lengths, num_ranks, cost, max_length=4096)
         assert len(even) == 32
@@ -51,8 +49,7 @@ def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -
     whole = np.array((lengths * num_ranks)[: len(lengths) // num_ranks * num_ranks or num_ranks])
     even = even_lengths(whole, num_ranks, cost, max_length=4096)
     assert len(even) == len(whole) // num_ranks
-    assert (even.min(), even.max()) >= (1, 1)
-    assert even.max() <= 4096
+    assert 1 <= even.min() <= even.max() <= 4096
     # Rounding changes each sample by at most half an event.
     assert abs(cost(even).sum() - cost(whole).sum() / num_ranks) <= (cost(even + 1) - cost(even)).sum()
 
@@ -67,8 +64,8 @@ def _batches(rank: int, world_size: int) -> tuple[Any, Any, Any]:
     """Return the batches of a Balancer, more than two cycles of those that are read, and the lengths of even ones."""
     world = World(rank=rank, size=world_size, device=torch.device("cpu"))
     key_map = KeyMap(num_embeddings=500, world_size=world_size, mode="roundrobin")
-    config = LoaderConfig(batch_size=6, max_history_length=30, user_id=True, num_tasks=2, seed=4)
-    source = Source(WORKLOAD, dataclasses.replace(config, key_maps={"item_id": key_map}), world)
+    config = LoaderConfig(batch_size=6, max_history_length=30, user_id=True, num_tasks=2, key_maps={"item_id": key_map})
+    source = Source(WORKLOAD, config, world)
     balance = BalanceConfig(cost=COST)
     with Balancer(source.once(), balance) as balancer:
         exchanged = [_contents(batch) for batch in balancer]
@@ -106,10 +103,11 @@ def _measured(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tu
 
 
 def test_balancing_changes_who_trains_samples_and_kinds_take_turns(ranks: RankPool) -> None:
-    ways = ("none", "all-to-all", "no-exchange")
-    first, second = ranks.run(2, _measured, [{"balance": way} for way in ways])
+    runs: list[dict[str, Any]] = [{"balance": way} for way in ("none", "all-to-all", "no-exchange")]
+    first, second = ranks.run(2, _measured, [*runs, {"balance": "all-to-all", "refit_every": 6}])
     assert [row for row, _ in first] == [row for row, _ in second]
-    (unbalanced, before), (exchanged, after), (own, read) = first
+    (unbalanced, before), (exchanged, after), (own, read), (refit, _) = first
+    assert refit["cost"] in ("HSTUCost", "MeasuredCost")  # of such a small model, times say anything
     for name in ("tokens", "pairs", "predictions", "loads"):
         np.testing.assert_array_equal(getattr(before[1], name).sum(0), getattr(after[1], name).sum(0))
         np.testing.assert_array_equal(getattr(after[1], name), getattr(read[1], name))
@@ -126,12 +124,12 @@ def test_balancing_changes_who_trains_samples_and_kinds_take_turns(ranks: RankPo
             np.testing.assert_array_equal(one.marks[:, 1:, 0], one.marks[:, :-1, 4])
 
 
-def test_ranks_that_divide_heads_train_the_same_batches_with_a_cost_that_is_fitted(ranks: RankPool) -> None:
+def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
     sharded = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}
-    run = {"tensor_parallel": 2, "balance": "no-exchange", "refit_every": 6, **sharded}
-    ((row, (segments, work)),), *_ = ranks.run(4, _measured, [run])
+    ((_, (segments, work)),), *_ = ranks.run(
+        4, _measured, [{"tensor_parallel": 2, "balance": "no-exchange", **sharded}]
+    )
     np.testing.assert_array_equal(work.tokens[::2], work.tokens[1::2])
-    assert row["cost"] in ("HSTUCost", "MeasuredCost")  # of such a small model, times say anything
     assert all(np.isfinite(segment.marks).all() for segment in segments)
 
 
@@ -145,30 +143,14 @@ def _segment(kind: str, number: int, *steps: float) -> Segment:
 
 
 def test_a_row_has_ratios_of_the_same_batches_for_each_round() -> None:
-    segments = [
-        *(
-            _segment(LIVE, 0, 10, 20, 10, 20, 40, 20),
-            _segment(PREPARED, 0, *[10, 10] * 3),
-            _segment(EVEN, 0, *[5, 15] * 3),
-        ),
-        *(_segment(LIVE, 1, *[20, 40] * 3), _segment(PREPARED, 1, *[20, 20] * 3), _segment(EVEN, 1, *[20, 10] * 3)),
-    ]
-    work = Work(
-        np.array([[300, 100], [100, 100]]),
-        np.array([[9, 1], [1, 1]]),
-        np.array([[1, 1], [1, 1]]),
-        np.array([[30, 10], [10, 10]]),
-    )
-    step = {"before": np.array([30, 10]), "moved_tokens": 60, "tokens": 600}
-    metrics: Any = [type("Step", (), step)]
-    row = summarize(
-        segments,
-        work,
-        metrics,
-        flops={"per_token": 10**9, "per_pair": 10**8, "per_prediction": 10**10},
-        peak_flops=1e13,
-        data_ranks=2,
-    )
+    live, prepared, even = (10, 20, 10, 20, 40, 20), [10, 10] * 3, [5, 15] * 3
+    segments = [_segment(LIVE, 0, *live), _segment(PREPARED, 0, *prepared), _segment(EVEN, 0, *even)]
+    live, prepared, even = (20, 40) * 3, [20, 20] * 3, [20, 10] * 3
+    segments += [_segment(LIVE, 1, *live), _segment(PREPARED, 1, *prepared), _segment(EVEN, 1, *even)]
+    counts = [[[300, 100], [100, 100]], [[9, 1], [1, 1]], [[1, 1], [1, 1]], [[30, 10], [10, 10]]]
+    step: Any = type("Step", (), {"before": np.array([30, 10]), "moved_tokens": 60, "tokens": 600})
+    flops = {"per_token": 10**9, "per_pair": 10**8, "per_prediction": 10**10}
+    row = summarize(segments, Work(*map(np.array, counts)), [step], flops=flops, peak_flops=1e13, data_ranks=2)
     assert row["live_over_even"] == [1.5, 2.0]  # medians 10 and 20 of the batches, over 5 and 15
     assert row["prepared_over_even"] == [1.0, pytest.approx(40 / 30, abs=1e-6)]
     assert row["exposed_percent"] == [50.0, 50.0]

@@ -10,21 +10,16 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.attention import SDPBackend
 
-import attention
 import exchange
 import host
 import loader
-import memory
 import planner
-import preprocess
 import report
 from attention import Heads, time_hstu, time_softmax
-from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import STRATEGIES
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
-from evenrank.datasets.distributions import Uniform
 from host import PREPARED, SOURCES, Turn
 from local_ranks import LocalRanks
 from preprocess_variants import VARIANTS
@@ -123,70 +118,30 @@ def _fail_on_rank_1(device: torch.device) -> None:
 @pytest.mark.processes
 def test_a_rank_that_fails_ends_the_others_and_its_trace_is_in_the_log(tmp_path: Path) -> None:
     (log := tmp_path / "log").touch()
-    with pytest.raises(torch.multiprocessing.spawn.ProcessRaisedException, match="ValueError: of rank 1"):  # type: ignore[attr-defined]
+    with pytest.raises(ProcessRaisedException, match="ValueError: of rank 1"):
         LocalRanks(device="cpu", count=2, log=log).run(_fail_on_rank_1)
     assert "ValueError: of rank 1" in log.read_text()
-
-
-def test_memory_is_that_of_the_rank_with_the_highest_peak() -> None:
-    (batch,) = RandomBatches[Any](
-        LoaderConfig(batch_size=4, num_tasks=1, user_id=True), RandomData(lengths=Uniform(low=5, high=5)), num_batches=1
-    )
-    values, lengths = 4 * (1 + 5 + 5 + 5), 4 * 4  # user_id, item_id, action, label
-    assert memory.num_bytes(batch) == 8 * (values + lengths + 4 + 4)  # num_candidates, sample_ids
-    plain, most = {"held": 2_000_000, "peak": 4_000_000}, {"held": 10_000_000, "peak": 14_000_000}
-    less = {"held": 11_000_000, "peak": 13_000_000}
-    row = memory.summarize([(3e6, plain, less), (2e6, plain, most)], lookahead=2)
-    held = {"held_mb": 10.0, "plain_held_mb": 2.0, "held_per_step": 2.0}
-    assert row == {"batch_mb": 2.0, **held, "peak_mb": 14.0, "plain_peak_mb": 4.0, "peak_per_step": 2.5}
-
-
-@pytest.mark.gpu
-def test_steps_in_flight_take_memory() -> None:
-    ended = run_program(sys.executable, ROOT / "scripts" / "bench" / "memory.py", "--ranks", "1", "--steps", "3")
-    assert ended.returncode == 0, ended.stderr
-    _, *rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    assert [(row["samples"], row["lookahead"]) for row in rows] == [(32, 1), (32, 2), (512, 1), (512, 2)]
-    for row in rows:
-        assert row["plain_held_mb"] == pytest.approx(row["batch_mb"], rel=0.05)
-        assert row["plain_peak_mb"] == pytest.approx(2 * row["batch_mb"], rel=0.05)
-        assert 1 <= row["held_per_step"] < 6
-
-
-class Recorder:
-    """A timer that keeps what the functions return."""
-
-    def __init__(self) -> None:
-        self.returned: list[Any] = []
-
-    def __call__(self, run: Callable[[], object]) -> float:
-        self.returned.append(run())
-        return float(len(self.returned))
 
 
 def test_both_passes_of_attention_are_timed_on_the_lengths() -> None:
     # 3 tokens have 6 pairs, 1 has 1; two products of 8 dimensions, multiplied and added, in 2 heads.
     assert HEADS.forward_flops([3, 1]) == 2 * 2 * 8 * 2 * (6 + 1)
-    timer = Recorder()
+    returned: list[Any] = []
+
+    def timer(run: Callable[[], object]) -> float:
+        returned.append(run())
+        return float(len(returned))
+
     assert time_hstu("padded", [3, 0, 5], HEADS, timer, device="cpu") == (1.0, 2.0)
-    output, gradients = timer.returned
+    output, gradients = returned
     assert [tensor.shape for tensor in (output, *gradients)] == [(8, 2, 8)] * 4
     time_softmax(SDPBackend.MATH, 3, 5, HEADS, timer, device="cpu")
-    output, gradients = timer.returned[2:]
+    output, gradients = returned[2:]
     assert [tensor.shape for tensor in (output, *gradients)] == [(3, 2, 5, 8)] * 4
     # Causal: the first query has one key, so that its softmax has no gradient.
     assert [bool(gradients[0][:, :, token].abs().max() > 1e-6) for token in range(3)] == [False, True, True]
     with pytest.raises(RuntimeError, match=r"No (available|viable)"):
         time_softmax(SDPBackend.CUDNN_ATTENTION, 3, 5, HEADS, timer, device="cpu")
-
-
-@pytest.mark.gpu
-def test_attention_is_compared_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "LENGTH", 128)
-    *equal, skewed = attention.compare(Heads(num_heads=2, head_dim=64, dtype=torch.bfloat16))
-    assert [row["implementation"] for row in equal] == ["triton", "padded", "flash", "cudnn"]
-    assert len(skewed["x_equal"]) == attention.DRAWS
-    assert min(equal[0]["forward_ms"], equal[0]["backward_ms"], skewed["both_ms"]) > 0
 
 
 @pytest.mark.processes
@@ -213,28 +168,3 @@ def test_all_variants_of_preprocessing_write_the_same_events_in_order_of_time(tm
     subprocess.run([*command, str(tmp_path), str(tmp_path / "ours")], check=True)  # it ends its process
     ours = pl.read_parquet([*(tmp_path / "ours").glob("*/*.parquet")])
     assert (ours["timestamp_ms"].explode().sort() // 1000).to_list() == events[0]["timestamp"].sort().to_list()
-
-
-def test_rows_of_preprocessing_have_ratios_to_what_ran_on_as_many_cores() -> None:
-    runs = {
-        ("evenrank", 1): [(4.0, 100), (6.0, 120)],
-        ("evenrank", 2): [(2.0, 90), (3.0, 90)],
-        ("polars", 2): [(1.0, 30)] * 2,
-    }
-    assert preprocess.summarize(("evenrank", 2), 6.0, runs, fewest=1) == {
-        "variant": "evenrank",
-        "cores": 2,
-        "seconds": [2.0, 3.0],
-        "peak_mib": 90,
-        "million_rows_per_s": [3.0, 2.0],
-        "x_polars": [2.0, 3.0],
-        "mib_x_polars": 3.0,
-        "x_fewest_cores": [0.5, 0.5],
-    }
-    assert preprocess.summarize(("evenrank", 1), 6.0, runs, fewest=1).keys() == {
-        "variant",
-        "cores",
-        "seconds",
-        "peak_mib",
-        "million_rows_per_s",
-    }
