@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from end_to_end import measure
@@ -41,17 +39,6 @@ def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution
         assert len(even) == 32
         assert even.sum() == pytest.approx(lengths.sum() / num_ranks, rel=5e-4)
         assert cost(even).sum() == pytest.approx(cost(lengths).sum() / num_ranks, rel=5e-4)
-
-
-@settings(max_examples=40)
-@given(lengths=st.lists(st.integers(1, 4096), min_size=1, max_size=40), num_ranks=st.integers(1, 4))
-def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -> None:
-    whole = np.array((lengths * num_ranks)[: len(lengths) // num_ranks * num_ranks or num_ranks])
-    even = even_lengths(whole, num_ranks, cost, max_length=4096)
-    assert len(even) == len(whole) // num_ranks
-    assert 1 <= even.min() <= even.max() <= 4096
-    # Rounding changes each sample by at most half an event.
-    assert abs(cost(even).sum() - cost(whole).sum() / num_ranks) <= (cost(even + 1) - cost(even)).sum()
 
 
 def _contents(batch: SequenceBatch) -> list[list[int]]:
@@ -92,7 +79,7 @@ def _measured(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tu
         made.append((segments, work))
         return summarize(segments, work, steps, **options)
 
-    measure.summarize = kept
+    vars(measure)["summarize"] = kept
     found = []
     for changed in runs:
         config = TrainConfig(**SETTINGS, **changed)
@@ -125,10 +112,8 @@ def test_balancing_changes_who_trains_samples_and_kinds_take_turns(ranks: RankPo
 
 
 def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
-    sharded = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}
-    ((_, (segments, work)),), *_ = ranks.run(
-        4, _measured, [{"tensor_parallel": 2, "balance": "no-exchange", **sharded}]
-    )
+    run = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}
+    ((_, (segments, work)),), *_ = ranks.run(4, _measured, [{**run, "tensor_parallel": 2}])
     np.testing.assert_array_equal(work.tokens[::2], work.tokens[1::2])
     assert all(np.isfinite(segment.marks).all() for segment in segments)
 

@@ -11,31 +11,26 @@ import polars as pl
 import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
-from torch.nn.attention import SDPBackend
 
 import exchange
 import host
 import loader
 import planner
 import report
-from attention import Heads, time_hstu, time_softmax
+from attention import Heads, time_hstu
 from evenrank.dataloader.balance import STRATEGIES
-from host import PREPARED, SOURCES, Turn
+from host import PREPARED, Turn
 from local_ranks import LocalRanks
 from preprocess_variants import VARIANTS
 from tests.cli.programs import ROOT, run_program
 from tests.ranks import RankPool
-
-HEADS = Heads(num_heads=2, head_dim=8, dtype=torch.float32)
 
 
 def test_strategies_are_compared_on_the_same_draws() -> None:
     rows = {row["strategy"]: row for row in planner.compare("lognormal", 8, 16, draws=4)}
     assert list(rows) == list(STRATEGIES)
     assert rows["none"]["moved"] == 0 < rows["min-move"]["moved"] < rows["lpt-swap"]["moved"]
-    assert 1 <= rows["lpt-swap"]["ratio"] <= rows["min-move"]["ratio"] <= 1.01 < rows["karmarkar-karp"]["ratio"]
-    assert rows["karmarkar-karp"]["ratio"] < rows["none"]["ratio"] <= rows["none"]["worst"]
-    assert rows["karmarkar-karp"]["x_kk"] == 1
+    assert rows["lpt-swap"]["ratio"] <= 1.01 < rows["karmarkar-karp"]["ratio"] < rows["none"]["ratio"]
 
 
 def _exchange(rank: int, world_size: int) -> report.Row:
@@ -44,36 +39,11 @@ def _exchange(rank: int, world_size: int) -> report.Row:
 
 def test_exchanges_and_the_naive_one_give_the_same_batches(ranks: RankPool) -> None:
     row, _ = ranks.run(2, _exchange)  # which compares them
-    assert (row["ranks"], row["batch_size"]) == (2, 8)
     assert row["sent_kb"] > 0
-    for name in ("upload", "all_to_all", "all_gather", "naive", "raw"):
-        assert len(row[f"{name}_ms"]) == exchange.ROUNDS
+    assert {name for name, value in row.items() if isinstance(value, list) and len(value) == exchange.ROUNDS} == {
+        *("upload_ms", "all_to_all_ms", "all_gather_ms", "naive_ms", "raw_ms", "x_raw", "x_naive")
+    }
     assert row["x_raw"][0] == pytest.approx(row["all_to_all_ms"][0] / row["raw_ms"][0], rel=0.01)
-
-
-def _first_batches(rank: int, world_size: int) -> dict[str, tuple[list[str], list[int]]]:
-    found = {}
-    with host.contextlib.ExitStack() as close:
-        this = host.Rank(device=torch.device("cpu"), num_batches=1, close=close)
-        for name, source in SOURCES.items():
-            fields: Any = dict(next(source(this)).tensors())
-            assert fields["labels"].keys() == ["label"]
-            found[name] = sorted(fields["features"].keys()), fields["features"]["item_id"].lengths().tolist()
-    return found
-
-
-def test_all_sources_of_a_training_thread_have_the_same_kind_of_batches(ranks: RankPool) -> None:
-    first, second = ranks.run(2, _first_batches)
-    for name, (keys, lengths) in first.items():
-        assert keys == second[name][0] == ["action", "item_id", "user_age", "user_id"]
-        assert len(lengths) == 32
-        assert 200 < sum(lengths + second[name][1]) / 64 < 1100
-    # Balanced ones have the samples of the step, evenly.
-    assert first[PREPARED][1] == first["none"][1] != first["lpt-swap"][1]
-    for strategy in STRATEGIES:
-        assert sorted(first[strategy][1] + second[strategy][1]) == sorted(first[PREPARED][1] + second[PREPARED][1])
-    for name in ("no exchange", "lpt-swap"):
-        assert sum(first[name][1]) == pytest.approx(sum(second[name][1]), rel=0.2)
 
 
 def _turn(*ms: float, other_ms: float = 0.0) -> Turn:
@@ -106,8 +76,6 @@ def test_a_benchmark_runs_on_ranks_of_its_own_and_prints_rows_and_their_table() 
     assert rows[0]["x_prepared"] == [1.0]
     assert rows[1]["training_cpu_ms"] > rows[1]["taking_cpu_ms"] > 0
     assert ended.stdout.endswith(report.table(rows))
-    wrong = run_program(sys.executable, ROOT / "scripts" / "bench" / "host.py", "--device", "cpu", "--ranks", "0")
-    assert "host.py: error: --ranks is 0, this host has " in wrong.stderr
 
 
 def _fail_on_rank_1(device: torch.device) -> None:
@@ -124,24 +92,18 @@ def test_a_rank_that_fails_ends_the_others_and_its_trace_is_in_the_log(tmp_path:
 
 
 def test_both_passes_of_attention_are_timed_on_the_lengths() -> None:
+    heads = Heads(num_heads=2, head_dim=8, dtype=torch.float32)
     # 3 tokens have 6 pairs, 1 has 1; two products of 8 dimensions, multiplied and added, in 2 heads.
-    assert HEADS.forward_flops([3, 1]) == 2 * 2 * 8 * 2 * (6 + 1)
+    assert heads.forward_flops([3, 1]) == 2 * 2 * 8 * 2 * (6 + 1)
     returned: list[Any] = []
 
     def timer(run: Callable[[], object]) -> float:
         returned.append(run())
         return float(len(returned))
 
-    assert time_hstu("padded", [3, 0, 5], HEADS, timer, device="cpu") == (1.0, 2.0)
+    assert time_hstu("padded", [3, 0, 5], heads, timer, device="cpu") == (1.0, 2.0)
     output, gradients = returned
     assert [tensor.shape for tensor in (output, *gradients)] == [(8, 2, 8)] * 4
-    time_softmax(SDPBackend.MATH, 3, 5, HEADS, timer, device="cpu")
-    output, gradients = returned[2:]
-    assert [tensor.shape for tensor in (output, *gradients)] == [(3, 2, 5, 8)] * 4
-    # Causal: the first query has one key, so that its softmax has no gradient.
-    assert [bool(gradients[0][:, :, token].abs().max() > 1e-6) for token in range(3)] == [False, True, True]
-    with pytest.raises(RuntimeError, match=r"No (available|viable)"):
-        time_softmax(SDPBackend.CUDNN_ATTENTION, 3, 5, HEADS, timer, device="cpu")
 
 
 @pytest.mark.processes
@@ -160,8 +122,7 @@ def test_all_variants_of_preprocessing_write_the_same_events_in_order_of_time(tm
         VARIANTS[name](2, tmp_path, str(tmp_path / name))
         tables.append(pl.read_parquet(tmp_path / f"{name}.parquet").sort("userId"))
         assert tables[-1]["timestamp"].list.eval(pl.element().diff().min() >= 0).list.all().all()
-    lists = tables[0].columns[1:]
-    events = [table.explode(lists).sort("userId", "timestamp", *lists) for table in tables]
+    events = [table.explode(table.columns[1:]).sort(pl.all()) for table in tables]
     assert events[0].equals(events[1])
     assert 4900 < len(events[0]) <= 5000
     command = [sys.executable, "-P", str(ROOT / "scripts" / "bench" / "preprocess_variants.py"), "evenrank", "2"]
