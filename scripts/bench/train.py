@@ -53,8 +53,8 @@ def train(
 
     Each run trains alone on its GPUs, on the same batches, and leaves a row and a log in OUT. Runs that were measured
     under the same conditions are kept, so that the same command continues a table that was interrupted. A run that
-    fails is a row that says why. Prints a JSON line per run and a table, and writes OUT/rows.jsonl, OUT/report.md and
-    OUT/plot.png. The exit code is 1 if a run has failed, other than by running out of GPU memory. Examples:
+    fails is a row that says why; the exit code is 1 if it is not for lack of GPU memory. Prints a JSON line per run and
+    a table, and writes rows.jsonl, report.md and plot.png; end_to_end/summary.py explains the columns. Examples:
 
     \b
         python scripts/bench/train.py scripts/bench/experiments/smoke.toml     # a first try, without a GPU

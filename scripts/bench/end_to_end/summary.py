@@ -77,10 +77,11 @@ def summarize(
     """Return the figures of a run; lists have a value for each round.
 
     Ratios compare steps with the same samples, because batches differ far more than kinds do: a batch counts with the
-    median of its steps in a round, a round with the mean over batches.
+    median of its steps in a round, a round with the mean over batches. Exposed is the time by which live steps are
+    longer than prepared ones, with stalls that of means in place of medians; idle is the share of a step in which ranks
+    have computed and the slowest one still does.
 
     Args:
-        segments: all of them.
         work: of the live batches.
         steps: metrics of each batch, from when it was balanced before the clock started.
         flops: of the model on one GPU, forward and backward: per_token, per_pair, per_prediction.
