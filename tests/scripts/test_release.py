@@ -21,13 +21,11 @@ def _git(repository: Path, *arguments: str) -> str:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Return a checkout whose newest tag is v0.1.0."""
-    _git(tmp_path, "init", "--quiet", "--initial-branch", "main")
-    for key, value in (("user.name", "Nobody"), ("user.email", "nobody@example.com")):
-        _git(tmp_path, "config", key, value)
     (tmp_path / "__init__.py").write_text(CODE)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
-    _git(tmp_path, "add", ".")
-    _git(tmp_path, "commit", "--quiet", "--message", "Start")
+    settings = "config user.name Nobody", "config user.email nobody@example.com"
+    for command in ("init -q -b main", *settings, "add .", "commit -q -m Start"):
+        _git(tmp_path, *command.split())
     _git(tmp_path, "tag", "--annotate", "--message", "evenrank 0.1.0", "v0.1.0")
     return tmp_path
 
@@ -74,8 +72,12 @@ def test_a_release_that_cannot_be_made_changes_nothing(repository: Path) -> None
 
 def test_what_is_changed_during_the_checks_is_neither_released_nor_lost(repository: Path) -> None:
     changed = CHANGELOG.replace("Something", "Else")
+
+    def check() -> None:
+        (repository / "CHANGELOG.md").write_text(changed)
+
     with pytest.raises(ReleaseError, match=r"^CHANGELOG.md was changed during the checks; commit that, and run"):
-        release(repository, "0.2.0", day=DAY, check_package=lambda: (repository / "CHANGELOG.md").write_text(changed))
+        release(repository, "0.2.0", day=DAY, check_package=check)
     assert _texts(repository) == (CODE, changed)
     assert _git(repository, "log", "-1", "--format=%s") == "Start\n"
 

@@ -146,6 +146,5 @@ def test_a_row_has_ratios_of_the_same_batches_for_each_round() -> None:
     tokens, seconds = 3 * (400 + 200), (0.12, 0.18)
     assert row["tokens_per_s"] == [pytest.approx(tokens / each, rel=1e-6) for each in seconds]
     tflops = [(1.8e12 + 3 * 1.2e9 + 3 * 4e10) / 2 / each / 1e12 for each in seconds]
-    assert row["tflops"] == [pytest.approx(each, rel=1e-5) for each in tflops]
     assert row["mfu_percent"] == [pytest.approx(10 * each, rel=1e-5) for each in tflops]
     assert (row["load_before"], row["load_after"], row["moved_tokens_percent"]) == (1.5, 1.25, 10.0)
