@@ -13,7 +13,7 @@
 # make test-gpu              the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
 # make lock                  renew requirements-dev.lock, the newest versions of all that is installed, and constraints/
 # make release VERSION=...   check, build, commit and tag a release; pushes nothing
-# make bench                 our code next to the baselines, one JSON line per row
+# make bench                 our code next to the baselines: JSON lines, then a table
 PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
@@ -94,9 +94,5 @@ docs-serve: $(INSTALLED)-docs
 
 bench: $(INSTALLED)-test
 	@$(BIN)/python scripts/bench/planner.py
-	@$(BIN)/python scripts/bench/no_exchange.py
 	@$(BIN)/python scripts/bench/loader.py
-	@$(BIN)/python scripts/bench/streams.py
-	@$(BIN)/python scripts/bench/preprocess.py --shape ml-20m
-	@$(BIN)/python scripts/bench/preprocess.py --shape kuairand-1k
-	@$(BIN)/python scripts/bench/routing.py
+	@$(BIN)/python scripts/bench/preprocess.py

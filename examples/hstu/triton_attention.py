@@ -45,7 +45,7 @@ class Launch:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # The fastest with equal lengths of 2,048, of those with 32 to 128 rows and columns, 4 or 8 warps and 1 to 4 stages: in
-# bfloat16 with and without TMA on an H100, in float32 without on an H200. docs/results/attention.md has what lost.
+# bfloat16 with and without TMA on an H100, in float32 without on an H200. docs/results/training.md has what lost.
 FORWARD = {
     (64, BF16): Launch(rows=64, columns=64, warps=4, stages=3),
     (128, BF16): Launch(rows=64, columns=32, warps=4, stages=3, tma=True),

@@ -8,63 +8,48 @@ step uses the batch, waits for the device, and 10 ms for the background, so that
 In flight are the steps that are started and not yet handed out: `lookahead` of them while a batch is trained. The plain
 loop moves the same, already balanced batches with .to(device) from pinned memory.
 
-Prints one JSON line per row, from rank 0, then a table. MB are those of PyTorch's allocator on the rank with the most:
+MB are those of PyTorch's allocator on the rank with the highest peak:
 
-    batch_mb                 tensors of a balanced batch, mean
-    held_mb                  torch.cuda.memory_allocated while the loop trains one batch, the maximum over steps
-    peak_mb                  torch.cuda.max_memory_allocated: the loop still holds a batch when it takes the next one
-    active_mb                peak of the blocks in use, which has freed ones that a stream may still read
-    plain_...                the same of the plain loop
-    held_x, peak_x, active_x     difference from the plain loop, in batches
-    ..._per_step             the same per step in flight
+    batch_mb            tensors of a balanced batch, mean
+    held_mb             torch.cuda.memory_allocated while the loop trains one batch, the maximum over steps
+    peak_mb             torch.cuda.max_memory_allocated: the loop still holds a batch when it takes the next one
+    plain_...           the same of the plain loop
+    ..._per_step        difference from the plain loop per step in flight, in batches
 """
 
 import argparse
 import gc
 import itertools
-import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import JaggedBatch, LoaderConfig
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.random_batches import RandomBatches
 from evenrank.datasets.distributions import Uniform
-from local_ranks import TIMEOUT, add_options, run_ranks
-from rendering import markdown_tables
+from host import COST, DATA
+from local_ranks import TIMEOUT, add_options, gather, ranks_of
+from report import Row, emit, machine, show
 
 SHAPES = ((32, 4096), (512, 512))  # samples, mean length
-LOOKAHEADS = (1, 2)
-WARMUP_STEPS = 5
-COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=False)
-_PAUSE = 0.01  # seconds
-
-
-class Memory(NamedTuple):
-    """Bytes that were allocated while a loop ran."""
-
-    held: int
-    peak: int
-    active: int
+WARMUP_STEPS, PAUSE_SECONDS = 5, 0.01
+Memory = dict[str, int]  # bytes that were allocated while a loop ran: `held` and `peak`
 
 
 def batches_of(batch_size: int, mean: int, steps: int) -> RandomBatches[Any]:
     """Return this rank's batches on the host."""
-    data = RandomData(
-        lengths=Uniform(low=mean // 2, high=mean + mean // 2),
-        items=Uniform(low=0, high=999_999),
-        contextual={"user_age": Uniform(high=99)},
-    )
-    config = LoaderConfig(
-        batch_size=batch_size, max_history_length=2 * mean, num_tasks=1, user_id=True, pin_memory=True
-    )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return RandomBatches(config, data, num_batches=steps, num_distinct=steps, rank=rank, world_size=world_size)
+    data = replace(DATA, lengths=Uniform(low=mean // 2, high=mean + mean // 2))
+    settings: Any = {"batch_size": batch_size, "max_history_length": 2 * mean, "num_tasks": 1, "user_id": True}
+    ranks: Any = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    config = LoaderConfig(**settings, pin_memory=True)
+    return RandomBatches(config, data, num_batches=steps, num_distinct=steps, **ranks)
 
 
 def num_bytes(batch: JaggedBatch) -> int:
@@ -83,13 +68,12 @@ def memory_of(batches: Iterable[JaggedBatch], before: int) -> Memory:
         features: Any = dict(batch.tensors())["features"]
         features.values().sum()
         torch.cuda.synchronize()
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE_SECONDS)
         if step < WARMUP_STEPS:
             torch.cuda.reset_peak_memory_stats()
         else:
             held = max(held, torch.cuda.memory_allocated())
-    active = torch.cuda.memory_stats()["active_bytes.all.peak"]
-    return Memory(held=held - before, peak=torch.cuda.max_memory_allocated() - before, active=active - before)
+    return {"held": held - before, "peak": torch.cuda.max_memory_allocated() - before}
 
 
 def allocated() -> int:
@@ -99,52 +83,36 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def measure(device: torch.device, steps: int) -> None:
-    """Print the rows of all shapes on rank 0; on every rank."""
+def measure(device: torch.device, steps: int) -> list[Row]:
+    """Return the rows of all shapes. Collective."""
     rows = []
     for batch_size, mean in SHAPES:
         loaded = batches_of(batch_size, mean, steps + WARMUP_STEPS)
 
         def balancer(lookahead: int, loaded: RandomBatches[Any] = loaded) -> Balancer[Any]:
-            config = BalanceConfig(cost=COST, lookahead=lookahead, timeout=TIMEOUT)
-            return Balancer(loaded, config, device=device)
+            return Balancer(loaded, BalanceConfig(cost=COST, lookahead=lookahead, timeout=TIMEOUT), device=device)
 
         with balancer(1) as batches:
             balanced = [batch.to("cpu").pin_memory() for batch in batches]
-        sizes = [num_bytes(batch) for batch in itertools.islice(balanced, WARMUP_STEPS, None)]
+        size = fmean(map(num_bytes, itertools.islice(balanced, WARMUP_STEPS, None)))
         plain = memory_of((batch.to(device, non_blocking=True) for batch in balanced), allocated())
-        for lookahead in LOOKAHEADS:
+        for lookahead in (1, 2):
             before = allocated()
             with balancer(lookahead) as batches:
                 taken = memory_of(batches, before)
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, (sum(sizes) / len(sizes), plain, taken))
-            row = {"samples": batch_size, "mean_length": mean, "lookahead": lookahead, "ranks": len(of_ranks)}
-            rows.append(row | {"device": torch.cuda.get_device_name(device)} | summarize(of_ranks, lookahead))
-    if dist.get_rank() == 0:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        print(f"\n{table(rows)}", end="", flush=True)
+            shape = {"samples": batch_size, "mean_length": mean, "lookahead": lookahead, "ranks": dist.get_world_size()}
+            rows.append(shape | summarize(gather((size, plain, taken)), lookahead))
+    return rows
 
 
-def summarize(of_ranks: Sequence[tuple[float, Memory, Memory]], lookahead: int) -> dict[str, Any]:
-    """Return the numbers of a row, given each rank's bytes of a batch, and of the plain loop and the Balancer's."""
-    batch, plain, taken = max(of_ranks, key=lambda of_rank: of_rank[2].peak)
-    row: dict[str, Any] = {"batch_mb": round(batch / 1e6, 3)}
-    for name, own, other in zip(Memory._fields, taken, plain, strict=True):
-        row |= {f"{name}_mb": round(own / 1e6, 3), f"plain_{name}_mb": round(other / 1e6, 3)}
-        row |= {f"{name}_x": round((own - other) / batch, 2)}
-        row |= {f"{name}_x_per_step": round((own - other) / batch / lookahead, 2)}
+def summarize(of_ranks: Sequence[tuple[float, Memory, Memory]], lookahead: int) -> Row:
+    """Return the numbers of a row, given each rank's bytes of a batch, of the plain loop and of the Balancer's."""
+    batch, plain, taken = max(of_ranks, key=lambda of_rank: of_rank[2]["peak"])
+    row: Row = {"batch_mb": round(batch / 1e6, 3)}
+    for name, own in taken.items():
+        row |= {f"{name}_mb": round(own / 1e6, 3), f"plain_{name}_mb": round(plain[name] / 1e6, 3)}
+        row |= {f"{name}_per_step": round((own - plain[name]) / batch / lookahead, 2)}
     return row
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a table."""
-    columns = {"samples": "samples", "mean_length": "mean length", "lookahead": "lookahead", "batch_mb": "batch, MB"}
-    for name in Memory._fields:
-        columns |= {f"{name}_mb": f"{name}, MB", f"plain_{name}_mb": "plain, MB", f"{name}_x": "more, batches"}
-        columns |= {f"{name}_x_per_step": "per step in flight"}
-    return markdown_tables.table(list(columns.values()), [[str(row[name]) for name in columns] for row in rows])
 
 
 def main() -> None:
@@ -154,10 +122,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each row")
     options = parser.parse_args()
     if options.device == "cpu":
-        parser.exit(2, "memory.py measures the memory of GPUs, and runs on a host where PyTorch finds a CUDA device\n")
-    if options.steps < 1:
-        parser.error(f"--steps must be at least 1, got {options.steps}")
-    run_ranks(parser, options, measure, options.steps)
+        parser.error("this benchmark measures the memory of GPUs, and PyTorch finds none; run it on a host with a GPU")
+    emit(machine())
+    show([emit(row) for row in ranks_of(parser, options).run(measure, options.steps)])
 
 
 if __name__ == "__main__":

@@ -1,45 +1,38 @@
-"""Measure what balancing and other parts of a training job buy, from a table of runs; see scripts/bench/experiments.
+"""Measure what balancing and other parts of a training job gain, from a table of runs; see scripts/bench/experiments.
 
 .venv/bin/python scripts/bench/train.py scripts/bench/experiments/hstu.toml
 """
 
-import dataclasses
+import importlib.util
 import shlex
 import sys
+import time
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from end_to_end import runner
-from end_to_end.experiments import Experiments, read_experiments
-from end_to_end.tasks import Plan, WorkerTask, check_names, make_plan, tasks_of
+import report
+from end_to_end.experiments import Run, read_runs
+from end_to_end.summary import with_unbalanced
 from evenrank.cli.main import run_command
+from evenrank.core import files
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing import MODES
 
-_HSTU = Path(__file__).resolve().parent / "experiments" / "hstu.toml"
-_GPUS_WITHOUT = 4  # shown by a dry run on a host without GPUs
-
-
-class Runner(StrEnum):
-    """What starts runs."""
-
-    TORCHRUN = "torchrun"
-    SLURM = "slurm"
+HSTU = Path(__file__).resolve().parent / "experiments" / "hstu.toml"
+_HIDDEN = ("conditions", "machine")  # columns, in tables and printed rows
 
 
 def train(
     experiments: Annotated[
         Path, typer.Argument(help="TOML file of runs.", metavar="EXPERIMENTS", show_default="hstu.toml")
-    ] = _HSTU,
+    ] = HSTU,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of results and logs. [default: out/bench/NAME, as EXPERIMENTS is NAME.toml]"),
+        typer.Option(help="Folder of rows and logs. [default: out/bench/NAME, as EXPERIMENTS is NAME.toml]"),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(help="Processes of a run, each with a GPU. [default: all GPUs of the host]", min=1)
@@ -49,129 +42,42 @@ def train(
         list[str] | None, typer.Option(help="Only this distribution of lengths; repeatable.", metavar="NAME")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Timed steps, instead of the file's.", min=1)] = None,
-    warmup_steps: Annotated[
-        int | None, typer.Option(help="Steps before the timed ones, instead of the file's.", min=0)
-    ] = None,
-    routing: Annotated[
-        str | None,
-        typer.Option(help=f"--routing of all runs with sharded tables, instead of the file's: {', '.join(MODES)}."),
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of the timed steps, instead of the file's.", min=1)] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps before them, instead of the file's.", min=0)] = None,
     time_limit: Annotated[
         float, typer.Option(help="Minutes of a run; one that takes longer is ended, and has failed.", min=0.01)
     ] = 60,
-    rerun: Annotated[bool, typer.Option("--rerun", help="Run again what has results.")] = False,
-    report_only: Annotated[
-        bool, typer.Option("--report-only", help="Run nothing; write the table and the plots from results.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run; run and write nothing.")] = False,
-    with_runner: Annotated[
-        Runner, typer.Option("--runner", help="torchrun: on this host. slurm: a job for each run, on several hosts.")
-    ] = Runner.TORCHRUN,
-    nodes: Annotated[int, typer.Option(help="SLURM: hosts of a run.", min=1)] = 1,
-    gpus_per_node: Annotated[int | None, typer.Option(help="SLURM: GPUs of a host.", min=1)] = None,
-    partition: Annotated[str | None, typer.Option(help="SLURM: partition. [default: SLURM's]")] = None,
-    account: Annotated[str | None, typer.Option(help="SLURM: account. [default: SLURM's]")] = None,
+    rerun: Annotated[bool, typer.Option("--rerun", help="Measure again what has been measured.")] = False,
 ) -> None:
-    """Measure what balancing and other parts of a training job buy, from a table of runs.
+    """Measure what balancing and other parts of a training job gain, from a table of runs.
 
-    Each run trains on the same batches, alone on its GPUs, and leaves a log and a result in OUT. Runs that have results
-    are kept, so that the same command continues a table that was interrupted. A run that fails is a row that says why.
-    The exit code is 1 if one has, other than by running out of GPU memory. Examples:
+    Each run trains alone on its GPUs, on the same batches, and leaves a row and a log in OUT. Runs that were measured
+    under the same conditions are kept, so that the same command continues a table that was interrupted. A run that
+    fails is a row that says why; the exit code is 1 if it is not for lack of GPU memory. Prints a JSON line per run and
+    a table, and writes rows.jsonl, report.md and plot.png; end_to_end/summary.py explains the columns. Examples:
 
     \b
         python scripts/bench/train.py scripts/bench/experiments/smoke.toml     # a first try, without a GPU
-        python scripts/bench/train.py --dry-run                                # what hstu.toml would run here
-        python scripts/bench/train.py                                          # run it: hours, on 4 GPUs
-        python scripts/bench/train.py --only baseline --only lpt-swap --lengths lognormal --steps 200
-        python scripts/bench/train.py --report-only                            # its table and plots again
-        python scripts/bench/train.py --runner slurm --nodes 2 --gpus-per-node 8 --time-limit 90
+        python scripts/bench/train.py                                          # hstu.toml: hours, on 4 GPUs
+        python scripts/bench/train.py --only unbalanced --only lpt-swap --lengths lognormal --steps 200
+        python scripts/bench/train.py --gpus 2 --out out/bench/hstu-2          # the same on fewer GPUs
     """
-    table = _with_steps(read_experiments(experiments), steps=steps, warmup_steps=warmup_steps)
-    if routing is not None:
-        table = _with_routing(table, routing)
-    folder = (out or Path("out/bench") / experiments.stem).absolute()
-    if report_only:
-        if dry_run:
-            raise ConfigError("--report-only and --dry-run are two different things to do; choose one")
-        _report(folder, table)
-        return
-    cluster = _cluster(with_runner, gpus, nodes, gpus_per_node, partition, account)
-    processes = cluster.gpus if cluster else _gpus(gpus, table, dry_run=dry_run)
-    plan = make_plan(tasks_of(table, folder, gpus=processes, only=only or (), lengths=lengths or ()), rerun=rerun)
-    _print_plan(plan)
-    if dry_run:
-        _print_commands(plan.to_run, cluster, time_limit * 60)
-    elif cluster:
-        runner.check_sbatch()
-        plan.start()
-        runner.submit(plan.to_run, cluster, limit_seconds=time_limit * 60)
-        print("when they have ended, --report-only writes the table and the plots")
-    else:
-        check_names(plan.to_run)
-        with runner.hold(folder):
-            plan.start()
-            results = runner.run_tasks(plan.to_run, limit_seconds=time_limit * 60)
-        _report(folder, table)
-        if any(result.failure not in (None, "out of memory") for result in results):
-            raise typer.Exit(1)
-
-
-def _with_steps(table: Experiments, *, steps: int | None, warmup_steps: int | None) -> Experiments:
-    given = {"steps": steps, "warmup_steps": warmup_steps}
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(table, workload=dataclasses.replace(table.workload, **changed))
-
-
-def _with_routing(table: Experiments, routing: str) -> Experiments:
-    is_sharded = [run.settings.embeddings == "sharded" for run in table.runs]
-    if not any(is_sharded):
-        raise ConfigError("--routing is for sharded tables, which no run has; leave it out, or choose another file")
-    runs = tuple(
-        dataclasses.replace(run, settings=dataclasses.replace(run.settings, routing=routing)) if sharded else run
-        for run, sharded in zip(table.runs, is_sharded, strict=True)
-    )
-    return dataclasses.replace(table, runs=runs)
-
-
-def _cluster(
-    with_runner: Runner,
-    gpus: int | None,
-    nodes: int,
-    gpus_per_node: int | None,
-    partition: str | None,
-    account: str | None,
-) -> runner.Cluster | None:
-    """Return the hosts of --runner slurm; None: this host."""
-    if with_runner is Runner.TORCHRUN:
-        if nodes > 1 or gpus_per_node or partition or account:
-            raise ConfigError("--nodes, --gpus-per-node, --partition and --account are for --runner slurm; add it")
-        return None
-    if gpus is not None or gpus_per_node is None:
-        raise ConfigError("--runner slurm takes --gpus-per-node, and not --gpus; change the options")
-    return runner.Cluster(nodes=nodes, gpus_per_node=gpus_per_node, partition=partition, account=account)
-
-
-def _gpus(asked: int | None, table: Experiments, *, dry_run: bool) -> int:
-    """Return how many processes a run may have on this host."""
-    if asked is not None and dry_run:
-        return asked
+    folder = out or Path("out/bench") / experiments.stem
+    given = {"steps": steps, "rounds": rounds, "warmup_steps": warmup_steps}
+    changed = {name: value for name, value in given.items() if value is not None}
     there = _count_gpus()
-    if asked is not None:
-        if 0 < there < asked:
-            raise ConfigError(f"--gpus is {asked}, this host has {there}; choose at most that")
-        return asked
-    if there:
-        return there
-    named = [run.gpus for run in table.runs if run.gpus is not None]
-    if len(named) == len(table.runs):
-        return max(named)
-    if dry_run:
-        print(f"# this host has no GPU: shown for --gpus {_GPUS_WITHOUT}")
-        return _GPUS_WITHOUT
-    raise ConfigError(
-        "this host has no GPU that PyTorch sees; run it on one that has, try scripts/bench/experiments/smoke.toml, or "
-        "choose a number of processes with --gpus"
-    )
+    runs = read_runs(experiments, gpus=gpus or there or 1, changed=changed, only=only or (), lengths=lengths or ())
+    rows = []
+    for number, run in enumerate(runs, 1):
+        path, title = run.path(folder), f"[{number}/{len(runs)}] {run.lengths}: {run.name}, {run.gpus} processes"
+        row = None if rerun else _kept(path, run)
+        if row is None:
+            print(f"{title} (log: {path.with_suffix('.log')})", file=sys.stderr, flush=True)
+            row = _measure(run, path, device="cuda" if there else "cpu", gpus=there, seconds=60 * time_limit)
+        rows.append(row)
+    _report(folder, rows)
+    if any(row.get("failure") not in (None, "out of memory") for row in rows):
+        raise typer.Exit(1)
 
 
 def _count_gpus() -> int:
@@ -182,31 +88,53 @@ def _count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _print_plan(plan: Plan) -> None:
-    for task in plan.kept:
-        print(f"# kept: {task.title} ({task.result})")
-    for task in plan.to_run:
-        if reason := plan.again.get(task.result):
-            print(f"# again: {task.title}, because {reason}")
+def _kept(path: Path, run: Run) -> report.Row | None:
+    """Return the row of a run that was measured under these conditions."""
+    rows = report.read([path]) if path.exists() else []
+    return next((row for row in rows if row["conditions"] == run.conditions and "failure" not in row), None)
 
 
-def _print_commands(tasks: Sequence[WorkerTask], cluster: runner.Cluster | None, limit_seconds: float) -> None:
-    before: str | None = None
-    for task in tasks:
-        if cluster is None:
-            print(f"# {task.title}\n{shlex.join(runner.torchrun(task))}")
-            continue
-        script = runner.script_of(task, cluster, limit_seconds=limit_seconds)
-        print(f"# {runner.script_file(task)}\n{script}\n{shlex.join(runner.sbatch_command(task, before))}\n")
-        before = f"<job of {task.title}>"
+def _measure(run: Run, path: Path, *, device: str, gpus: int, seconds: float) -> report.Row:
+    # Imported here, because they import torch, which --help and --dry-run do not need.
+    from torch.multiprocessing.spawn import ProcessException
+
+    from end_to_end.measure import measure_run
+    from local_ranks import LocalRanks
+
+    if gpus and run.gpus > gpus:
+        raise ConfigError(f"run {run.name!r} has {run.gpus} processes, this host {gpus} GPUs; choose runs with --only")
+    log, started = path.with_suffix(".log"), time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(log, "")
+    ranks = LocalRanks(device=device, count=run.gpus, seconds=seconds, log=log)
+    try:
+        row: report.Row = ranks.run(measure_run, run)
+    except ProcessException as error:
+        reason = str(error).strip().splitlines()[-1]
+        if "OutOfMemoryError" in log.read_text(errors="replace"):
+            reason = "out of memory"
+        elif time.monotonic() - started > seconds:
+            reason = f"took longer than the limit of {seconds / 60:g} minutes"
+        row = {"lengths": run.lengths, "run": run.name, "gpus": run.gpus, "failure": reason}
+        row |= {"conditions": run.conditions, "machine": report.machine()}
+    report.write(path, [row])
+    return row
 
 
-def _report(folder: Path, table: Experiments) -> None:
-    if not folder.is_dir():
-        raise ConfigError(f"there are no results in {folder}; run the table first, or choose its folder with --out")
-    from end_to_end.reports.report import write_report  # imported here, because matplotlib takes a second
-
-    write_report(folder, table)
+def _report(folder: Path, measured: Sequence[report.Row]) -> None:
+    """Print rows and their table, and write them and a plot to the folder."""
+    rows = with_unbalanced(measured)
+    for row in rows:
+        report.emit({name: value for name, value in row.items() if name not in _HIDDEN})
+    found = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    shown = [name for name in found if name not in _HIDDEN]
+    report.write(folder / "rows.jsonl", rows)
+    machine = "".join(f"- {name}: {value}\n" for name, value in rows[-1]["machine"].items())
+    command = f"```bash\npython {shlex.join(sys.argv)}\n```\n"
+    files.write_text(folder / "report.md", f"{command}\n{machine}\n{report.table(rows, shown)}")
+    print(f"\n{report.table(rows, shown)}\nwritten to {folder}: rows.jsonl, report.md and, with matplotlib, plot.png")
+    if importlib.util.find_spec("matplotlib"):
+        report.plot(rows, "live_over_even", ("lengths", "run"), folder / "plot.png")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from scripts import mutants
-from scripts.mutants import GONE, LIST, SURVIVED, Mutant, first_failing, judge, planted, read, show
+from scripts.mutants import GONE, LIST, SURVIVED, Mutant, first_failing, judge, planted, read
 
 SOURCE = '''"""A file."""
 
@@ -105,20 +105,6 @@ def test_a_test_that_does_not_end_fails(tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_a.py").write_text("def test_a(): pass\n\ndef test_b():\n    while True: pass\n")
     assert first_failing(tmp_path, ["tests/test_a.py"], (1, 100)) == "tests/test_a.py::test_b"
     assert first_failing(tmp_path, ["tests/test_a.py", "--deselect=tests/test_a.py::test_b"], (1, 100)) is None
-
-
-def test_another_list_shows_what_survives_that_was_killed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second, *_ = _drawn(checkout)
-    with (checkout / "mutants.toml").open("a") as file:
-        file.write(f'{first.name} = "tests/a.py"\n{second.name} = "tests/a.py"\n')
-    (other := checkout / "other.toml").write_text(
-        f'[results]\n{first.name} = "survived"\n{second.name} = "tests/b.py"\n'
-    )
-    show(other)
-    printed = capsys.readouterr().out
-    assert "core            1 of    2 killed" in printed
-    assert f"{first.name} survived (was: tests/a.py) core/shelf.py:" in printed
-    assert second.name not in printed
 
 
 def test_results_are_of_listed_mutants() -> None:

@@ -33,9 +33,6 @@ def test_the_commands_of_its_first_stage_run_below_the_folder(tmp_path: Path) ->
         (context / f"{name}.txt").write_text(f"{name}\n")
     run_stage(DOCKERFILE, context=context, root=root, arguments={"WORD": "given"})
     assert (root / "opt" / "place" / "words").read_text() == "given two words\na\nb\n"
-
-
-def test_a_command_that_fails_ends_it_and_other_instructions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         run_stage("FROM a\nRUN exit 3\nADD x y\n", context=tmp_path, root=tmp_path, arguments={})
     with pytest.raises(ValueError, match="ADD is not an instruction that this script runs"):

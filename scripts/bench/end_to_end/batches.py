@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from end_to_end.experiments import Workload
@@ -16,46 +15,40 @@ from evenrank.dataloader.balance import BalanceConfig, Cost
 from evenrank.dataloader.random_batches import RandomBatches, RandomData, draw_samples
 from evenrank.dataloader.rank_loader import make_rng
 from evenrank.datasets import SequenceStore
-from evenrank.datasets.distributions import Distribution, Uniform, Zipf, parse_distribution
+from evenrank.datasets.distributions import Uniform, Zipf, parse_distribution
 from evenrank.datasets.order import Order, RowOrder, Samples
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID
+from local_ranks import gather
 from trainer.world import World
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 _SAMPLES_OF_EPOCH = sys.maxsize // 2  # which nobody reaches
-
-
-def draw_data(workload: Workload, lengths: Distribution, num_tasks: int) -> RandomData:
-    """Return the distributions of the samples."""
-    return RandomData(
-        lengths=lengths,
-        items=Zipf(exponent=workload.item_exponent, low=0, high=workload.item_rows - 1, shift=1),
-        actions=Uniform(low=0, high=2**num_tasks - 1),
-        users=Zipf(exponent=workload.user_exponent, low=0, high=workload.user_rows - 1, shift=1),
-    )
+_HALVINGS = 32  # of an interval: what is left is far less than the half event by which lengths are rounded
+_MAX_POWER = 16.0
 
 
 class Source:
-    """This rank's loaders, all over the same N batches.
+    """This rank's loaders, all over the same N batches."""
 
-    Args:
-        workload: of the table.
-        lengths: distribution of the events of a sample, as `parse_distribution` takes it.
-        config: of the batches.
-        world: the ranks of the run.
-    """
+    def __init__(self, workload: Workload, config: LoaderConfig, world: World) -> None:
+        self._workload, self._config, self._world = workload, config, world
+        self._data = RandomData(
+            lengths=parse_distribution(workload.lengths),
+            items=Zipf(exponent=workload.exponent, low=0, high=workload.item_rows - 1, shift=1),
+            actions=Uniform(low=0, high=2 ** (config.num_tasks or 1) - 1),
+            users=Zipf(exponent=workload.exponent, low=0, high=workload.user_rows - 1, shift=1),
+        )
+        self._once = self._loader(self._data, workload.num_batches)
 
-    def __init__(self, workload: Workload, lengths: str, config: LoaderConfig, world: World) -> None:
-        self._workload = workload
-        self._config = config
-        self._world = world
-        self._lengths = parse_distribution(lengths)
-        self._once = self._loader(self._lengths, workload.num_batches)
+    def once(self) -> RandomBatches[SequenceBatch]:
+        """Return a loader of each batch once."""
+        return self._once
 
     def endless(self) -> RandomBatches[SequenceBatch]:
         """Return a loader that cycles through the batches for as long as anyone may train."""
-        return self._loader(self._lengths, _SAMPLES_OF_EPOCH // (self._config.batch_size * self._world.data_size))
+        return self._loader(self._data, _SAMPLES_OF_EPOCH // (self._config.batch_size * self._world.data_size))
 
     def reading(self, balance: BalanceConfig, *, num_workers: int, endless: bool) -> Loader[SequenceBatch]:
         """Return a loader that reads the same batches from a dataset in memory, and balances them. Collective.
@@ -66,37 +59,26 @@ class Source:
             endless: cycle through the batches in one epoch. Epochs of as few steps as there are batches would often
                 begin while the clock runs, and their first batches are not read ahead.
         """
-        order = _Cycle() if endless else "rows"
-        return build_loader(
-            self._dataset(),
-            dataclasses.replace(self._config, order=order, num_workers=num_workers, device=self._world.device),
-            rank=self._world.data_rank,
-            world_size=self._world.data_size,
-            balance=balance,
-            group=self._world.data,
-        )
-
-    def _dataset(self) -> SequenceStore:
-        """Return the samples of all ranks in the order of the steps, and of the ranks within a step."""
-        config = self._config
-        data, shortest = draw_data(self._workload, self._lengths, config.num_tasks or 1), config.max_num_candidates
-        parts = [
-            # As RandomBatches draws them.
+        config, world = self._config, self._world
+        parts = [  # as RandomBatches draws them: in the order of the steps, and of the ranks within a step
             draw_samples(
-                data, make_rng(config.seed, 0, place), config.batch_size, min_length=shortest, split=config.split
+                self._data,
+                make_rng(config.seed, 0, place),
+                config.batch_size,
+                min_length=config.max_num_candidates,
+                split=config.split,
             )
-            for place in range(self._workload.num_batches * self._world.data_size)
+            for place in range(self._workload.num_batches * world.data_size)
         ]
-        first = parts[0]
-        return dataclasses.replace(
-            first,
+        dataset = dataclasses.replace(
+            parts[0],
             offsets=np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))]),
-            columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
+            columns={name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns},
         )
-
-    def once(self) -> RandomBatches[SequenceBatch]:
-        """Return a loader of each batch once."""
-        return self._once
+        order = _Cycle() if endless else "rows"
+        config = dataclasses.replace(config, order=order, num_workers=num_workers, device=world.device)
+        ranks: Any = {"rank": world.data_rank, "world_size": world.data_size}
+        return build_loader(dataset, config, **ranks, balance=balance, group=world.data)
 
     def even(self, cost: Cost) -> RandomBatches[SequenceBatch]:
         """Return a loader of N perfectly even batches by a cost. Collective: every rank must call this."""
@@ -105,31 +87,21 @@ class Source:
             one = np.ones_like(events)
             return cost({USER_ID: one, ITEM_ID: events, ACTION: events}, np.zeros_like(events))
 
-        mine = np.stack([feature_lengths(batch)[ITEM_ID] for batch in self._once])
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
+        gathered = gather(np.stack([feature_lengths(batch)[ITEM_ID] for batch in self._once]))
         # Ranks that divide heads have the same batches; those of their first one stand for all.
-        all_lengths = np.stack(gathered[:: dist.get_world_size() // self._world.data_size])
+        all_lengths = np.stack(gathered[:: len(gathered) // self._world.data_size], axis=1)
+        options = {"max_length": self._config.max_history_length}
         events = [
-            even_lengths(
-                all_lengths[:, index].reshape(-1),
-                self._world.data_size,
-                cost_of_events,
-                max_length=self._config.max_history_length,
-            )
-            for index in range(self._workload.num_batches)
+            even_lengths(lengths.reshape(-1), self._world.data_size, cost_of_events, **options)
+            for lengths in all_lengths
         ]
-        return self._loader(_InTurn(np.concatenate(events)), self._workload.num_batches)
+        data = dataclasses.replace(self._data, lengths=_InTurn(np.concatenate(events)))
+        return self._loader(data, self._workload.num_batches)
 
-    def _loader(self, lengths: Distribution, num_batches: int) -> RandomBatches[SequenceBatch]:
-        return RandomBatches(
-            self._config,
-            draw_data(self._workload, lengths, self._config.num_tasks or 1),
-            num_batches=num_batches,
-            num_distinct=self._workload.num_batches,
-            rank=self._world.data_rank,
-            world_size=self._world.data_size,
-        )
+    def _loader(self, data: RandomData, num_batches: int) -> RandomBatches[SequenceBatch]:
+        options: Any = {"rank": self._world.data_rank, "world_size": self._world.data_size}
+        options |= {"num_batches": num_batches, "num_distinct": self._workload.num_batches}
+        return RandomBatches(self._config, data, **options)
 
 
 class _CycledRows(RowOrder):
@@ -168,22 +140,10 @@ def feature_lengths(batch: SequenceBatch) -> dict[str, Ints]:
     return dict(zip(batch.features.keys(), lengths, strict=True))
 
 
-def tokens_of(batch: SequenceBatch) -> Ints:
-    """Return the tokens of each row of a batch: int64 [rows]."""
-    total: Ints = np.sum(list(feature_lengths(batch).values()), axis=0)
-    return total
-
-
 def load_of(batch: SequenceBatch, cost: Callable[..., Ints]) -> int:
     """Return the cost of a batch's samples."""
     lengths = feature_lengths(batch)
     return int(cost(lengths, np.zeros_like(lengths[ITEM_ID])).sum())
-
-
-Floats = NDArray[np.float64]
-
-_HALVINGS = 32  # of an interval: what is left is far less than the half event by which lengths are rounded
-_MAX_POWER = 16.0
 
 
 def even_lengths(lengths: Ints, num_ranks: int, cost: Callable[[Ints], Ints], *, max_length: int) -> Ints:

@@ -1,8 +1,9 @@
-"""`measure`: trains on live, prepared and even batches in turn, and records when each rank reached which point."""
+"""`measure_run`: trains a run on live, prepared and even batches in turn, on one rank, and returns its row."""
 
+import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -12,17 +13,98 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from end_to_end.batches import load_of, tokens_of
-from end_to_end.experiments import Workload
-from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Segment, Work
-from evenrank.dataloader import SequenceBatch
-from evenrank.dataloader.balance import Cost, StepMetrics
-from evenrank.training import StepTimer
+import report
+from end_to_end.batches import Source, load_of
+from end_to_end.experiments import Run, Workload
+from end_to_end.summary import EVEN, LIVE, PREPARED, Row, Segment, Work, summarize
+from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader.balance import BalanceConfig, Balancer, Cost, HSTUCost, StepMetrics
+from evenrank.dataloader.balance.config import EXCHANGES
+from evenrank.dataloader.balance.costs.model_costs import TokenCost
+from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID, Manifest
+from evenrank.training import StepTimer, device_peaks, scale_loss
 from evenrank.training import Work as BatchWork
 from evenrank.training.step_timer import Clock
-from trainer.pipelines import Pipeline, run_pipeline
+from local_ranks import gather
+from trainer.data import balance_config
+from trainer.job import quiet, set_precision
+from trainer.parallel import distribute
+from trainer.pipelines import Pipeline, make_pipeline, run_pipeline
+from trainer.tasks import ranking
+from trainer.world import World, divide
 
 Batches = AbstractContextManager[Iterable[SequenceBatch]]
+
+_REFITS = 4  # before a run with `refit_every` is measured: the first of them has few times
+
+
+def measure_run(device: torch.device, run: Run) -> Row:
+    """Return the row of a run on the ranks of the default process group. Collective."""
+    quiet()
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    row = measured(run, divide(world, run.settings.tensor_parallel))
+    return row | {"conditions": run.conditions, "machine": report.machine()}
+
+
+def measured(run: Run, world: World) -> Row:
+    """Return the row of a run. Collective."""
+    config, workload, device = run.settings, run.workload, world.device
+    torch.manual_seed(config.seed)  # for equal weights on all ranks
+    sizes = {USER_ID: workload.user_rows, ITEM_ID: workload.item_rows, ACTION: 2**config.num_tasks}
+    learns = ranking(config, Manifest(dataset="random", vocabulary_sizes=sizes), world)
+    assert isinstance(learns.cost, HSTUCost)
+    cost: TokenCost = learns.cost
+    set_precision(learns.dense, config, device)
+    clock = StepClock(learns.dense.encoder, learns.dense, device)  # type: ignore[arg-type]
+    parallel = distribute(learns.model, config, world)
+    pipeline: Pipeline[SequenceBatch] = make_pipeline(
+        config.pipeline,
+        parallel.model,
+        parallel.optimizer,
+        device,
+        loss=lambda output, batch: clock.watch(scale_loss(output[0], batch).sum()),
+    )
+    read = learns.read(batch_size=config.batch_size, max_history_length=config.max_history_length, seed=workload.seed)
+    assert isinstance(read, LoaderConfig)
+    source = Source(workload, read, world)
+
+    def balanced(*, endless: bool, on_step: Callable[[StepMetrics], None] | None = None) -> Batches:
+        way = balance_config(config, cost=cost, on_step=on_step)
+        if not endless:
+            way = dataclasses.replace(way, refit_every=None)  # of batches that are not trained
+        if config.balance in EXCHANGES:
+            drawn = source.endless() if endless else source.once()
+            return Balancer(drawn, way, device=device, group=world.data)
+        return closing(source.reading(way, num_workers=config.num_workers, endless=endless))
+
+    def new_timer(refit_every: int) -> StepTimer:
+        return StepTimer(device=device, every=max(refit_every // 4, 1), group=world.data)
+
+    if config.refit_every is not None:
+        # As a job that begins with the cost of the model. The cost that it comes to also balances prepared and even
+        # batches.
+        with new_timer(config.refit_every) as timer, balanced(endless=True, on_step=timer) as live:
+            train(pipeline, clock, islice(iter(live), _REFITS * config.refit_every), timer)
+        cost = timer.cost or cost
+    steps: list[StepMetrics] = []
+    prepared = prepare(balanced(endless=False, on_step=steps.append), device)
+    as_drawn = BalanceConfig(cost=cost, strategy="none")
+    even = prepare(Balancer(source.even(cost), as_drawn, device=device, group=world.data), device)
+    of_live = None if config.refit_every is None else new_timer(config.refit_every)
+    with balanced(endless=True, on_step=of_live) as live:
+        segments = measure(pipeline, clock, workload, live=live, prepared=prepared, even=even, timer=of_live)
+    dtype = torch.bfloat16 if config.uses_bf16(device.type) else torch.float32
+    figures = summarize(
+        segments,
+        describe(prepared, learns.work, cost),
+        steps,
+        # The backward pass takes twice as many.
+        flops={name: 3 * getattr(learns.flops, name) for name in ("per_token", "per_pair", "per_prediction")},
+        peak_flops=device_peaks(device).flops(dtype) if device.type == "cuda" else None,
+        data_ranks=world.data_size,
+    )
+    named = {"lengths": run.lengths, "run": run.name, "gpus": run.gpus, "cost": type(cost).__name__}
+    return named | figures | {"peak_gib": peak_gib(device)}
 
 
 class StepClock:
@@ -35,7 +117,7 @@ class StepClock:
     """
 
     def __init__(self, encoder: nn.Module, dense: nn.Module, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._clock = Clock(device)
         self._reference: Any = None
         self._embeddings: Tensor | None = None  # of the current batch
@@ -59,7 +141,7 @@ class StepClock:
             self.timer.restart()
         self._clock.wait()
         # It ends on all ranks at the same moment, to within some microseconds.
-        dist.all_reduce(torch.zeros(1, device=self._device))
+        dist.all_reduce(torch.zeros(1, device=self.device))
         self._reference = self._clock.mark()
         self._points, self._steps = [self._reference], []
 
@@ -93,33 +175,14 @@ def prepare(batches: Batches, device: torch.device) -> list[SequenceBatch]:
         return [batch.to(device) for batch in opened]
 
 
-def balance_of(steps: Iterable[StepMetrics]) -> Balance:
-    """Return what balancing did to the batches, given the metrics of each."""
-
-    def column(name: str) -> Any:
-        return np.array([getattr(step, name) for step in steps])
-
-    names = ("before", "after", "lower_bound", "samples", "moved_samples", "tokens", "moved_tokens", "moved_bytes")
-    times = {name: column(name) for name in ("plan_seconds", "gather_seconds")}
-    return Balance(**{name: column(name) for name in names}, **times)
-
-
 def describe(batches: Iterable[SequenceBatch], work: Callable[[SequenceBatch], BatchWork], cost: Cost) -> Work:
     """Return what batches give each rank to do. Collective."""
-    counts, loads, sample_tokens = [], [], []
+    rows = []
     for batch in batches:
         of_batch = work(batch)
-        counts.append([int(count) for count in (of_batch.tokens, of_batch.pairs, of_batch.predictions)])
-        loads.append(load_of(batch, cost))
-        sample_tokens.append(tokens_of(batch))
-    tokens, pairs, predictions = np.moveaxis(gather(np.array(counts)), 2, 0)
-    return Work(
-        tokens=tokens,
-        pairs=pairs,
-        predictions=predictions,
-        loads=gather(np.array(loads)),
-        sample_tokens=gather(np.array(sample_tokens)),
-    )
+        counts = [int(count) for count in (of_batch.tokens, of_batch.pairs, of_batch.predictions)]
+        rows.append([*counts, load_of(batch, cost)])
+    return Work(*np.moveaxis(np.array(gather(rows)), 2, 0))
 
 
 def measure(
@@ -130,7 +193,6 @@ def measure(
     live: Iterable[SequenceBatch],
     prepared: list[SequenceBatch],
     even: list[SequenceBatch],
-    on_warm: Callable[[], None],
     timer: StepTimer | None = None,
 ) -> tuple[Segment, ...]:
     """Train, and return the segments of all rounds. Collective.
@@ -142,7 +204,6 @@ def measure(
         live: balances the batches while they are trained, one after the other, again and again.
         prepared: the same batches, balanced beforehand.
         even: perfectly even batches.
-        on_warm: called after the warm-up.
         timer: measures live steps.
     """
     endless = {
@@ -154,7 +215,8 @@ def measure(
     # cuBLAS chooses others, for new numbers of tokens; allocators ask the driver for memory.
     for kind, batches in endless.items():
         train(pipeline, clock, islice(batches, workload.warmup_steps), timer if kind == LIVE else None)
-    on_warm()
+    if clock.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(clock.device)
     # Whatever is there now stays; garbage collection would look at all of it time and again, on another rank each time.
     gc.collect()
     gc.freeze()
@@ -165,14 +227,8 @@ def measure(
         for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:  # each comes first in its turn
             steps = islice(endless[kind], counted + workload.skipped_steps)
             trained, marks = train(pipeline, clock, steps, timer if kind == LIVE else None)
-            segments.append(
-                Segment(
-                    kind=kind,
-                    round=number,
-                    batch=trained[workload.skipped_steps :] % workload.num_batches,
-                    marks=gather(marks[workload.skipped_steps :]),
-                )
-            )
+            batch = trained[workload.skipped_steps :] % workload.num_batches
+            segments.append(Segment(kind, number, batch, np.stack(gather(marks[workload.skipped_steps :]))))
     gc.unfreeze()
     return tuple(segments)
 
@@ -193,17 +249,6 @@ def train(
     return np.array(trained), clock.read()
 
 
-def gather(mine: Any) -> Any:
-    """Return the arrays of all ranks, of the same shape, in one: [W, ...]. Collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return np.stack(gathered)
-
-
-def peak_memory(device: torch.device) -> tuple[Any, Any]:
-    """Return the most bytes that each rank has allocated and reserved: int64 [W] each. Collective."""
-    mine = np.zeros(2, dtype=np.int64)
-    if device.type == "cuda":
-        mine[:] = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    allocated, reserved = gather(mine).T
-    return allocated, reserved
+def peak_gib(device: torch.device) -> float | None:
+    """Return the most memory that a rank has allocated while training, of the rank with the most. Collective."""
+    return max(gather(torch.cuda.max_memory_allocated(device))) / 2**30 if device.type == "cuda" else None

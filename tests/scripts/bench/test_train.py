@@ -1,160 +1,130 @@
 import importlib
-import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from torch.multiprocessing.spawn import ProcessRaisedException
 from typer.testing import CliRunner, Result
 
-from end_to_end import runner
-from end_to_end.experiments import Experiments
-from end_to_end.results import RunResult
-from end_to_end.tasks import WorkerTask
-from tests.cli.programs import ROOT, run_program
-from tests.scripts.bench.end_to_end.small_tables import TABLE, result_of
+from end_to_end.experiments import Run, read_runs
+from end_to_end.summary import with_unbalanced
+from evenrank.core.errors import ConfigError
+from local_ranks import LocalRanks
+from tests.cli.programs import ROOT
 
-BENCH = ROOT / "scripts" / "bench"
 train = importlib.import_module("train")
-WITHOUT_TORCH = f"""
-import runpy, sys
-
-sys.modules["torch"] = None
-sys.path[:0] = [{str(BENCH)!r}]
-runpy.run_path({str(BENCH / "train.py")!r}, run_name="__main__")
+FILE = """
+[workload]
+steps = 10
+item_rows = 50
+[lengths]
+short = "uniform:low=1,high=9"
+long = "uniform:low=9,high=90"
+[settings]
+hidden = 16
+[run]
+unbalanced = { balance = "none" }
+"no exchange" = { item_rows = 7, gpus = 1 }
 """
 
 
-class Command:
-    """The command in this process, on a host without GPUs, with runs that only leave a result."""
-
-    def __init__(self) -> None:
-        self.failures: dict[str, str] = {}
-
-    def run(self, *arguments: str | Path) -> Result:
-        app = typer.Typer()
-        app.command()(train.train)
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    def run_tasks(self, tasks: Sequence[WorkerTask], *, limit_seconds: float) -> list[RunResult]:
-        results = [result_of(task, failure=self.failures.get(task.run.name)) for task in tasks]
-        for task, result in zip(tasks, results, strict=True):
-            assert WorkerTask.load(task.task_file) == task
-            typer.echo(f"ran {task.title} {task.workload.steps} {task.workload.warmup_steps} {limit_seconds}")
-            result.save(task.result)
-        return results
-
-
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    def write_report(out: Path, experiments: Experiments) -> None:
-        typer.echo(f"report {out.name} {len(experiments.runs)}")
-
-    found = Command()
-    monkeypatch.setattr("end_to_end.reports.report.write_report", write_report)
-    monkeypatch.setattr(runner, "run_tasks", found.run_tasks)
-    monkeypatch.setattr(train, "_count_gpus", lambda: 0)
-    monkeypatch.chdir(tmp_path)
-    return found
+def file(tmp_path: Path) -> Path:
+    (path := tmp_path / "small.toml").write_text(FILE)
+    return path
 
 
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    file = tmp_path / "small.toml"
-    file.write_text(TABLE)
-    return file
-
-
-@pytest.mark.parametrize(("name", "count"), [("smoke", 4), ("scaling", 12), ("hstu", 26), ("refit", 8)])
-def test_a_dry_run_prints_commands_and_writes_nothing(command: Command, tmp_path: Path, name: str, count: int) -> None:
-    file = BENCH / f"experiments/{name}.toml"
-    shown = command.run(file, "--dry-run", "--gpus", "4")
-    lines = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("#")]
-    assert len(lines) == count
-    for *_, worker, task in lines:
-        assert worker == str(BENCH / "end_to_end" / "worker.py")
-        assert Path(task).is_relative_to(tmp_path / "out" / "bench" / name)
-    cluster = ("--runner", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--account", "us")
-    scripts = command.run(file, "--dry-run", *cluster).stdout.splitlines()
-    assert scripts.count("#!/bin/bash") == scripts.count("#SBATCH --account=us") == count
-    submitted = [shlex.split(line) for line in scripts if line.startswith("sbatch")]
-    assert [len(words) for words in submitted] == [3] + [4] * (count - 1)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_needs_neither_torch_nor_a_gpu_and_a_mistake_is_one_line(tmp_path: Path, table: Path) -> None:
-    shown = run_program(sys.executable, "-c", WITHOUT_TORCH, table, "--dry-run", cwd=tmp_path)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.startswith("# this host has no GPU: shown for --gpus 4\n# short: baseline\n")
-    assert shown.stdout.count("--nproc_per_node 4") == 5
-    wrong = run_program(sys.executable, "-c", WITHOUT_TORCH, "no.toml", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "error: no.toml cannot be read: No such file or directory; check the path\n"
-
-
-def test_processes_are_as_many_as_gpus(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command.run(BENCH / "experiments/smoke.toml", "--dry-run").stdout.count("--nproc_per_node 2") == 4
-    monkeypatch.setattr(train, "_count_gpus", lambda: 2)
-    assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
-    assert command.run(table).stdout.splitlines()[-1] == "report small 3"
-
-
-def test_a_table_runs_and_continues(command: Command, tmp_path: Path, table: Path) -> None:
-    options = (table, "--gpus", "2", "--steps", "20", "--warmup-steps", "3", "--time-limit", "2")
-    first = command.run(*options, "--lengths", "short", "--only", "baseline")
-    assert (first.exit_code, first.stdout.splitlines()) == (0, ["ran short: baseline 20 3 120.0", "report small 3"])
-    second = command.run(*options, "--lengths", "short")
-    assert second.stdout.splitlines() == [
-        f"# kept: short: baseline ({tmp_path}/out/bench/small/short/baseline.json)",
-        *("ran short: halved heads 20 3 120.0", "ran short: measured cost 20 3 120.0", "report small 3"),
-    ]
-    third = command.run(table, "--gpus", "2", "--only", "baseline", "--lengths", "short")
-    assert third.stdout.splitlines()[0] == "# again: short: baseline, because workload.steps was 20 and is 10"
-
-
-def test_a_routing_is_that_of_the_runs_with_sharded_tables(command: Command, tmp_path: Path) -> None:
-    options = (BENCH / "experiments/smoke.toml", "--out", "there", "--routing", "hash_roundrobin")
-    assert command.run(*options).exit_code == 0
-    settings = [WorkerTask.load(path).run.settings for path in (tmp_path / "there").rglob("*.task.json")]
-    routings = {"replicated": "continuous", "sharded": "hash_roundrobin"}
-    assert all(one.routing == routings.pop(one.embeddings, "continuous") for one in settings)
-    assert not routings
-    wrong = command.run(*options[:-1], "best")
-    assert "routing must be one of continuous, roundrobin, hash_roundrobin, got 'best'" in str(wrong.exception)
-
-
-def test_a_report_can_be_made_alone_and_the_exit_code_is_of_runs(command: Command, tmp_path: Path, table: Path) -> None:
-    out = (table, "--out", "there")
-    missing = command.run(*out, "--report-only")
-    assert f"there are no results in {tmp_path}/there; run the table first" in str(missing.exception)
-    with runner.hold(tmp_path / "there"):
-        ended = command.run(*out, "--gpus", "2")
-    assert f"another command runs the table in {tmp_path}/there; wait for it" in str(ended.exception)
-    assert not (tmp_path / "there" / "short").exists()
-    for failure, code in (("ValueError: bad luck", 1), ("out of memory", 0)):
-        command.failures["halved heads"] = failure
-        ended = command.run(*out, "--gpus", "2")
-        assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (code, "report there 3")
-    assert command.run(*out, "--report-only").stdout == "report there 3\n"
+def test_runs_have_settings_of_the_file_and_their_own(file: Path) -> None:
+    runs = read_runs(file, gpus=2, changed={"steps": 20}, lengths=["long"])
+    found = [(run.name, run.gpus, run.workload.item_rows, run.settings.balance, run.settings.hidden) for run in runs]
+    assert found == [("unbalanced", 2, 50, "none", 16), ("no exchange", 1, 7, "no-exchange", 16)]
+    assert {(run.workload.steps, run.workload.lengths) for run in runs} == {(20, "uniform:low=9,high=90")}
+    paths = [run.path(Path("out")) for run in read_runs(file, gpus=2, only=["no exchange"])]
+    assert paths == [Path("out/short/no-exchange.json"), Path("out/long/no-exchange.json")]
+    for name, count in (("smoke", 4), ("refit", 10), ("hstu", 26)):
+        shipped = read_runs(ROOT / "scripts" / "bench" / "experiments" / f"{name}.toml", gpus=4)
+        assert len({run.path(Path()) for run in shipped}) == count
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("before", "after", "message"),
     [
-        ("", "choose a number of processes with --gpus"),
-        ("--gpus 2 --only x", "--only 'x' is not in the file; known are baseline, halved-heads"),
-        ("--report-only --dry-run", "--report-only and --dry-run are two different things to do; choose one"),
-        ("--gpus 2 --routing roundrobin", "--routing is for sharded tables, which no run has; leave it out"),
-        ("--gpus 2 --steps 1", "steps must be at least rounds, got steps=1 and rounds=3"),
-        ("--gpus 2 --partition x", "are for --runner slurm; add it"),
-        ("--runner slurm", "--runner slurm takes --gpus-per-node, and not --gpus"),
-        ("--runner slurm --gpus-per-node 2", "there is no sbatch on the PATH"),
+        ("[run]", "[runs]", "small.toml has the unknown key 'runs'"),
+        ("[run]", "[run", "small.toml is not TOML: "),
+        ("hidden", "hiden", "small.toml: run 'unbalanced': the table has the unknown key 'hiden'"),
+        ("steps = 10", "steps = 2", "run 'unbalanced': steps must be at least rounds, got steps=2 and rounds=3"),
+        ("item_rows = 7", "window = 4", "run 'no exchange': window = 4 changes batches, which are compared"),
+        ("short", "brief", "small.toml: the options: --lengths 'short' is not in the file; known are brief, long"),
     ],
 )
-def test_mistakes(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    ended = command.run(table, *arguments.split())
-    assert message in str(ended.exception)
-    assert ended.stdout == ""
-    assert not Path("out").exists()  # it was found before anything was written
+def test_a_mistake_in_a_file_is_one_line(file: Path, before: str, after: str, message: str) -> None:
+    file.write_text(FILE.replace(before, after))
+    with pytest.raises(ConfigError) as caught:
+        read_runs(file, gpus=2, lengths=["short"])
+    assert message in str(caught.value)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: Path) -> Callable[..., Result]:
+    """Return the command, whose runs are not made; `unbalanced` fails for a reason that is given."""
+    reason = ""
+
+    def run_in_processes(ranks: LocalRanks, function: Any, run: Run) -> dict[str, Any]:
+        assert ranks.log is not None
+        if run.name == "unbalanced" and reason:
+            ranks.log.write_text(f"torch.{reason}")
+            raise ProcessRaisedException(f"a trace\n{reason}\n", 0, 0)
+        typer.echo(f"ran {run.name} on {ranks.count} {ranks.device}, {ranks.seconds:g} s")
+        values = {"lengths": run.lengths, "run": run.name, "live_over_even": [1.0, 1.5], "tokens_per_s": [2.0, 4.0]}
+        return {**values, "conditions": run.conditions, "machine": {"cores": 2}}
+
+    def invoke(*arguments: str, failure: str = "") -> Result:
+        nonlocal reason
+        reason = failure
+        (app := typer.Typer()).command()(train.train)
+        options = [str(file), "--out", str(tmp_path / "out"), "--gpus", "2", "--lengths", "short", *arguments]
+        return CliRunner().invoke(app, options)
+
+    monkeypatch.setattr(LocalRanks, "run", run_in_processes)
+    monkeypatch.setattr(train, "_count_gpus", lambda: 0)
+    return invoke
+
+
+def test_a_table_is_measured_kept_and_reported(command: Callable[..., Result], tmp_path: Path) -> None:
+    assert "ran unbalanced on 2 cpu, 120 s" in command("--only", "unbalanced", "--time-limit", "2").stdout
+    second = command().stdout
+    assert [line for line in second.splitlines() if line.startswith("ran ")] == ["ran no exchange on 1 cpu, 3600 s"]
+    assert "| short | unbalanced | 1.250 ± 0.250 | 3.000 ± 1.000 | 1.000 ± 0.333 |" in second
+    for name in ("rows.jsonl", "report.md", "plot.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 100
+    for again in (("--rerun",), ("--steps", "11")):  # under other conditions
+        assert "ran unbalanced" in command(*again).stdout
+
+
+@pytest.mark.processes  # git, for the commit
+def test_a_failed_run_is_a_row_and_is_measured_again(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for reason, text, code in (("Error: bad luck", "Error: bad luck", 1), ("OutOfMemoryError: x", "out of memory", 0)):
+        failed = command(failure=reason)
+        assert (failed.exit_code, f'"failure": "{text}"' in failed.stdout) == (code, True)
+    assert "ran unbalanced" in command().stdout
+    clock = iter([0.0, 61.0])
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
+    failed = command("--rerun", "--time-limit", "1", "--only", "unbalanced", failure="exit code 1")
+    assert '"failure": "took longer than the limit of 1 minutes"' in failed.stdout
+
+
+def test_speed_is_relative_to_the_run_that_differs_in_balancing_alone(file: Path) -> None:
+    runs = read_runs(file, gpus=2)
+    rows = [{"lengths": run.lengths, "conditions": run.conditions, "tokens_per_s": [4.0, 6.0]} for run in runs]
+    balanced = {**runs[0].conditions["settings"], "balance": "all-to-all", "strategy": "min-move", "refit_every": 5}
+    for settings in (balanced, {**balanced, "hidden": 32}):
+        conditions = {**runs[0].conditions, "settings": settings}
+        rows.append({"lengths": "short", "conditions": conditions, "tokens_per_s": [5.0, 10.0]})
+    rows.append({"lengths": "short", "conditions": rows[-2]["conditions"], "failure": "out of memory"})
+    # Short: itself, other tables; long: the same; balanced, another width, failed.
+    found = [row["x_unbalanced"] for row in with_unbalanced(rows)]
+    assert found == [[0.8, 1.2], None, [0.8, 1.2], None, [1.0, 2.0], None, None]

@@ -1,1 +1,0 @@
-"""The report of the training benchmark: tables, plots, and sections on costs and on scaling."""

@@ -1,1 +1,0 @@
-"""What the reports of several benchmarks are made of."""
