@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,23 +55,25 @@ def evenrank(arguments: Sequence[str]) -> str:
         try:
             main()
         except SystemExit as stopped:
-            assert not stopped.code, errors.getvalue()
+            if stopped.code:
+                raise AssertionError(errors.getvalue()) from None
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return printed.getvalue()
 
 
-def run_program(
-    rank: int, world_size: int, folder: Path, program: str, arguments: Sequence[str] = (), my_project: str = ""
-) -> str:
-    """Run a program on this rank of a RankPool, which has a process group already; return what it prints."""
+def run_program(rank: int, world_size: int, folder: Path, program: str, arguments: Sequence[str] = ()) -> str:
+    """Run a program in a folder, which may have modules, on this rank of a RankPool; return what it prints.
+
+    The process group of the pool stands in for the one that the program would make.
+    """
     import torch.distributed as dist
 
     before, printed = Path.cwd(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["program.py", *arguments]),
-        mock.patch.dict(sys.modules, {"my_project": _module(my_project)}),
+        mock.patch.object(sys, "path", [str(folder), *sys.path]),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(printed),
@@ -83,13 +83,8 @@ def run_program(
             exec(program, {"__name__": "__main__"})
         finally:
             os.chdir(before)
+            sys.modules.pop("my_project", None)
     return printed.getvalue()
-
-
-def _module(code: str) -> ModuleType:
-    module = ModuleType("my_project")
-    exec(code, module.__dict__)
-    return module
 
 
 def torchrun(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -50,7 +50,7 @@ class Names(dict[str, Any]):
 
 Scenario = Callable[[Names], Iterator[Any]]  # it may yield what to replace in the next piece
 SCENARIOS: dict[tuple[str, str], Scenario] = {}
-# Pieces that are run elsewhere, or that would need what tests do not have; their names and arguments are checked all the same.
+# Run elsewhere, or in need of what tests do not have; their names and arguments are checked all the same.
 NOT_RUN = {
     ("start.md", "In your own training loop"),  # programs, run below
     ("how-to/own-loader.md", "Resuming on any number of ranks"),
@@ -460,7 +460,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, window_siz
 
 @runs("explanation/fits-my-model.md")
 def _attention(names: Names) -> Iterator[Any]:
-    """Each kind is attention over each sample alone; packed steps are full, and windows bring similar lengths together."""
+    """Each kind is attention over each sample alone; packed steps are full, windows have similar lengths."""
     config = LoaderConfig(batch_size=50)
     *_, batch = names.load(config)
     embedding = nn.Embedding(NUM_ITEMS, WIDTH)
