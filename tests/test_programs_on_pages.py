@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shlex
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from evenrank.cli.options import BATCH_SIZE, MIN_STEPS, CostOptions, make_cost
-from evenrank.cli.reports.gains import Gain
-from evenrank.cli.reports.simulation import open_source, simulate
 from evenrank.core.errors import StateError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, MeasuredCost
+from evenrank.dataloader.balance import MeasuredCost
 from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.datasets import read_manifest
-from evenrank.datasets.schema import MAX_HISTORY_LENGTH
 from tests.conftest import make_small_dataset
 from tests.pages import blocks, code_of, commands, evenrank, page, run_program, section, torchrun
 from tests.ranks import RankPool
 
-OWN_LOADER, FITS = page("how-to/own-loader.md"), page("explanation/fits-my-model.md")
+OWN_LOADER = page("how-to/own-loader.md")
 
 
 def _without_numbers(text: str) -> list[str]:
@@ -267,54 +262,37 @@ def test_the_walk_through_a_gain_prints_what_the_page_shows(ranks: RankPool, her
         assert after.ratio_after <= after.ratio_before
 
 
-def test_the_page_on_limits_shows_what_simulate_prints() -> None:
+def test_tables_of_predictions_are_those_of_simulate() -> None:
     path = page("explanation/limits.md")
     printed = evenrank(shlex.split(blocks(path, "bash")[0])[1:])
     assert " ".join(blocks(path, "text")[0].split()) in " ".join(printed.split())
-
-
-def test_the_table_of_what_to_expect_is_that_of_simulate() -> None:
-    text = FITS.read_text()
+    text = page("explanation/fits-my-model.md").read_text()
     ((source, ranks),) = re.findall(r"\| `evenrank simulate (\S+) --ranks (\d+)`", text)
-    rows = re.findall(r"^\| `--cost (\S+)(?: --window (\d+))?` \| (\S+) \| (\S+) \| (\S+) \|$", text, re.M)
+    rows = re.findall(r"^\| `--cost (\S+)(?: --window (\d+))?` \| (\S+) \| (\S+) \| (\S+)x \|$", text, re.M)
     assert len(rows) == 4
     for cost, window, *shown in rows:
-        balance = BalanceConfig(cost=make_cost(CostOptions(cost=cost)), window=int(window or 1))
-        lengths = open_source(source, "train", MAX_HISTORY_LENGTH)
-        steps = simulate(lengths, balance, int(ranks), batch_size=BATCH_SIZE, steps=MIN_STEPS)
-        summary = Gain(int(ranks), balance.strategy, steps).summary
-        assert shown == [f"{summary.idle_before:.1%}", f"{summary.idle_after:.1%}", f"{summary.speedup:.2f}x"]
+        printed = evenrank(["simulate", source, "--ranks", ranks, "--cost", cost, "--window", window or "1"])
+        assert re.findall(rf"^ +{ranks}  \S+ +(\S+) +(\S+) +(\S+)x", printed, re.M) == [tuple(shown)]
 
 
-# What each tool says of the variables of its piece of code: the number of rows, and user and raw item of each event.
-POLARS = 'len(rows), events.select("user_id", "value").rows()'
+# What each tool says of the variables of its piece of code: user and raw item of each event.
 TOOLS = {
-    "polars": POLARS,
-    "pandas": 'len(rows), events[["user_id", "value"]].values.tolist()',
-    "duckdb": "len(rows), events.fetchall()",
-    "pyspark": "rows.count(), [(row.user_id, row.value) for row in events.collect()]",
-    "datasets": POLARS,
+    "polars": 'events.select("user_id", "value").rows()',
+    "pandas": 'events[["user_id", "value"]].values.tolist()',
+    "duckdb": "events.fetchall()",
 }
 EVENTS = [(1, "red"), (1, "blue"), (2, "red"), (2, "green"), (1, "red")]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_other_tools_read_the_rows_and_get_back_raw_ids_by_one_join(here: Path, tool: str) -> None:
-    code = [code for name in page("reference").glob("*.md") for code in blocks(name)]
-    (piece,) = (each for each in code if re.match(rf"(import|from) {tool}\b", each))
-    try:
-        metadata.version(tool)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{tool} is not installed")
-    (here / "log.csv").write_text(
-        "user_id,item_id,time\n" + "".join(f"{u},{i},{t}\n" for t, (u, i) in enumerate(EVENTS))
-    )
-    columns = "--user-column user_id --item-column item_id --timestamp-column time"
-    evenrank(
-        f"preprocess --dataset custom --events log.csv {columns} --split none --out out/mine --allow-empty".split()
-    )
-    names: dict[str, Any] = {}
-    exec(piece, names)
-    num_rows, events = eval(TOOLS[tool], names)
-    assert num_rows == 2
-    assert sorted(map(tuple, events)) == sorted(EVENTS)
+def test_other_tools_read_the_rows_and_get_back_raw_ids_by_one_join(here: Path) -> None:
+    lines = ["user_id,item_id,time", *(f"{user},{item},{time}" for time, (user, item) in enumerate(EVENTS))]
+    (here / "log.csv").write_text("\n".join(lines))
+    columns = "--user-column user_id --item-column item_id --timestamp-column time --allow-empty"
+    evenrank(f"preprocess --dataset custom --events log.csv {columns} --split none --out out/mine".split())
+    pieces = [code for path in page("reference").glob("*.md") for code in blocks(path)]
+    for tool, events in TOOLS.items():
+        (piece,) = (each for each in pieces if each.startswith(f"import {tool}"))
+        names: dict[str, Any] = {}
+        exec(piece, names)
+        assert sorted(map(tuple, eval(events, names))) == sorted(EVENTS)
+        assert len(names["rows"]) == 2
