@@ -270,8 +270,9 @@ def test_tables_of_predictions_are_those_of_simulate() -> None:
     ((source, ranks),) = re.findall(r"\| `evenrank simulate (\S+) --ranks (\d+)`", text)
     rows = re.findall(r"^\| `--cost (\S+)(?: --window (\d+))?` \| (\S+) \| (\S+) \| (\S+)x \|$", text, re.M)
     assert len(rows) == 4
+    swap = ["--strategy", "lpt-swap"]
     for cost, window, *shown in rows:
-        printed = evenrank(["simulate", source, "--ranks", ranks, "--cost", cost, "--window", window or "1"])
+        printed = evenrank(["simulate", source, "--ranks", ranks, "--cost", cost, "--window", window or "1", *swap])
         assert re.findall(rf"^ +{ranks}  \S+ +(\S+) +(\S+) +(\S+)x", printed, re.M) == [tuple(shown)]
 
 

@@ -1,8 +1,6 @@
-import json
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -178,44 +176,6 @@ def test_checks_run_in_a_folder_called_evenrank_whatever_the_clone_is_called(tmp
     assert (folder == clone) == (name == "evenrank")
     assert set(changes) == {""}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "bin", "log"])  # the copy is deleted
-
-
-PYRIGHT = Path(sys.executable).parent / "pyright"
-
-# Editors, here Pyright, find the package of an editable install through `typings/`, with its types.
-PROGRAM = """\
-import evenrank
-from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, partition
-from evenrank.datasets import open_store
-from evenrank.preprocess import PreprocessConfig, preprocess
-from evenrank.training import scale_loss
-
-loader = build_loader("data", LoaderConfig(batch_size=8), rank=0, world_size=1)
-cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
-for batch in Balancer(loader, BalanceConfig(cost=cost)):
-    reveal_type(batch)
-LoaderConfig(batch_size=8, order=8)
-LoaderConfig(batchsize=8)
-"""
-
-
-@pytest.mark.skipif(not PYRIGHT.exists(), reason="Pyright is of the tools of make check")
-def test_pyright_knows_the_types_of_public_names(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / "typings")]}))
-    command = [str(PYRIGHT), "--outputjson", "--pythonpath", sys.executable]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    found: dict[str, str] = {}
-    for entry in json.loads(run.stdout)["generalDiagnostics"]:
-        line = PROGRAM.splitlines()[entry["range"]["start"]["line"]].strip()
-        found[line] = f"{found.get(line, '')}{entry['severity']}: {entry['message']}\n"
-    assert found.pop("reveal_type(batch)") == 'information: Type of "batch" is "SequenceBatch"\n'
-    assert found.keys() == {*PROGRAM.splitlines()[-2:]}, found
-    for line, wrong in zip(PROGRAM.splitlines()[-2:], ("Literal[8]", "batchsize"), strict=True):
-        assert found[line].startswith("error: ")
-        assert wrong in found[line]
 
 
 def test_no_file_has_both_sides_of_a_merge() -> None:
