@@ -139,23 +139,18 @@ def test_no_module_of_ours_stands_in_for_one_of_python_or_of_a_library() -> None
         assert not taken & {path.stem.casefold() for path in folder.glob("*.py")}, folder
 
 
-def _datasets_with_installed(site_packages: Path) -> tuple[str | None, bool]:
-    """Return what `import datasets` finds if a package of that name is installed, and whether it was imported."""
-    path = [str(site_packages) if entry == sysconfig.get_path("purelib") else entry for entry in sys.path]
+def _origin_of_datasets(rank: int, world_size: int, site_packages: str) -> str | None:
+    """Return what `import datasets` finds if site-packages were this folder."""
+    path = [site_packages if entry == sysconfig.get_path("purelib") else entry for entry in sys.path]
     found = PathFinder.find_spec("datasets", path)
-    return None if found is None else found.origin, "datasets" in sys.modules
-
-
-def _datasets_of_rank(rank: int, world_size: int, site_packages: Path) -> tuple[str | None, bool]:
-    return _datasets_with_installed(site_packages)
+    return None if found is None else found.origin
 
 
 def test_tests_and_their_ranks_import_the_datasets_that_is_installed(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "datasets").mkdir()
-    installed = tmp_path / "datasets" / "__init__.py"
-    installed.touch()
-    assert _datasets_with_installed(tmp_path) == (str(installed), False)
-    assert ranks.run(2, _datasets_of_rank, tmp_path) == [(str(installed), False)] * 2
+    (installed := tmp_path / "datasets" / "__init__.py").touch()
+    assert _origin_of_datasets(0, 1, str(tmp_path)) == str(installed)
+    assert ranks.run(2, _origin_of_datasets, str(tmp_path)) == [str(installed)] * 2
 
 
 AT_EXIT = """
