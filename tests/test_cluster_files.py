@@ -82,8 +82,8 @@ def _commands(script: str, program: str, *subcommands: str) -> Iterator[list[str
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_are_valid_and_their_options_and_imports_exist(name: str) -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    for command in (["bash", "-n"], [str(shellcheck), "--shell", "bash", "-"])[: 1 if name == "page" else 2]:
-        run = subprocess.run(command, input=SCRIPTS[name], capture_output=True, text=True)
+    for checker in (["bash", "-n"], [str(shellcheck), "--shell", "bash", "-"])[: 1 if name == "page" else 2]:
+        run = subprocess.run(checker, input=SCRIPTS[name], capture_output=True, text=True)
         assert run.returncode == 0, run.stdout + run.stderr
     assert {program for program in (PREPROCESS, RAY, TORCHRUN) if [*_commands(SCRIPTS[name], *program)]} == CALLS[name]
     app = typer.Typer()

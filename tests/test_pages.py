@@ -75,7 +75,8 @@ class _Model(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         self.seen += _ids(batch)
-        return self.weight * batch.loss_tokens
+        loss: Tensor = self.weight * batch.loss_tokens
+        return loss
 
 
 def _readers_names(path: Path) -> dict[str, Any]:
