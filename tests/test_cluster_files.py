@@ -1,7 +1,5 @@
-"""The files of examples/cluster, and the page about them, by the parsers of the programs that they start."""
+"""The files of examples/cluster and the page about them, by the parsers of the programs that they start."""
 
-import ast
-import importlib.util
 import itertools
 import os
 import re
@@ -22,11 +20,9 @@ from torch.distributed.run import get_args_parser
 
 from evenrank.cli.preprocess import check_options, preprocess_command
 from evenrank.cli.warmup import warmup_command
-from tests.pages import ROOT, blocks
+from tests.pages import ROOT, code_of, page, section
 
 FOLDER = ROOT / "examples" / "cluster"
-PAGE = ROOT / "docs" / "how-to" / "preprocess-cluster.md"
-BATCH = FOLDER / "preprocess_and_train.sbatch"
 DOCUMENTS: list[dict[str, Any]] = [*yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())]
 JOBS = {each["metadata"]["name"]: each["spec"] for each in DOCUMENTS if each["kind"] == "Job"}
 
@@ -38,25 +34,19 @@ def _shell_of(job: str) -> str:
     return str(script)
 
 
-SCRIPTS = {"page": "".join(blocks(PAGE, "bash")), "sbatch": BATCH.read_text()} | {job: _shell_of(job) for job in JOBS}
-_PROGRAMS = (("evenrank", "preprocess"), ("ray", "start"), ("torchrun",))
+SCRIPTS = {
+    "page": "".join(code_of(section(page("how-to/own-data.md"), "On a cluster"), "bash")),
+    "sbatch": (FOLDER / "preprocess_and_train.sbatch").read_text(),
+    **{job: _shell_of(job) for job in JOBS},
+}
+PREPROCESS, RAY, TORCHRUN = ("evenrank", "preprocess"), ("ray", "start"), ("torchrun",)
+CALLS = {"page": {PREPROCESS, RAY}, "sbatch": {PREPROCESS, RAY, TORCHRUN}, "preprocess": {PREPROCESS, RAY}}
+CALLS["train"] = {TORCHRUN}
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "page"])
-def test_scripts_are_valid(name: str) -> None:
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    for command in (["bash", "-n"], [str(shellcheck), "--shell", "bash", "-"]):
-        run = subprocess.run(command, input=SCRIPTS[name], capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout + run.stderr
-
-
-@pytest.mark.parametrize("release", ["1.33", "1.37"])
-def test_kubernetes_accepts_the_objects(release: str) -> None:
-    for document in DOCUMENTS:
+def test_kubernetes_accepts_the_objects_and_they_fit_together() -> None:
+    for document, release in itertools.product(DOCUMENTS, ("1.33", "1.37")):
         assert kubernetes_validate.validate(document, release, strict=True) == release
-
-
-def test_the_objects_fit_together() -> None:
     claims = [each["metadata"]["name"] for each in DOCUMENTS if each["kind"] == "PersistentVolumeClaim"]
     services = {each["metadata"]["name"]: each["spec"] for each in DOCUMENTS if each["kind"] == "Service"}
     assert services.keys() == JOBS.keys()
@@ -90,7 +80,12 @@ def _commands(script: str, program: str, *subcommands: str) -> Iterator[list[str
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_options_exist(name: str) -> None:
+def test_scripts_are_valid_and_their_options_and_imports_exist(name: str) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for checker in (["bash", "-n"], [str(shellcheck), "--shell", "bash", "-"])[: 1 if name == "page" else 2]:
+        run = subprocess.run(checker, input=SCRIPTS[name], capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert {program for program in (PREPROCESS, RAY, TORCHRUN) if [*_commands(SCRIPTS[name], *program)]} == CALLS[name]
     app = typer.Typer()
     app.command("preprocess")(preprocess_command)
     app.command("warmup")(warmup_command)
@@ -104,21 +99,3 @@ def test_options_exist(name: str) -> None:
         ray_cli.commands[command].make_context(command, arguments)
     for arguments in _commands(SCRIPTS[name], "torchrun"):
         assert get_args_parser().parse_args(arguments).training_script_args[0] == "--data"
-
-
-def test_each_program_is_found_in_the_scripts() -> None:
-    calls = {(name, program) for name in SCRIPTS for program in _PROGRAMS if [*_commands(SCRIPTS[name], *program)]}
-    expected = {name: {"evenrank", "ray", "torchrun"} for name in ("sbatch", "page")}
-    expected |= {"preprocess": {"evenrank", "ray"}, "train": {"torchrun"}}
-    assert calls == {(name, program) for name in expected for program in _PROGRAMS if program[0] in expected[name]}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_imports_exist(name: str) -> None:
-    codes = blocks(PAGE) if name == "page" else re.findall(r"<<'EOF'\n(.*?)\nEOF", SCRIPTS[name], re.S)
-    assert codes or name == "train"
-    for node in ast.walk(ast.parse("\n".join(codes))):
-        if isinstance(node, ast.Import):
-            assert all(importlib.util.find_spec(alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert {alias.name for alias in node.names} <= {*dir(importlib.import_module(str(node.module)))}

@@ -1,308 +1,442 @@
+"""The code of the pages, run as it stands there, one piece after the other, in this process.
+
+A scenario belongs to a section of a page. It puts into `names` what the reader has beyond `_readers_names`, yields
+to let the next piece of code run in them, maybe with replacements, and checks what the code has made of them.
+"""
+
 import contextlib
-import json
+import itertools
 import re
-import warnings
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics
-from evenrank.datasets import read_manifest
+from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, build_loader
+from evenrank.dataloader.balance import COSTS, STRATEGIES, BalanceConfig, Balancer, LinearCost
+from evenrank.datasets import ORDERS, open_store, read_manifest
 from evenrank.datasets.distributions import Uniform
-from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
-from tests.checkpoints import resuming
-from tests.checkpoints.resuming import ids_of
-from tests.cli.programs import EVENRANK, run_program
-from tests.conftest import make_small_dataset
-from tests.pages import ROOT, blocks, torchrun
-from tests.ranks import RankPool
+from evenrank.training import StepTimer
+from tests.pages import code_of, commands, evenrank, page, section, single_rank
+from tests.registrations import restored
 
-OWN_LOADER = ROOT / "docs" / "how-to" / "own-loader.md"
-CHECKPOINTS = ROOT / "docs" / "how-to" / "checkpoints.md"
-TRAINING = ROOT / "docs" / "how-to" / "training.md"
-LIMITS = ROOT / "docs" / "explanation" / "limits.md"
-NO_EXCHANGE = ROOT / "docs" / "explanation" / "balanced-step.md"
-
-# What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
-MY_PROJECT = """
-import torch
-import torch.distributed as dist
-
-class Histories(torch.utils.data.Dataset):
-    def __len__(self):
-        return 48
-    def __getitem__(self, index):
-        return {"item_id": [(index * i) % 50 for i in range(index * 5 % 17)], "bought": float(index % 3 == 0)}
-
-def collate(samples):
-    items = [torch.tensor(sample["item_id"], dtype=torch.int64) for sample in samples]
-    offsets = torch.tensor([0] + [len(row) for row in items]).cumsum(0)
-    bought = torch.tensor([sample["bought"] for sample in samples])
-    return {"items": torch.cat(items), "offsets": offsets, "bought": bought}
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.items = torch.nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
-        self.score = torch.nn.Linear(4, 1)
-        torch.manual_seed(dist.get_rank())  # of the order of samples
-    def forward(self, items, offsets, bought):
-        scores = self.score(self.items(items, offsets)).squeeze(1)
-        return torch.nn.functional.binary_cross_entropy_with_logits(scores, bought, reduction="none")
-"""
-# DistributedDataParallel keeps the group, of which a thread can abort the end of the interpreter, with and without us.
-EPILOGUE = """
-torch.save(model.module.state_dict(), f"{name}-{rank}.pt")
-import os
-os._exit(0)
-"""
+WIDTH, HEADS, HEAD_DIM, NUM_ITEMS = 16, 2, 8, 501
+LINEAR = LinearCost(interleave_actions=False)
+Scenario = Callable[[dict[str, Any]], Iterator[Any]]
+SCENARIOS: dict[tuple[str, str], Scenario] = {}
+COLLECTIVE: set[tuple[str, str]] = set()  # those that need a process group
+# Run elsewhere, or in need of what tests do not have; their names and arguments are checked all the same.
+NOT_RUN = {
+    ("start.md", "In your own training loop"),  # programs
+    ("how-to/own-loader.md", "Resuming on any number of ranks"),
+    ("how-to/own-loader.md", "Without an exchange { #without-an-exchange }"),
+    ("how-to/own-loader.md", "Process groups and device meshes"),
+    ("how-to/continuous-logs.md", "A dataset per day"),
+    ("how-to/gain.md", "1. Record"),
+    ("how-to/clusters.md", "Data in an object store"),  # S3
+    ("how-to/routing.md", "On stock TorchRec"),  # tests of routing
+    ("how-to/routing.md", "Checkpoints"),
+    ("how-to/training.md", "TorchRec pipelines"),  # tests of examples
+    ("how-to/training.md", "Watchdogs"),  # a GPU
+    ("how-to/trainers.md", "Lightning"),  # tests of checkpoints
+    ("how-to/trainers.md", "Accelerate"),
+    ("how-to/trainers.md", "TorchRec"),
+}
 
 
-def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_path: Path) -> None:
-    (diff,) = blocks(OWN_LOADER, "diff")
-    removed, added = (sum(line.startswith(sign) for line in diff.splitlines()) for sign in "-+")
-    assert removed <= added <= 10
-    (tmp_path / "my_project.py").write_text(MY_PROJECT)
-    for name, left_out in (("before", "+"), ("after", "-")):
-        lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
-        (tmp_path / f"{name}.py").write_text("\n".join(lines) + f"\nname = {name!r}" + EPILOGUE)
-        torchrun(tmp_path, f"{name}.py")
-    weights = [torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("before", "after") for rank in range(2)]
-    for other in weights[1:]:
-        torch.testing.assert_close(other, weights[0])
+def runs(name: str, heading: str = "", *, group: bool = False) -> Callable[[Scenario], Scenario]:
+    def register(scenario: Scenario) -> Scenario:
+        SCENARIOS[name, heading] = scenario
+        COLLECTIVE.update([(name, heading)] if group else [])
+        return scenario
+
+    return register
 
 
-RESUMING = """
-import os
-
-import numpy as np
-import torch.distributed as dist
-from torch.utils.data import DataLoader
-from evenrank.dataloader import ElasticLoader, ElasticSampler, JaggedCollate, dense, jagged
-from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost
-from my_project import Histories
-
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-histories = Histories()
-collate = JaggedCollate({"item_id": jagged(), "bought": dense()})
-cost = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
-"""
-REPORT = """
-counts = [None] * world_size
-dist.all_gather_object(counts, sum(batch.num_real for batch in loader))
-print(f"{rank} {sum(counts)}\\n", end="", flush=True)  # in one piece, beside the other rank
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_own_samples_resume_and_are_balanced_without_an_exchange(tmp_path: Path, index: int) -> None:
-    (tmp_path / "my_project.py").write_text(MY_PROJECT)
-    (tmp_path / "job.py").write_text(RESUMING + blocks(OWN_LOADER)[index] + REPORT)
-    assert sorted(torchrun(tmp_path, "job.py").stdout.splitlines()) == ["0 48", "1 48"]
-
-
-def _names(path: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """Return the names that the page's pieces of code refer to."""
-    own = {"config": LoaderConfig(batch_size=12), "cost": resuming.COST, "model": resuming.Model(), "path": path}
-    known = (BalanceConfig, Balancer, build_loader, fully_shard, init_device_mesh)
-    return {**own, "rank": rank, "world_size": world_size, "dist": dist, **{each.__name__: each for each in known}}
-
-
-def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
-    """Run both pieces of code on meshes; return the samples of an epoch with each."""
-    warnings.simplefilter("ignore")
-    seen: list[list[int]] = []
-    for code in blocks(OWN_LOADER)[2:4]:
-        names = _names(path, rank, world_size)
-        exec(code, names)
-        seen.append([])
-        with names["balancer"] as balancer:
-            for batch in balancer:
-                if "replicate" in code:
-                    names["model"](batch).backward()
-                seen[-1] += ids_of(batch)
-    return seen
-
-
-def _check_each_trained_once(parts: Iterable[list[int]], path: Path) -> None:
-    ids = [sample for part in parts for sample in part]
-    assert len(ids) == len(set(ids)) == read_manifest(path).splits["train"].rows
-
-
-def test_the_meshes_of_the_page_train_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
-    tensor_parallel, hybrid = zip(*ranks.run(4, _run_on_meshes, small_dataset), strict=True)
-    assert tensor_parallel[::2] == tensor_parallel[1::2]
-    for parts in (tensor_parallel[::2], hybrid):
-        _check_each_trained_once(parts, small_dataset)
-
-
-def _model_and_adam() -> tuple[resuming.Model, torch.optim.Adam]:
-    torch.manual_seed(0)  # the same on both ranks
-    model = resuming.Model()
-    return model, torch.optim.Adam(model.parameters())
-
-
-def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tuple[list[int], list[int]]:
-    """Save a job by the code of the page, and load it into a new one, which has never stepped; return the samples."""
-    import torch.distributed.checkpoint as dcp
-
-    warnings.simplefilter("ignore")
-    recipe, code = blocks(CHECKPOINTS)[:2]
-    names = _names(path, rank, world_size) | {"dcp": dcp, "folder": folder}
-    exec(recipe, names)
-    job, save, load = code.splitlines()
-    model, adam = _model_and_adam()
-
-    def step(batch: Any) -> None:
-        torch.stack([weight.square().sum() for weight in model.parameters()]).sum().backward()  # on both ranks the same
-        adam.step()
-
-    with resuming.balance(path, rank, world_size) as balancer:
-        steps = iter(balancer)
-        trained = resuming.train(steps, step, 3)
-        exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "loader": balancer})
-        steps.close()  # type: ignore[attr-defined]
-    new_model, new_adam = _model_and_adam()
-    with resuming.balance(path, rank, world_size) as balancer:
-        exec(f"{job}\n{load}", names | {"model": new_model, "optimizer": new_adam, "loader": balancer})
-        rest = [sample for batch in balancer for sample in ids_of(batch)]
-    torch.testing.assert_close(new_model.state_dict(), model.state_dict(), rtol=0, atol=0)
-    assert adam.state_dict()["state"]
-    torch.testing.assert_close(new_adam.state_dict()["state"], adam.state_dict()["state"], rtol=0, atol=0)
-    return trained, rest
-
-
-def test_the_checkpoint_of_the_page_has_each_sample_once(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
-    trained, rest = zip(*ranks.run(2, _save_and_load, small_dataset, tmp_path), strict=True)
-    _check_each_trained_once((*trained, *rest), small_dataset)
-
-
-def test_the_nodes_of_the_page_compose(small_dataset: Path) -> None:
-    from torchdata.nodes import Loader, Mapper, Prefetcher
-
-    trained: list[Any] = []
-    names = _names(small_dataset, 0, 1) | {"Loader": Loader, "Mapper": Mapper, "Prefetcher": Prefetcher}
-    exec(blocks(OWN_LOADER)[4], names | {"augment": lambda batch: batch, "train": trained.append})
-    expected = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1)
-    assert [sorted(ids_of(batch)) for batch in trained] == [sorted(ids_of(batch)) for batch in expected]
-
-
-def _train_with_no_exchange(rank: int, world_size: int, path: Path) -> list[int]:
-    trained: list[int] = []
-
-    def model(batch: Any) -> torch.Tensor:
-        trained.extend(ids_of(batch))
-        return torch.ones((), requires_grad=True)
-
-    names = _names(path, rank, world_size) | {"BalanceConfig": BalanceConfig, "scale_loss": scale_loss}
-    steps: list[StepMetrics] = []
-    exec(blocks(NO_EXCHANGE)[0], names | {"device": "cpu", "log_step": steps.append, "model": model})
-    assert all(step.ratio_after <= step.ratio_before for step in steps)
-    return trained
-
-
-def test_the_loop_with_no_exchange_trains_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
-    _check_each_trained_once(ranks.run(2, _train_with_no_exchange, small_dataset), small_dataset)
-
-
-COST = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
-CONFIG = LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1)
-DATA = RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4))
-NUM_BATCHES = 6
-
-
-class _Model(torch.nn.Module):
-    """Its first task has the number of items as its loss, its second twice as much."""
+class _Model(nn.Module):
+    """A weight for each loss token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen: list[int] = []
 
-    def forward(self, batch: SequenceBatch) -> Tensor:
+    def forward(self, batch: Any) -> Tensor:
+        self.seen += _ids(batch)
+        loss: Tensor = self.weight * batch.loss_tokens
+        return loss
+
+
+def _readers_names(path: Path) -> dict[str, Any]:
+    model, printed, trained = _Model(), list[Any](), list[Any]()
+    names = {"path": path, "rank": 0, "world_size": 1, "device": "cpu", "torch": torch, "F": functional, "np": np}
+    names |= {
+        "config": LoaderConfig(batch_size=12),
+        "cost": LINEAR,
+        "balance": BalanceConfig(cost=LINEAR),
+        "saved": None,
+    }
+    names |= {"loader": build_loader(path, LoaderConfig(batch_size=12), rank=0, world_size=1), "dist": dist}
+    names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "print": printed.append}
+    names |= {"printed": printed, "trained": trained, "train": trained.append, "writers": [trained.append]}
+    return names | {"StepTimer": StepTimer}
+
+
+@pytest.mark.parametrize(("name", "heading"), SCENARIOS, ids=lambda part: re.sub(r"\W+", "-", part))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:flex_attention called without")
+def test_code_does_what_the_page_says(name: str, heading: str, small_dataset: Path, here: Path) -> None:
+    (here / "out" / "demo").mkdir(parents=True)
+    for place in ("demo/data", "mine", "all"):
+        (here / "out" / place).symlink_to(small_dataset)
+    torch.manual_seed(0)
+    group = single_rank() if (name, heading) in COLLECTIVE else contextlib.nullcontext()
+    with restored(COSTS, STRATEGIES, ORDERS), group:
+        names = _readers_names(small_dataset)
+        scenario = SCENARIOS[name, heading](names)
+        for code in code_of(section(page(name), heading)):
+            for old, new in (next(scenario) or {}).items():
+                assert old in code
+                code = code.replace(old, new)
+            exec(code, names)
+        assert next(scenario, "checked") == "checked"
+
+
+def test_every_piece_of_code_is_run() -> None:
+    found = set()
+    pages = ("README.md", "start.md", *(f"how-to/{path.name}" for path in page("how-to").glob("*.md")))
+    for name in (*pages, "explanation/fits-my-model.md"):
+        if (name, "") not in SCENARIOS:
+            headings = re.findall(r"^## (.*)$", page(name).read_text(), re.M)
+            found |= {(name, heading) for heading in headings if code_of(section(page(name), heading))}
+    assert found == NOT_RUN | {(name, heading) for name, heading in SCENARIOS if heading}
+
+
+def _load(names: dict[str, Any], **options: Any) -> Any:
+    return build_loader(names["path"], LoaderConfig(**options), rank=0, world_size=1, balance=names["balance"])
+
+
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+
+
+def _ids(batch: Any) -> list[int]:
+    ids: list[int] = batch.sample_ids[: batch.num_real].tolist()
+    return ids
+
+
+def _lengths(batch: Any) -> list[int]:
+    lengths: list[int] = batch.features["item_id"].lengths()[: batch.num_real].tolist()
+    return lengths
+
+
+def _check_once(ids: list[int], names: dict[str, Any]) -> None:
+    assert len(ids) == len(set(ids)) == read_manifest(names["path"]).splits["train"].rows
+
+
+@runs("README.md")
+def _loop_of_the_readme(names: dict[str, Any]) -> Iterator[Any]:
+    yield
+    _check_once(names["model"].seen, names)
+    assert names["model"].weight < 0
+
+
+@runs("start.md", "How samples reach their rank")
+def _a_balancer(names: dict[str, Any]) -> Iterator[Any]:
+    yield
+    assert names["batch"].num_real == read_manifest(names["path"]).splits["train"].rows % 12
+
+
+@runs("how-to/own-data.md", "Looking at it")
+def _rows_are_shown(names: dict[str, Any]) -> Iterator[Any]:
+    yield {"pprint(open": "print(open"}
+    assert [len(row["item_id"]) <= 5 for row in names["printed"][0]] == [True] * 3
+
+
+@runs("how-to/own-loader.md", "From padded to jagged")
+def _jagged_layers(names: dict[str, Any]) -> Iterator[Any]:
+    """Each is that of each sample alone."""
+    *_, batch = _load(names, batch_size=50, max_history_length=60)
+    assert 1 < batch.num_real < batch.batch_size  # rows of padding too
+    names |= {"batch": batch, "embedding": nn.Embedding(NUM_ITEMS, WIDTH), "positions": nn.Embedding(60, WIDTH)}
+    names["scores"] = nn.Linear(WIDTH, NUM_ITEMS)
+    yield
+    samples = names["items"].split(names["lengths"].tolist())
+    yield
+    rows = [names["embedding"](sample) + names["positions"].weight[: len(sample)] for sample in samples]
+    torch.testing.assert_close(names["x"], torch.cat(rows))
+    yield
+    torch.testing.assert_close(names["same"], torch.cat(rows))
+    assert names["padded"].shape == (len(samples), max(map(len, samples)), WIDTH)
+    yield
+    torch.testing.assert_close(names["mean"][: batch.num_real], torch.stack([row.mean(0) for row in rows if len(row)]))
+    torch.testing.assert_close(names["last"], torch.stack([row[-1] for row in rows if len(row)]))
+    yield
+    assert names["labels"].tolist() == [item for sample in samples for item in sample[1:].tolist()]
+    torch.testing.assert_close(names["loss"], names["loss_sum"] / len(names["labels"]))
+    names["loss"].backward()
+    assert names["embedding"].weight.grad.isfinite().all()
+
+
+class _TwoTasks(nn.Module):
+    """The first task has the number of items as its loss, the second twice as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, batch: Any) -> Tensor:
         return self.weight * len(batch.features["item_id"].values())
 
 
-def _train(rank: int, world_size: int) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp = mesh["dp"]
-    model = DistributedDataParallel(_Model(), process_group=dp.get_group())
-    loader = RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=dp.get_local_rank(), world_size=2)
-    printed: list[Any] = []
-    with Balancer(loader, BalanceConfig(cost=COST), group=dp) as balancer:
-        known = (FiniteCheck, LossAverage, accumulate, contextlib, scale_loss)
-        names = {each.__name__: each for each in known} | {"loader": balancer, "device": "cpu", "mesh": mesh}
-        names |= {"model": model, "num_tasks": 2, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
-        section = TRAINING.read_text().split("\n## Losses\n")[1].split("\n## ")[0]
-        (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
-        exec(code, names | {"print": printed.append})
-    return printed
+@runs("how-to/training.md", "Losses", group=True)
+def _mean_losses_of_two_tasks(names: dict[str, Any]) -> Iterator[Any]:
+    data = RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4))
+    config = LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1)
+    batches = [*RandomBatches(config, data, num_batches=6)]
+    names |= {"model": DistributedDataParallel(_TwoTasks()), "num_tasks": 2, "mesh": _mesh()}
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.0)
+    with Balancer(RandomBatches(config, data, num_batches=6), names["balance"]) as names["loader"]:
+        yield
+    mean = sum(len(each.features["item_id"].values()) for each in batches) / sum(each.loss_tokens for each in batches)
+    assert names["printed"] == [[pytest.approx(mean), pytest.approx(2 * mean)]]
 
 
-def test_the_loop_prints_the_mean_loss_of_each_task_over_all_batches(ranks: RankPool) -> None:
-    num_items, num_tokens = 0, 0
-    for rank in range(2):
-        for batch in RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=rank, world_size=2):
-            num_items += len(batch.features["item_id"].values())
-            num_tokens += batch.loss_tokens
-    for printed in ranks.run(4, _train):
-        assert printed == [[pytest.approx(num_items / num_tokens), pytest.approx(2 * num_items / num_tokens)]]
+@runs("how-to/training.md", "Negatives")
+def _sampled_softmax(names: dict[str, Any]) -> Iterator[Any]:
+    embedding = nn.Embedding(NUM_ITEMS, 8)
+
+    def encode(items: Any) -> Tensor:
+        return torch.stack([embedding(row[:-1]).sum(dim=0) for row in items.values().split(items.lengths().tolist())])
+
+    names |= {"embedding": embedding, "encode": encode, "scale_loss": lambda loss_sum, batch: loss_sum}
+    yield
+    yield
+    batch, expected = names["batch"], torch.zeros(())
+    items, users = batch.features["item_id"], encode(batch.features["item_id"])
+    for row, ids in enumerate(items.values().split(items.lengths().tolist())[: batch.num_real]):
+        drawn = batch.negatives["item_id"].values()[64 * row : 64 * row + 64]
+        log_q = [batch.log_q[key].values()[n * row : n * row + n] for key, n in (("positive", 1), ("negative", 64))]
+        scores = embedding(torch.cat([ids[-1:], drawn])) @ users[row] - torch.cat(log_q)
+        expected = expected - scores.log_softmax(dim=0)[0]
+    torch.testing.assert_close(names["loss_sum"], expected, rtol=1e-4, atol=1e-3)
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.isfinite().all()
 
 
-def test_the_page_on_limits_shows_what_simulate_prints(tmp_path: Path) -> None:
-    run = run_program(EVENRANK, *blocks(LIMITS, "bash")[0].split()[1:], cwd=tmp_path)
-    shown = blocks(LIMITS, "text")[0]
-    assert " ".join(shown.split()) in " ".join(run.stdout.split())
+@runs("how-to/training.md", "Metrics", group=True)
+def _metrics_of_perfect_scores(names: dict[str, Any]) -> Iterator[Any]:
+    names |= {"balancer": _load(names, batch_size=12, max_num_candidates=3), "mesh": _mesh()}
+    names["model"] = lambda batch: (None, 8 * names["label_bits"](batch.labels["label"].values(), 2) - 4)
+    names["print"] = lambda *values: names["printed"].extend(values)
+    yield
+    auc, grouped, of_labels = names["printed"]
+    assert {1.0} <= {*auc, *grouped} <= {1.0} | {value for value in (*auc, *grouped) if value != value}
+    assert of_labels["accuracy_0"] == of_labels["accuracy_1"] == 1.0
 
 
-README_PRELUDE = """
-import evenrank.training
-
-def scale_recorded(loss, batch, scale_loss=evenrank.training.scale_loss):
-    seen.extend(batch.sample_ids[: batch.num_real].tolist())
-    return scale_loss(loss, batch)
-
-seen = []
-evenrank.training.scale_loss = scale_recorded
-"""
-README_EPILOGUE = """
-import json
-import warnings
-if rank == 0:
-    warnings.warn("warning of the job")
-    torch.fx._symbolic_trace.log.warning("warning of PyTorch")
-with open(f"rank-{rank}", "w") as file:
-    json.dump(seen, file)
-"""
+@runs("how-to/training.md", "Performance")
+def _utilization(names: dict[str, Any]) -> Iterator[Any]:
+    names |= {"batch": next(iter(_load(names, batch_size=12, max_num_candidates=1))), "seconds": 1.0}
+    names["peaks"] = SimpleNamespace(flops=lambda dtype: 1e12)
+    yield {"device_peaks(device)": "peaks", 'contextual=("user_id",)': "contextual=()", ":.1%": ""}
+    assert float(names["printed"][0].removeprefix("MFU ")) == names["done"] / 1e12 > 0
 
 
-def test_the_program_of_the_readme_trains_on_every_sample_once_and_prints_its_gain(tmp_path: Path) -> None:
-    (program,) = blocks(ROOT / "README.md")
-    assert len([line for line in program.splitlines() if line.strip()]) <= 26
-    path = make_small_dataset(tmp_path / "out" / "demo" / "data", seed=0)
-    (tmp_path / "train.py").write_text(README_PRELUDE + program + README_EPILOGUE)
-    run = torchrun(tmp_path, "train.py")
-    before, after = map(float, re.findall(r"[\d.]+(?=%)", run.stdout))
-    assert before > 5 > after
-    shown = re.search("prints `(.*?)`", (ROOT / "README.md").read_text())
-    assert shown
-    assert re.sub(r"\d+\.\d", "#", shown[1]) == re.sub(r"\d+\.\d", "#", run.stdout.strip())
-    # What the job warns of at its end is shown, and nothing else.
-    warned = run.stderr.splitlines()
-    assert [line.rpartition(": ")[2] for line in warned[:1]] == ["warning of the job"]
-    assert warned[1:2] == ['  warnings.warn("warning of the job")']
-    assert [line.rpartition("] ")[2] for line in warned[2:]] == ["warning of PyTorch"]
-    parts = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
-    assert all(parts)
-    _check_each_trained_once(parts, path)
+@runs("how-to/trainers.md", "DDP and FSDP2", group=True)
+def _a_checkpoint(names: dict[str, Any]) -> Iterator[Any]:
+    """It is loaded into a job that has never stepped."""
+    model, new_model = nn.Linear(4, 4), nn.Linear(4, 4)
+    adam, new_adam = (torch.optim.Adam(each.parameters()) for each in (model, new_model))
+    loader, new_loader = (_load(names, batch_size=12) for _ in range(2))
+    batches = iter(loader)
+    trained = [sample for batch in itertools.islice(batches, 3) for sample in _ids(batch)]
+    batches.close()
+    model(torch.ones(4)).sum().backward()
+    adam.step()
+    names |= {"model": model, "optimizer": adam, "loader": loader, "folder": "saved"}
+    yield
+    names["dcp"].load({"app": names["AppState"](new_model, new_adam), "data": new_loader}, checkpoint_id="saved")
+    torch.testing.assert_close(new_model.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert adam.state_dict()["state"]
+    torch.testing.assert_close(new_adam.state_dict()["state"], adam.state_dict()["state"], rtol=0, atol=0)
+    _check_once(trained + [sample for batch in new_loader for sample in _ids(batch)], names)
+
+
+@runs("how-to/continuous-logs.md", "Day by day")
+def _windows_of_time(names: dict[str, Any]) -> Iterator[Any]:
+    """Each is trained before the next one is evaluated."""
+    trained: list[tuple[int, int]] = []
+
+    def evaluate(following: Any) -> float:
+        assert {batch.epoch for batch in following} == {trained[-1][0] + 1}
+        return 0.5
+
+    names |= {"evaluate": evaluate, "train": lambda batch: trained.extend((batch.epoch, id) for id in _ids(batch))}
+    yield
+    last, printed = names["loader"].num_windows - 1, names["printed"]
+    assert {window for window, _ in trained} == set(range(last))
+    assert len(set(trained)) == len(trained)
+    assert [line[:10] for line in printed[1:]] == [line[14:24] for line in printed[:-1]]  # each begins where one ends
+    loader = names["open_windows"](shuffle=True)  # as of the next day
+    loader.begin_after(names["saved"])
+    assert loader.epoch == last
+
+
+@runs("how-to/continuous-logs.md", "A log that grows")
+def _a_log(names: dict[str, Any]) -> Iterator[Any]:
+    """A second job continues where the first one has saved."""
+    columns = {"user_id": [*range(420)], "item_id": [[id % 50] for id in range(420)], "action": [[1]] * 420}
+    Path("log").mkdir()
+    pq.write_table(pa.table(columns | {"timestamp_ms": [[id] for id in range(420)]}), "log/00.parquet")
+    Path("log/_END").touch()
+    yield
+    assert [id for batch in names["trained"] for id in _ids(batch)] == [*range(420)]
+    names["trained"].clear()
+    names["saved"] = torch.load("saved.pt", weights_only=True)
+    exec(code_of(section(page("how-to/continuous-logs.md"), "A log that grows"))[0], names)
+    assert [id for batch in names["trained"] for id in _ids(batch)] == [*range(400, 420)]
+
+
+@runs("how-to/continuous-logs.md", "Replayed requests")
+def _requests(names: dict[str, Any]) -> Iterator[Any]:
+    line = commands(section(page("how-to/continuous-logs.md"), "Replayed requests"))[0]
+    evenrank(line.replace("ml-latest-small", "synthetic --users 50").split()[1:])
+    names["model"] = lambda batch: batch.labels["label"].values()
+    yield
+    answered = sum(int(re.findall(r"\d+", line)[0]) for line in names["printed"])
+    assert 0 < answered <= sum(split.interactions for split in read_manifest("out/requests").splits.values())
+
+
+@runs("how-to/gain.md", "While a job runs", group=True)
+def _measured_steps(names: dict[str, Any]) -> Iterator[Any]:
+    """A loop with its own collectives measures balanced and unbalanced steps; writers take them."""
+    names |= {"BalanceConfig": BalanceConfig, "build_loader": build_loader, "scale_loss": lambda loss, batch: loss}
+    yield {"compare_every=100": "compare_every=2"}
+    measured = names["trained"]
+    assert [step.is_balanced for step in measured] == [number % 2 == 0 for number in range(len(measured))]
+    assert all(step.compute_seconds is not None for step in measured[1:])
+    logged: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = SimpleNamespace(log=logged.extend)
+        patch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project: run))
+        yield
+    for writer in names["writers"]:
+        for step in measured:
+            writer(step)
+        writer.close()
+    assert Path("out/balance.jsonl").exists()
+    assert next(Path("out/tensorboard").iterdir()).stat().st_size > 0
+    assert {"balance/idle_after", "balance/step"} <= set(logged)
+
+
+@runs("how-to/gain.md", "Fit while the job trains", group=True)
+def _a_fitted_cost(names: dict[str, Any]) -> Iterator[Any]:
+    names |= {"BalanceConfig": BalanceConfig, "build_loader": build_loader, "scale_loss": lambda loss, batch: loss}
+    names["config"] = LoaderConfig(batch_size=2)
+    yield {"refit_every=200": "refit_every=20"}
+    assert len([step for step in names["trained"] if step.compute_seconds]) == len(names["trained"]) - 1 > 40
+    assert Path("out/cost.json").exists() == (names["timer"].cost is not None)
+
+
+@runs("how-to/extending.md", "A cost")
+def _own_cost(names: dict[str, Any]) -> Iterator[Any]:
+    yield
+    assert names["my_cost"]({"item_id": np.array([0, 1, 3])}, np.zeros(3, dtype=np.int64)).tolist() == [0, 1001, 3009]
+    yield
+    assert names["by_name"].cost is names["my_cost"]
+    assert names["of_layers"].cost.layers == 8
+
+
+@runs("how-to/extending.md", "A strategy")
+def _own_strategy(names: dict[str, Any]) -> Iterator[Any]:
+    """Samples are assigned back and forth by descending cost."""
+    config = LoaderConfig(batch_size=6, max_history_length=50, drop_last=True)
+    names |= {"config": config, "world_size": 2, "my_cost": lambda lengths, num_candidates: lengths["item_id"]}
+    yield
+    yield
+    loaded = [build_loader(names["path"], config, rank=rank, world_size=2) for rank in range(2)]
+    for share, *step in zip(names["trained"], *loaded, strict=True):
+        lengths = sorted((length for batch in step for length in _lengths(batch)), reverse=True)
+        assert sorted(_lengths(share), reverse=True) == [lengths[i] for i in range(12) if i % 4 in (0, 3)]
+
+
+@runs("how-to/extending.md", "An order")
+def _own_order(names: dict[str, Any]) -> Iterator[Any]:
+    """Blocks have histories of similar length, and are shuffled."""
+    names["__name__"] = "extending"
+    yield
+    yield
+    lengths = open_store(names["path"]).lengths
+    seen = [int(lengths[sample]) for batch in names["trained"] for sample in _ids(batch)]
+    num_full = len(lengths) // 4
+    pieces = [sorted(piece) for piece in np.split(np.array(seen)[: 4 * num_full], num_full)]
+    assert np.concatenate([*sorted(pieces), seen[4 * num_full :]]).tolist() == sorted(lengths)
+    assert pieces != sorted(pieces)
+    assert repr(names["in_pairs"].order) == "SimilarLengths(block=2)"
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _hstu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (functional.silu(query @ key.transpose(1, 2) / HEAD_DIM**0.5).tril() / 512) @ value
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, window_size: tuple[int, int]) -> Tensor:
+    """Stand in for PyTorch's, which needs a GPU."""
+    offsets, same, longest, _ = lengths
+    assert offsets is same
+    assert offsets.dtype == torch.int32
+    assert longest >= int(offsets.diff().max())
+    assert window_size == (-1, 0)  # causal
+    rows = zip(*(x.split(offsets.diff().tolist()) for x in (query, key, value)), strict=True)
+    return torch.cat([_causal(*(x.transpose(0, 1) for x in row)).transpose(0, 1) for row in rows])
+
+
+@runs("explanation/fits-my-model.md")
+def _attention(names: dict[str, Any]) -> Iterator[Any]:
+    """Each kind is attention over each sample alone; packed steps are full, windows have similar lengths."""
+    *_, batch = _load(names, batch_size=50)
+    embedding, projections = nn.Embedding(NUM_ITEMS, WIDTH), [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    for module in (embedding, *projections):
+        module.requires_grad_(requires_grad=False)  # on the CPU FlexAttention has no backward pass
+    names |= {"batch": batch, "embedding": embedding, "projections": projections, "heads": HEADS, "varlen": _varlen}
+    names |= {"head_dim": HEAD_DIM, "max_length": 60}
+    yield
+    history = names["k"]
+    three = [project(embedding(history.values())).unflatten(-1, (HEADS, HEAD_DIM)) for project in projections]
+
+    def alone(attend: Callable[..., Tensor]) -> list[Tensor]:
+        rows = zip(*(x.split(history.lengths().tolist()) for x in three), strict=True)
+        return [attend(*(x.transpose(0, 1) for x in row)).transpose(0, 1) for row in rows]
+
+    full = functional.scaled_dot_product_attention
+    for attend, changes in ((_hstu, {}), (full, {}), (_causal, {}), (_causal, {"varlen_attn(": "varlen("})):
+        names |= dict(zip(("query", "key", "value"), three, strict=True))
+        yield changes
+        torch.testing.assert_close(names["attended"], torch.cat(alone(attend)))
+    names |= {"config": LoaderConfig(batch_size=4), "world_size": 2}
+    yield {"8192": "64"}
+    packed = [_lengths(batch) for batch in names["loader"]]
+    assert len({*map(len, packed)}) > 1
+    assert max(map(sum, packed)) <= 64
+    yield
+    for row, expected in zip(names["attended"].transpose(1, 2), alone(_causal)[: batch.num_real], strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected)
+    yield
+    loaders = (names["loader"], build_loader(names["path"], names["config"], rank=0, world_size=2))
+    windows, single = (sum(len(each) * max(each) for each in map(_lengths, loader)) for loader in loaders)
+    assert windows < 0.8 * single
