@@ -14,7 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
@@ -99,6 +99,7 @@ def shard(
     device: torch.device,
     *,
     fused: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
     cached: bool = False,
     seed: int = 0,
 ) -> DistributedModelParallel:
@@ -112,6 +113,7 @@ def shard(
         device: where to train.
         fused: FBGEMM's options of the sharded tables, which backward updates: `optimizer` (an EmbOptimType; on the CPU
             EXACT_SGD or an Adagrad), `learning_rate`, and so on.
+        group: all ranks, over NCCL if the device is a GPU; None: the default process group.
         cached: keep the sharded tables in host memory, and rows in use in a cache on the device, which the pipeline
             `prefetch` fills ahead.
         seed: of tables on the device `meta`. Their initial values depend on it, the table and the row alone, not on the
@@ -132,7 +134,8 @@ def shard(
             sharder,
             device_type=device.type,
         )
-    parallel = DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
+    env = ShardingEnv.from_process_group(group or dist.distributed_c10d._get_default_group())
+    parallel = DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder])
     for path, collection in collections.items():
         if collection.device.type == "meta":
             for table in collection.embedding_configs():

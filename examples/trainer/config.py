@@ -100,7 +100,7 @@ class TrainConfig(Settings):
     """Of the layers; `auto`: bf16 on GPUs, else fp32."""
     epochs: Annotated[Count, AppliesTo(time_windows=(None,))] = 1
     """Passes over the training split."""
-    time_windows: Annotated[str | None, KEPT, RANKING] = None
+    time_windows: Annotated[str | None, KEPT] = None
     """Ranking: train the events of a window of time, such as 6h, 1d or 1w, then those of the next one, each once, and
     evaluate on the window that follows. Default: train all events in any order."""
     time_windows_start: Annotated[str | None, KEPT, AppliesTo(time_windows=AllBut((None,)))] = None
@@ -131,6 +131,8 @@ class TrainConfig(Settings):
     def _check(self) -> None:
         if self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, got hidden={self.hidden} and heads={self.heads}")
+        if self.task == "retrieval" and self.time_windows is not None:
+            raise ConfigError("retrieval is trained on whole histories, of many windows of time; use --task ranking")
 
     def uses_bf16(self, device_type: str) -> bool:
         """Return whether layers compute in bfloat16 on a type of device."""
