@@ -1,4 +1,4 @@
-"""HSTU (Zhai et al., 2024, "Actions Speak Louder than Words"): a ranking and a retrieval model on jagged batches."""
+"""HSTU (Zhai et al., 2024, "Actions Speak Louder than Words"): a ranking model on jagged batches."""
 
 from hstu.embeddings import Embeddings, shard
 from hstu.layers import (
@@ -11,7 +11,7 @@ from hstu.layers import (
     attention_flops,
     padded_attention,
 )
-from hstu.model import HSTURanking, HSTURetrieval, at_least, tables
+from hstu.model import HSTURanking, at_least, tables
 
 __all__ = [
     "ATTENTIONS",
@@ -21,7 +21,6 @@ __all__ = [
     "HSTUConfig",
     "HSTULayer",
     "HSTURanking",
-    "HSTURetrieval",
     "Sequences",
     "at_least",
     "attention_flops",

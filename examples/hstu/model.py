@@ -1,30 +1,25 @@
-"""HSTU (Zhai et al., 2024, "Actions Speak Louder than Words") as a ranking and as a retrieval model.
+"""HSTU (Zhai et al., 2024, "Actions Speak Louder than Words") as a ranking model.
 
-lay_out         which value of a batch is which token, and which tokens see which
-HSTUEncoder     the embeddings of tokens -> positions -> layers
-HSTURanking     a logit per task for each label
-HSTURetrieval   the next item among random ones, and its place among all
+lay_out       which value of a batch is which token, and which tokens see which
+HSTUEncoder   the embeddings of tokens -> positions -> layers
+HSTURanking   a logit per task for each label
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, embedding, log_softmax, normalize
+from torch.nn.functional import binary_cross_entropy_with_logits, embedding
 from torchrec import EmbeddingConfig
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.datasets.schema import ACTION, ITEM_ID
 from evenrank.training import label_bits
 from hstu.layers import NORM_EPS, HSTUConfig, HSTULayer, Sequences, offsets_of, rows_and_index
-
-NEGATIVE_ID = "negative_id"
 
 
 def arrange(embeddings: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> Tensor:
@@ -39,15 +34,10 @@ def arrange(embeddings: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> T
     return torch.zeros_like(values).index_copy(0, torch.cat(list(places.values())), values)
 
 
-def tables(
-    vocabulary_sizes: Mapping[str, int], config: HSTUConfig, *, retrieval: bool = False
-) -> list[EmbeddingConfig]:
+def tables(vocabulary_sizes: Mapping[str, int], config: HSTUConfig) -> list[EmbeddingConfig]:
     """Return a table for each feature that becomes tokens, for `torchrec.EmbeddingCollection`.
 
-    Args:
-        vocabulary_sizes: rows of each table by feature, as in a dataset's manifest.
-        config: says which features become tokens.
-        retrieval: negatives are looked up in the table of the items too.
+    `vocabulary_sizes` has the rows of each table by feature, as a dataset's manifest.
     """
     if missing := set(config.features) - vocabulary_sizes.keys():
         known = ", ".join(vocabulary_sizes)
@@ -58,7 +48,7 @@ def tables(
             name=f"table:{key}".replace(".", ":"),
             num_embeddings=vocabulary_sizes[key],
             embedding_dim=config.embedding_dim,
-            feature_names=[ITEM_ID, NEGATIVE_ID] if key == ITEM_ID and retrieval else [key],
+            feature_names=[key],
         )
         for key in config.features
     ]
@@ -245,7 +235,9 @@ class RankingHead(nn.Module):
             raise ConfigError("the batch has no labels; set max_num_candidates or num_tasks of its LoaderConfig")
         num_labels = batch.labels.lengths().long()
         layout = lay_out(batch, self.config, predicts_history=num_labels > batch.num_candidates)
-        tokens = self.encoder(arrange(_values(embeddings), layout.places), layout.sequences)
+        # What a sharded module returns has arrived as soon as one of its methods has been called. It has no [].
+        vectors = {name: jagged.values() for name, jagged in embeddings.items()}
+        tokens = self.encoder(arrange(vectors, layout.places), layout.sequences)
         # Labels are those of the last items: of the candidates, or of all.
         labeled = layout.last_items(num_labels, batch.labels.length_per_key()[0])
         logits = self.tasks(tokens.index_select(0, layout.places[ITEM_ID][labeled]))
@@ -257,174 +249,3 @@ class RankingHead(nn.Module):
 def at_least(threshold: int) -> Callable[[Tensor], Tensor]:
     """Return the `targets` of one binary task: whether the action, such as a rating, is at least a threshold."""
     return lambda labels: (labels >= threshold).float().unsqueeze(-1)
-
-
-def _values(embeddings: Mapping[str, JaggedTensor]) -> dict[str, Tensor]:
-    """Return the embedding of each value of each feature: [values, embedding_dim]."""
-    # What a sharded module returns has arrived as soon as one of its methods has been called. It has no [].
-    return {name: jagged.values() for name, jagged in embeddings.items()}
-
-
-class HSTURetrieval(nn.Module):
-    """Predicts each next item of the history, by a softmax over it and the negatives of the step.
-
-    Every item but the first of a sample is predicted from the token in front of it: the action of the item before, or
-    without interleaved actions that item. A score is the cosine of the angle between what is predicted and the
-    embedding of an item, divided by the temperature.
-
-    Args:
-        embeddings: as for `HSTURanking`, with a feature `negative_id` in the table of the items; see `tables`.
-        config: the shape of the encoder.
-        num_items: of the table of the items.
-        num_negatives: of each step, for all its samples on all ranks.
-        temperature: of the softmax.
-        seed: of the negatives.
-    """
-
-    def __init__(
-        self,
-        embeddings: nn.Module,
-        config: HSTUConfig,
-        *,
-        num_items: int,
-        num_negatives: int = 128,
-        temperature: float = 0.05,
-        seed: int = 0,
-    ) -> None:
-        super().__init__()
-        self.num_items = num_items
-        self.embeddings = embeddings
-        self.negatives = UniformNegatives(num_items, num_negatives, seed)
-        self.dense = RetrievalHead(config, temperature)
-
-    def forward(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """Return the sum of the loss over the batch's loss tokens, and the logarithms of the targets' probabilities.
-
-        Returns:
-            [1] and [batch.loss_tokens, 1], both at least float32.
-        """
-        features = self.negatives(batch)
-        result: tuple[Tensor, Tensor] = self.dense(batch, features, self.embeddings(features))
-        return result
-
-    @torch.no_grad()
-    def places_of_targets(self, batch: SequenceBatch, *, chunk: int = 16_384) -> Tensor:
-        """Place the last item of each sample among all items, by what precedes it; for `RankingMetrics`.
-
-        The last item may be a candidate. What precedes it is then the history, without other candidates.
-        Collective if the embeddings are sharded.
-
-        Args:
-            batch: with labels or without.
-            chunk: items that are scored at a time.
-
-        Returns:
-            int64 [n], for the samples with an item before their last one that is no candidate, in order: 1 and how many
-            other items have no lower score. Scores are compared in float32, also under autocast.
-        """
-        vectors = _values(self.embeddings(with_items(batch.features, batch.features.values()[:0])))
-        layout, tokens = self.dense.encode(batch, vectors)
-        sequences = layout.sequences
-        rows = (layout.num_items > batch.num_candidates.clamp(min=1)).nonzero().squeeze(1)
-        last = offsets_of(layout.num_items)[rows + 1] - 1
-        ends = sequences.offsets[rows + 1] - sequences.num_candidates[rows]
-        queries = self.dense.query(tokens[torch.minimum(layout.places[ITEM_ID][last], ends) - 1])
-        targets = batch.features[ITEM_ID].values()[last]
-        places = torch.ones_like(targets)
-        with torch.autocast(targets.device.type, enabled=False):
-            queries = queries.to(torch.promote_types(queries.dtype, torch.float32))
-            target_scores = (queries * _unit(vectors[ITEM_ID][last], queries.dtype)).sum(-1)
-            for first in range(0, self.num_items, chunk):
-                items = torch.arange(first, min(first + chunk, self.num_items), device=targets.device)
-                found = _values(self.embeddings(with_items(batch.features, items, are_alone=True)))[NEGATIVE_ID]
-                is_lower = queries @ _unit(found, queries.dtype).T < target_scores[:, None]  # nothing is lower than NaN
-                places += (~is_lower & (items != targets[:, None])).sum(1)
-        return places
-
-
-class RetrievalHead(nn.Module):
-    """Everything of an HSTURetrieval but its embedding tables and its negatives."""
-
-    def __init__(self, config: HSTUConfig, temperature: float) -> None:
-        super().__init__()
-        self.config = config
-        self.temperature = temperature
-        self.encoder = HSTUEncoder(config)
-        self.lower_width = nn.Linear(config.hidden, config.embedding_dim)
-
-    def forward(
-        self, batch: SequenceBatch, features: KeyedJaggedTensor, embeddings: Mapping[str, JaggedTensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss sum and the logarithms of the targets' probabilities; see `HSTURetrieval.forward`."""
-        if batch.labels is not None:
-            raise ConfigError("the batch has labels; set max_num_candidates=0 and num_tasks=0 to train retrieval")
-        vectors = _values(embeddings)
-        layout, tokens = self.encode(batch, vectors)
-        targets = layout.last_items((layout.num_items - 1).clamp(min=0), batch.loss_tokens)
-        queries = self.query(tokens[layout.places[ITEM_ID][targets] - 1])
-        positives = (queries * _unit(vectors[ITEM_ID][targets], queries.dtype)).sum(-1, keepdim=True)
-        negatives = queries @ _unit(vectors[NEGATIVE_ID], queries.dtype).T
-        is_target = features[NEGATIVE_ID].values() == features[ITEM_ID].values()[targets, None]
-        scores = torch.cat([positives, negatives.masked_fill(is_target, -torch.inf)], dim=1) / self.temperature
-        log_probabilities = log_softmax(scores, dim=1)[:, :1]
-        return -log_probabilities.sum(0), log_probabilities
-
-    def encode(self, batch: SequenceBatch, vectors: Mapping[str, Tensor]) -> tuple[TokenLayout, Tensor]:
-        """Return the layout of a batch and the representations of its tokens [tokens, hidden]."""
-        layout = lay_out(batch, self.config, predicts_history=torch.ones_like(batch.num_candidates, dtype=torch.bool))
-        return layout, self.encoder(arrange(vectors, layout.places), layout.sequences)
-
-    def query(self, tokens: Tensor) -> Tensor:
-        """Return what predicts the item after each token [n, hidden]: [n, embedding_dim] of length 1."""
-        queries = self.lower_width(tokens)
-        return _unit(queries, torch.promote_types(queries.dtype, torch.float32))
-
-
-def _unit(vectors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return vectors [n, width], in another dtype, divided by their lengths."""
-    return normalize(vectors.to(dtype), dim=-1)
-
-
-class UniformNegatives(nn.Module):
-    """Draws the negatives of a step uniformly from 0..num_items-1, and adds them to the batch's features.
-
-    They depend on the seed and on where in the data the step is, which all ranks have in common. So a sample is trained
-    against the same items on whichever rank, and a resumed job draws as if it had never stopped. They are rows of the
-    table: where a KeyMap has renumbered these, other items, just as uniform.
-
-    It has no parameters: with `pipeline_postproc=True` TorchRec's pipelines run it ahead, with the lookup.
-    """
-
-    def __init__(self, num_items: int, count: int, seed: int) -> None:
-        super().__init__()
-        self.num_items, self.count, self.seed = num_items, count, seed
-
-    def forward(self, batch: SequenceBatch) -> KeyedJaggedTensor:
-        """Return the features of the batch, and the negatives as `negative_id`."""
-        device = batch.features.values().device
-        entropy = np.random.SeedSequence((self.seed, batch.epoch, batch.position)).generate_state(1, np.uint64)
-        generator = torch.Generator(device).manual_seed(int(entropy[0] >> 1))
-        return with_items(
-            batch.features, torch.randint(self.num_items, (self.count,), generator=generator, device=device)
-        )
-
-
-def with_items(features: KeyedJaggedTensor, items: Tensor, *, are_alone: bool = False) -> KeyedJaggedTensor:
-    """Return features and, as the values of a further key `negative_id`, items [n], all in the first row.
-
-    If these are to be alone, the rows of all other keys are empty.
-    """
-    values, lengths, counts = features.values(), features.lengths(), features.length_per_key()
-    if are_alone:
-        values, lengths, counts = values[:0], torch.zeros_like(lengths), [0] * len(counts)
-    in_first_row = torch.zeros_like(lengths[: features.stride()])
-    in_first_row[:1] = len(items)
-    length_per_key = [*counts, len(items)]
-    return KeyedJaggedTensor(
-        keys=[*features.keys(), NEGATIVE_ID],
-        values=torch.cat([values, items]),
-        lengths=torch.cat([lengths, in_first_row]),
-        stride=features.stride(),
-        length_per_key=length_per_key,
-        offset_per_key=[0, *accumulate(length_per_key)],
-    )

@@ -15,8 +15,6 @@ BALANCES = ("no-exchange", "all-to-all", "all-gather", "none")
 PIPELINES = ("none", "sparse-dist", "prefetch")
 
 # What settings apply to.
-RANKING = AppliesTo(task=("ranking",))
-RETRIEVAL = AppliesTo(task=("retrieval",))
 SHARDED = AppliesTo(embeddings=("sharded",))
 BALANCED = AppliesTo(balance=AllBut(("none",)))
 _CANDIDATES_IN_WINDOWS = 10
@@ -37,17 +35,12 @@ class TrainConfig(Settings):
     """Folder that evenrank preprocess wrote. Default: synthetic data, made below OUT."""
     out: str = "out/train"
     """Folder of checkpoints and logs. A job that finds its checkpoints there continues."""
-    task: Annotated[Literal["ranking", "retrieval"], KEPT] = "ranking"
-    """What the model learns: `ranking` predicts actions and is measured by AUC, GAUC of users, accuracy and normalized
-    entropy; `retrieval` predicts the next item and is measured by Recall@K and NDCG@K."""
     positive_action: Annotated[int, KEPT, AppliesTo(num_tasks=(1,))] = 1
-    """Ranking, one task: events with at least this action are positive."""
-    num_tasks: Annotated[Count, KEPT, RANKING] = 1
-    """Ranking: number of tasks. Above 1, each of the low bits of an action is a task."""
-    num_negatives: Annotated[Count, RETRIEVAL] = 128
-    """Retrieval: random items per step among which the next one is found."""
-    max_num_candidates: Annotated[Count | None, KEPT, RANKING] = None
-    """Ranking: only the last events of a sample are targets, at most so many, each predicted from the events before all
+    """One task: events with at least this action are positive."""
+    num_tasks: Annotated[Count, KEPT] = 1
+    """Number of tasks. Above 1, each of the low bits of an action is a task."""
+    max_num_candidates: Annotated[Count | None, KEPT] = None
+    """Only the last events of a sample are targets, at most so many, each predicted from the events before all
     of them. Default: all events of the history; with --time-windows, 10."""
     user_id: Annotated[bool, KEPT] = False
     """Put the user's id in front of the history, as a token."""
@@ -94,14 +87,14 @@ class TrainConfig(Settings):
     """All tables on each rank, or large ones sharded."""
     min_sharded_rows: Annotated[Count, KEPT, SHARDED] = 1000
     """Sharded tables: those with at least so many rows are sharded."""
-    pipeline: Annotated[str, OneOf(PIPELINES), RANKING] = "none"
-    """Ranking: TorchRec's training pipeline; `prefetch` on GPUs only. Retrieval looks items up outside of it."""
+    pipeline: Annotated[str, OneOf(PIPELINES)] = "none"
+    """TorchRec's training pipeline; `prefetch` on GPUs only."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the layers; `auto`: bf16 on GPUs, else fp32."""
     epochs: Annotated[Count, AppliesTo(time_windows=(None,))] = 1
     """Passes over the training split."""
     time_windows: Annotated[str | None, KEPT] = None
-    """Ranking: train the events of a window of time, such as 6h, 1d or 1w, then those of the next one, each once, and
+    """Train the events of a window of time, such as 6h, 1d or 1w, then those of the next one, each once, and
     evaluate on the window that follows. Default: train all events in any order."""
     time_windows_start: Annotated[str | None, KEPT, AppliesTo(time_windows=AllBut((None,)))] = None
     """The begin of the first window, in ISO 8601; earlier events are only in histories. Default: the first event."""
@@ -119,8 +112,6 @@ class TrainConfig(Settings):
     """Steps between evaluations, besides those after each epoch or window."""
     eval_steps: Count | None = None
     """Steps of an evaluation, the first of the split. Default: all."""
-    k: Annotated[Count, RETRIEVAL] = 10
-    """K of Recall@K and NDCG@K."""
     checkpoint_every: Count | None = None
     """Steps between checkpoints, besides those after each epoch or window."""
     log_every: Count = 10
@@ -131,8 +122,6 @@ class TrainConfig(Settings):
     def _check(self) -> None:
         if self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, got hidden={self.hidden} and heads={self.heads}")
-        if self.task == "retrieval" and self.time_windows is not None:
-            raise ConfigError("retrieval is trained on whole histories, of many windows of time; use --task ranking")
 
     def uses_bf16(self, device_type: str) -> bool:
         """Return whether layers compute in bfloat16 on a type of device."""

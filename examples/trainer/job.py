@@ -28,7 +28,7 @@ from evenrank.training import load_dmp, save_dmp
 from trainer.config import TrainConfig
 from trainer.monitors import JobLog, Monitors
 from trainer.parallel import distribute, make_pipeline, run_pipeline
-from trainer.tasks import Task, ranking, retrieval
+from trainer.tasks import Task, ranking
 from trainer.world import World, join_world, on_all_ranks
 
 
@@ -123,8 +123,7 @@ class Training:
         self._kept = {**config.kept(), "dataset": f"{manifest.dataset} {manifest.content_hash[:16]}"}
         self._stop = stack.enter_context(StopSignals())
         torch.manual_seed(config.seed)  # for equal weights on all ranks
-        make = {"ranking": ranking, "retrieval": retrieval}[config.task]
-        self._task = task = on_all_ranks(lambda: make(config, manifest, world))
+        self._task = task = on_all_ranks(lambda: ranking(config, manifest, world))
         set_precision(task.dense, config, world.device)
         self._model, self._optimizer = distribute(task.model, config, world)
         self._monitors = stack.enter_context(on_all_ranks(lambda: Monitors(config, world, task, log)))

@@ -82,7 +82,7 @@ class Monitors(AbstractContextManager["Monitors"]):
     def __init__(self, config: TrainConfig, world: World, task: Task, log: JobLog) -> None:
         device, every = world.device, config.log_every
         self._config, self._world, self._task, self._log = config, world, task, log
-        self._finite, self._losses = FiniteCheck(), LossAverage(task.num_tasks, device=device)
+        self._finite, self._losses = FiniteCheck(), LossAverage(config.num_tasks, device=device)
         self._stall, self._memory = StallWatch(), MemoryWatch(device) if device.type == "cuda" else None
         self._peak = math.nan  # of one GPU
         if device.type == "cuda":

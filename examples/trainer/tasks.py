@@ -1,4 +1,4 @@
-"""The model of a job, its batches and its metrics: ranking and retrieval with HSTU."""
+"""The model of a job, its batches and its metrics: ranking with HSTU."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,24 +12,20 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from evenrank.dataloader import Loader, LoaderConfig
 from evenrank.dataloader.balance import Cost
-from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest
+from evenrank.datasets.schema import USER_ID, Manifest
 from evenrank.training import (
     BinaryAUC,
     ClassificationMetrics,
     ModelFlops,
-    RankingMetrics,
     Work,
     batch_work,
     hstu_flops,
     label_bits,
 )
-from hstu import Embeddings, HSTUConfig, HSTURanking, HSTURetrieval, at_least, tables
+from hstu import Embeddings, HSTUConfig, HSTURanking, at_least, tables
 from trainer.config import TrainConfig
 from trainer.parallel import Pipeline, run_pipeline
 from trainer.world import World
-
-Evaluate = Callable[[Pipeline[Any], Loader[Any], Iterable[Any]], dict[str, float]]
-"""From the pipeline of a model in evaluation mode, a loader and some of its batches to the metrics. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +38,14 @@ class Task:
     """Returns loss sums [num_tasks] and logits of a batch."""
     dense: nn.Module
     """The part of the model that computes in low precision, which is not traced: all but embedding tables."""
-    num_tasks: int
-    """Entries of the loss sums."""
     cost: Cost
     """What a sample costs, for balancing."""
     flops: ModelFlops
     """Of the model."""
     work: Callable[[Any], Work]
     """What a batch gives the model to do."""
-    evaluate: Evaluate
+    evaluate: Callable[[Pipeline[Any], Loader[Any], Iterable[Any]], dict[str, float]]
+    """From the pipeline of a model in evaluation mode, a loader and some of its batches to the metrics. Collective."""
 
 
 def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
@@ -86,42 +81,12 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
         known = others.compute()
         return metrics | {name: known[name] for name in known if name.startswith(("accuracy", "normalized"))}
 
-    read = partial(
-        LoaderConfig, user_id=config.user_id, max_num_candidates=config.num_candidates, num_tasks=config.num_tasks
-    )
-    return _task(model, shape, config, read, evaluate, head=(config.hidden, config.hidden, config.num_tasks))
-
-
-def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
-    """Predict the next item; measured by the place of each sample's last item among all items."""
-    shape, num_items = _shape(config, manifest), manifest.vocabulary_sizes[ITEM_ID]
-    embeddings = _embeddings(config, tables(manifest.vocabulary_sizes, shape, retrieval=True))
-    model = HSTURetrieval(embeddings, shape, num_items=num_items, num_negatives=config.num_negatives, seed=config.seed)
-
-    def evaluate(pipeline: Pipeline[Any], loader: Loader[Any], batches: Iterable[Any]) -> dict[str, float]:
-        metrics = RankingMetrics((config.k,), device=world.device)
-        for batch in batches:
-            metrics.update(model.places_of_targets(batch.to(world.device, non_blocking=True)))
-        return {name: value for name, value in metrics.compute().items() if not name.startswith("mrr")}
-
-    read = partial(LoaderConfig, user_id=config.user_id)
-    return _task(model, shape, config, read, evaluate, head=(config.hidden, config.embedding_dim))
-
-
-def _task(
-    model: HSTURanking | HSTURetrieval,
-    shape: HSTUConfig,
-    config: TrainConfig,
-    read: Callable[..., LoaderConfig],
-    evaluate: Evaluate,
-    *,
-    head: tuple[int, ...],
-) -> Task:
     return Task(
-        read=read,
+        read=partial(
+            LoaderConfig, user_id=config.user_id, max_num_candidates=config.num_candidates, num_tasks=config.num_tasks
+        ),
         model=model,
         dense=model.dense,
-        num_tasks=config.num_tasks,
         cost=shape.cost(),
         flops=hstu_flops(
             hidden=shape.hidden,
@@ -129,7 +94,7 @@ def _task(
             head_dim=shape.head_dim,
             layers=shape.layers,
             embedding=(shape.embedding_dim, shape.hidden, shape.hidden),
-            head=head,
+            head=(config.hidden, config.hidden, config.num_tasks),
         ),
         work=partial(batch_work, interleave_actions=shape.interleave_actions, contextual=shape.contextual),
         evaluate=evaluate,
