@@ -30,7 +30,7 @@ from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
-from next_item import COST, NextItem, run
+from next_item import COST, NextItem, report, run
 
 
 class AppState:
@@ -73,9 +73,7 @@ def main(
     job = {"app": AppState(model, optimizer), "data": loader, "trained": trained}
     if checkpoint.exists():
         dcp.load(job, checkpoint_id=checkpoint)  # type: ignore[attr-defined]
-        if rank == 0:
-            steps_left = loader.remaining_batches()
-            print(f"resumed on {world_size} ranks; {steps_left} of {len(loader)} steps are left", flush=True)
+        report(f"resumed on {world_size} ranks; {loader.remaining_batches()} of {len(loader)} steps are left")
     mine = torch.zeros_like(trained)
     for batch in islice(loader, steps):
         optimizer.zero_grad()
@@ -88,8 +86,7 @@ def main(
         if step % log_every == 0:
             (loss,) = average.compute()
             average.reset()
-            if rank == 0:
-                print(f"step {step} | loss {loss:.4f}", flush=True)
+            report(f"step {step} | loss {loss:.4f}")
     dist.all_reduce(mine)
     trained += mine
     if steps is not None:
@@ -99,8 +96,7 @@ def main(
             shutil.rmtree(checkpoint, ignore_errors=True)
             partial.rename(checkpoint)
     once, repeated = int((trained == 1).sum()), int((trained > 1).sum())
-    if rank == 0:
-        print(f"{once:,} of {loader.num_samples:,} samples were trained on exactly once, {repeated:,} more often")
+    report(f"{once:,} of {loader.num_samples:,} samples were trained on exactly once, {repeated:,} more often")
     if steps is None and once < loader.num_samples:
         raise RuntimeError("the epoch is over, but not every sample was trained on exactly once")
 

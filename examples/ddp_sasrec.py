@@ -23,7 +23,7 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
-from next_item import run
+from next_item import report, run
 
 HIDDEN, HEADS, LAYERS = 64, 2, 2
 MAX_LENGTH, BATCH_SIZE = 128, 16  # events of a history, and samples of a rank
@@ -47,11 +47,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_lengt
 
 
 def jagged_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> Tensor:
-    """Attend within each history, without padding. q, k, v and the result: [tokens, heads, head_dim].
-
-    PyTorch has no fused kernel for causal jagged attention that trains on the CPU, so rows go one by one. On a GPU,
-    `torch.nn.attention.varlen.varlen_attn` takes them all at once, in bfloat16.
-    """
+    """Attend within each history, one by one, without padding; `varlen_attn` of PyTorch takes all at once on a GPU."""
     lengths = offsets.diff().tolist()
     rows = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)  # [heads, length, head_dim]
     attended = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in rows]
@@ -79,10 +75,7 @@ class Block(nn.Module):
 
 
 class SASRec(nn.Module):
-    """Predicts each item of a history from those before it (Kang and McAuley, 2018).
-
-    With a softmax over sampled negatives in place of the paper's binary cross-entropy, and without dropout.
-    """
+    """Predicts each item of a history from those before it, among sampled negatives (Kang and McAuley, 2018)."""
 
     def __init__(self, num_items: int) -> None:
         super().__init__()
@@ -152,12 +145,6 @@ def longest(batch: SequenceBatch) -> int:
 def config_of(split: str) -> LoaderConfig:
     """Return the settings of the batches of a split."""
     return LoaderConfig(split=split, batch_size=BATCH_SIZE, max_history_length=MAX_LENGTH)
-
-
-def report(line: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)
 
 
 def main(data: Path = Path("out/synthetic"), steps: int = 100, attention: Kind = "padded") -> None:

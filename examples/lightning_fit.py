@@ -71,14 +71,6 @@ class Recommender(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
-def quiet() -> None:
-    """Hide Lightning's progress messages, and what it warns about its own code and about resuming."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-
-
 def main(
     data: Path = Path("out/synthetic"),
     checkpoints: Path = Path("out/lightning-fit"),
@@ -88,7 +80,10 @@ def main(
     log_every: int = 20,
 ) -> None:
     """Train from the last checkpoint, if there is one; run it under torchrun."""
-    quiet()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # no progress messages
+    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # in its own code
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     torch.manual_seed(0)
     recommender = Recommender(data, global_batch_size=global_batch_size, log_every=log_every)
     saving = ModelCheckpoint(checkpoints, "last", every_n_train_steps=save_every, enable_version_counter=False)

@@ -1,4 +1,4 @@
-"""What programs of training loops share: a small next-item model, which stands for any model, and how they are run."""
+"""What programs of training loops share: a small next-item model, which stands for any model, and how they run."""
 
 import functools
 import gc
@@ -50,6 +50,12 @@ def attend(qkv: Tensor) -> Tensor:
     """Return the causal self-attention [n, WIDTH] of a sample with the projections `qkv` [n, 3 * WIDTH]."""
     q, k, v = qkv.view(len(qkv), 3, HEADS, WIDTH // HEADS).transpose(0, 2).unbind(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+def report(line: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def run(program: Callable[..., None]) -> None:

@@ -28,7 +28,7 @@ from evenrank.dataloader import ElasticSampler, JaggedCollate, dense, jagged
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
-from next_item import run
+from next_item import report, run
 
 MAX_LENGTH, BATCH_SIZE, WIDTH = 256, 16, 32  # the batch size is that of a rank
 
@@ -117,12 +117,6 @@ def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path
                 report(f"step {step} | loss {losses[-1]:.4f} | heaviest rank over lower bound {ratios}")
                 loads.clear()
     return losses
-
-
-def report(line: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)
 
 
 def main(data: Path = Path("out/synthetic"), steps: int = 60) -> None:

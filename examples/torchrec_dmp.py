@@ -34,7 +34,7 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, load_dmp, make_dmp_optimizer, save_dmp, scale_loss
-from next_item import COST, WIDTH, attend, run
+from next_item import COST, WIDTH, attend, report, run
 
 
 class Head(nn.Module):
@@ -132,8 +132,7 @@ def main(
     if (saved := load_dmp(checkpoint, model, optimizer)) is not None:
         loader.load_state_dict(saved["data"])
         first = saved["step"] + 1
-        if rank == 0:
-            print(f"resumed after step {saved['step']}", flush=True)
+        report(f"resumed after step {saved['step']}")
     average = LossAverage(device=device)
     batches = map(add_negatives, chain.from_iterable(repeat(loader)))  # of one epoch after the other
     for step in range(first, steps + 1):
@@ -143,14 +142,12 @@ def main(
             (loss,), load = average.compute(), summarize(loads)
             average.reset()
             loads.clear()
-            if rank == 0:
-                ratios = f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after"
-                print(f"step {step} | loss {loss:.4f} | heaviest rank over lower bound {ratios}", flush=True)
+            ratios = f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after"
+            report(f"step {step} | loss {loss:.4f} | heaviest rank over lower bound {ratios}")
         if step % save_every == 0:
             save_dmp(checkpoint, model, optimizer, {"data": loader.state_dict(after=batch), "step": step})
     (table,) = model.module.get_submodule("embeddings").parameters()
-    if rank == 0:
-        print(f"rank 0 has {len(table):,} of the {num_items:,} rows of the table")
+    report(f"rank 0 has {len(table):,} of the {num_items:,} rows of the table")
 
 
 if __name__ == "__main__":

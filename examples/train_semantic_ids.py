@@ -21,7 +21,7 @@ from evenrank.dataloader import CodeTable, Loader, LoaderConfig, SemanticIdBatch
 from evenrank.dataloader.balance import BalanceConfig, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
-from next_item import run
+from next_item import report, run
 from semantic_ids import Catalogue, DecoderConfig, SemanticIdModel, beam_search
 
 LEVELS, BEAMS = 3, 10
@@ -48,12 +48,6 @@ def evaluate(model: SemanticIdModel, loader: Loader[SemanticIdBatch], catalogue:
     for batch in itertools.islice(loader, 10):
         metrics.update(beam_search(model, batch, catalogue, beams=BEAMS).places_of_targets(batch))
     return " | ".join(f"{name} {value:.4f}" for name, value in metrics.compute().items() if "recall" in name)
-
-
-def report(line: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)
 
 
 def main(data: Path = Path("out/synthetic"), steps: int = 100) -> None:

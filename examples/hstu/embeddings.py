@@ -21,11 +21,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 class Embeddings(nn.Module):
     """Embedding tables with the interface of `torchrec.EmbeddingCollection`, of which `shard` shards the large ones.
 
-    Args:
-        tables: all of the same embedding_dim.
-        min_sharded_rows: tables with at least so many rows are sharded, the others replicated.
-        device: where the tables to shard are created; with `meta`, each rank creates its rows in `shard`, and no table
-            is ever in one piece.
+    All have the same embedding_dim; those with at least `min_sharded_rows` rows are sharded, the others replicated. On
+    the device `meta`, each rank creates its rows of a sharded table in `shard`, and no table is ever in one piece.
     """
 
     def __init__(
@@ -151,16 +148,10 @@ BLOCK_ROWS = 1 << 16
 
 @torch.no_grad()
 def fill_rows(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int) -> None:
-    """Fill rows of a table, in place, with values that depend on the seed, the table's name and the row alone.
+    """Fill rows of a table, [n, embedding_dim], with values that depend on the seed, the table's name and the row.
 
     The table is drawn in blocks, each from a random generator of its own, so any part can be drawn without the rest.
     On CPU and GPU these are different values. The random states are left as they were.
-
-    Args:
-        rows: [n, embedding_dim], on any device.
-        table: whose `init_fn` is called with blocks of up to `BLOCK_ROWS` rows.
-        first_row: of the table, which is the first of `rows`.
-        seed: at least 0.
     """
     assert table.init_fn is not None
     on_gpu = rows.device.type == "cuda"

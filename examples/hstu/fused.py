@@ -125,9 +125,6 @@ def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
 
     Queries, keys and values are bfloat16 or float32 on a CUDA device, with a head_dim of 64, 128 or 256; they may be
     views with gaps between tokens and heads.
-
-    Raises:
-        ConfigError: the dtype or the head_dim is none of these, or a kernel needs more than the GPU has.
     """
     if query.shape[-1] not in HEAD_DIMS:
         raise ConfigError(f"head_dim must be one of {HEAD_DIMS} for Triton attention, got {query.shape[-1]}")
@@ -214,25 +211,19 @@ def _launch(
     context = copy_context()
     if launch.tma:
         context.run(triton.set_allocator, _descriptors)  # of this launch alone: the caller may have one of their own
-    try:
-        context.run(
-            kernel.launch,
-            (_blocks(sequences.max_length, launch.rows), heads, len(sequences.offsets) - 1),
-            *arguments,
-            HEAD_DIM=head_dim,
-            ROWS=launch.rows,
-            COLUMNS=launch.columns,
-            EXACT=inputs[0].dtype == torch.float32,
-            TMA=launch.tma,
-            num_warps=launch.warps,
-            num_stages=launch.stages,
-            **flags,
-        )
-    except triton.runtime.errors.OutOfResources as error:
-        raise ConfigError(
-            f"Triton attention with head_dim {head_dim} and {inputs[0].dtype} needs more than this GPU has ({error}); "
-            "use a smaller head_dim or padded_attention"
-        ) from error
+    context.run(
+        kernel.launch,
+        (_blocks(sequences.max_length, launch.rows), heads, len(sequences.offsets) - 1),
+        *arguments,
+        HEAD_DIM=head_dim,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        EXACT=inputs[0].dtype == torch.float32,
+        TMA=launch.tma,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **flags,
+    )
 
 
 def _descriptors(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -290,22 +281,11 @@ def _norm_backward(
     d_update: Tensor | None = None,
     also_summed: Tensor | None = None,
 ) -> None:
-    """Write the gradients of rows, and their sums over tokens.
+    """Write the gradients of rows, given that of the output, and their sums over tokens.
 
-    Args:
-        gradient: of the output.
-        values: what was normalized: the total, if there was an update.
-        weight: as in `_norm`, as are `bias` and `u`.
-        bias: see above.
-        statistics: from `_norm`.
-        d_values: written, as is `d_update`, the same in another dtype.
-        sums: from `_partial_sums`; the first columns are written, for weight, bias and, if there is one, `also_summed`.
-        u: see above; its gradient is written to `d_u`, and the sums of that to `u_sums`, other columns of `sums`.
-        d_u: see above; its heads may be apart differently.
-        u_sums: see above.
-        d_total: the gradient of `values` from elsewhere, which is added to that of the norm.
-        d_update: see above.
-        also_summed: [tokens, width]: a tensor to sum over tokens.
+    `values` are what was normalized. Their gradient, to which `d_total` from elsewhere is added, goes to `d_values`
+    and, in another dtype, to `d_update`; that of `u` to `d_u`, whose heads may be apart differently. The first columns
+    of `sums`, from `_partial_sums`, are for weight, bias and `also_summed`; `u_sums` are other columns, for `d_u`.
     """
     if len(values):
         _NORM_BACKWARD.launch(
@@ -342,11 +322,7 @@ def _silu(projected: Tensor, head_dim: int) -> tuple[Tensor, ...]:
 def _silu_backward(projected: Tensor, gradients: tuple[Tensor, ...], *, d_projected: Tensor, sums: Tensor) -> None:
     """Write the gradient of what the first linear has returned, and its sums over tokens, except for those of U.
 
-    Args:
-        projected: what it has returned.
-        gradients: those of SiLU of V, Q and K: [tokens, heads, head_dim] each, contiguous.
-        d_projected: like `projected`; written.
-        sums: from `_partial_sums`; as many columns as `projected` has are written.
+    `gradients` are those of SiLU of V, Q and K: [tokens, heads, head_dim] each, contiguous.
     """
     tokens, heads, head_dim = gradients[0].shape
     if tokens:

@@ -90,11 +90,9 @@ class Sequences:
 
 
 def rows_and_index(counts: Tensor, num_values: int) -> tuple[Tensor, Tensor]:
-    """Return, for each value of jagged rows, its row and its number in it: int64 [num_values] both.
+    """Return the row of each value of jagged rows, and its number in it: int64 [num_values] both.
 
-    Args:
-        counts: int64 [B]: values of each row.
-        num_values: their sum, on the host.
+    `counts`, int64 [B], are the values of each row, and `num_values` is their sum, on the host.
     """
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_values)
     return rows, torch.arange(num_values, device=counts.device) - offsets_of(counts)[rows]
@@ -124,12 +122,8 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
 
     There is no softmax: weights do not compete, and a token that sees nothing gets 0 (Zhai et al., equation 2).
 
-    Args:
-        query: [tokens, heads, head_dim], as are `key`, `value` and the result.
-        key: see above.
-        value: see above.
-        sequences: where the samples are.
-        scale_length: the longest that a sample can be, the same for all batches.
+    Query, key, value and the result are [tokens, heads, head_dim]; `scale_length` is the longest that a sample can be,
+    the same for all batches.
     """
     queries, keys, values = (sequences.pad(tensor).transpose(1, 2) for tensor in (query, key, value))
     scores = queries @ keys.transpose(-1, -2) / math.sqrt(query.shape[-1])
@@ -222,12 +216,7 @@ class HSTUAttention(nn.Module):
 
 
 def attention_flops(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-    """Return the FLOPs of a call of an HSTUAttention, as kernels are quoted: the backward has 2.5 times the forward's.
-
-    Args:
-        layer: the HSTUAttention.
-        arguments: of its `forward`, by name.
-    """
+    """Return the FLOPs of a call of an HSTUAttention; as kernels are quoted, the backward has 2.5 times as many."""
     sequences = arguments["sequences"]
     history = sequences.lengths - sequences.num_candidates
     work = hstu_work(history, sequences.num_contextual, sequences.num_candidates, predictions=0)

@@ -25,9 +25,7 @@ from hstu.layers import NORM_EPS, HSTUConfig, HSTULayer, Sequences, offsets_of, 
 def arrange(embeddings: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> Tensor:
     """Return the embeddings of all tokens in their order: [tokens, embedding_dim].
 
-    Args:
-        embeddings: by feature, the embedding of each of its values: [values, embedding_dim].
-        places: by feature, the token of each of its values: int64 [values].
+    `embeddings` has that of each value of each feature, [values, embedding_dim], and `places` its token.
     """
     values = torch.cat([embeddings[name] for name in places])
     # Every token is copied from exactly one value, so the backward pass is a selection of rows, without sums.
@@ -65,12 +63,7 @@ class TokenLayout:
     """int64 [B]: items of each sample, candidates included."""
 
     def last_items(self, counts: Tensor, num_values: int) -> Tensor:
-        """Return which of the batch's items are among the last of their sample: int64 [num_values], in order.
-
-        Args:
-            counts: int64 [B]: how many of them.
-            num_values: their sum, on the host.
-        """
+        """Return which of the batch's items are the last `counts`, int64 [B], of their sample: int64 [num_values]."""
         rows, index = rows_and_index(counts, num_values)
         return (offsets_of(self.num_items)[1:] - counts)[rows] + index
 
@@ -186,8 +179,7 @@ class HSTURanking(nn.Module):
     item's own token, which sees the history before it and not its action.
 
     Args:
-        embeddings: from a KeyedJaggedTensor to a JaggedTensor [values, embedding_dim] per feature, as
-            `torchrec.EmbeddingCollection`; see `tables`.
+        embeddings: as `torchrec.EmbeddingCollection`; see `tables`.
         config: the shape of the encoder.
         num_tasks: logits per label.
         targets: from labels int64 [n] to what the tasks should predict, 0 to 1 [n, num_tasks]; None: the action's bits.

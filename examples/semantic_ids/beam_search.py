@@ -46,14 +46,9 @@ class Catalogue:
         self._first_codes = None if table.alternatives is None else torch.from_numpy(table.codes).long().to(device)
 
     def continuations(self, prefixes: Tensor, level: int) -> Tensor:
-        """Return the prefixes of a level that continue others by each code: int64 [..., codebook size].
+        """Return the prefixes of a level that continue others by each code, -1 if no item does: [..., codebook size].
 
-        Args:
-            prefixes: int64 [...], of the level before, or -1; for the first level 0.
-            level: of the codes.
-
-        Returns:
-            -1 where no item has such codes.
+        `prefixes`, int64 [...], are those of the level before, or -1; for the first level 0.
         """
         size, keys = self.codebook_sizes[level], self._keys[level]
         wanted = prefixes[..., None] * size + torch.arange(size, device=prefixes.device)
@@ -149,12 +144,9 @@ def beam_search(model: SemanticIdModel, batch: SemanticIdBatch, catalogue: Catal
 class _History:
     """What later tokens need to know of the tokens up to BOS."""
 
-    lengths: Tensor
-    """int64 [B]: tokens of each row."""
-    ends: Tensor
-    """[B, hidden]: outputs at BOS."""
-    keys_and_values: list[tuple[Tensor, Tensor]]
-    """Per layer, [B, heads, max_length, head_dim] both."""
+    lengths: Tensor  # int64 [B]: tokens of each row
+    ends: Tensor  # [B, hidden]: outputs at BOS
+    keys_and_values: list[tuple[Tensor, Tensor]]  # of each layer, [B, heads, max_length, head_dim] both
 
 
 def _read(model: SemanticIdModel, batch: SemanticIdBatch) -> _History:
@@ -188,16 +180,8 @@ def _beam_attention(
 ) -> Tensor:
     """Attend from each code of a beam to the whole history, and to the codes of the beam up to itself.
 
-    Args:
-        query: [B * beams * codes, heads, head_dim].
-        key: like `query`.
-        value: like `query`.
-        history: its keys and values, [B, heads, max_length, head_dim] both.
-        lengths: int64 [B]: tokens of each history, BOS included.
-        beams: of each sample.
-
-    Returns:
-        [B * beams * codes, heads, head_dim].
+    Query, key, value and the result are [B * beams * codes, heads, head_dim], the keys and values of histories [B,
+    heads, max_length, head_dim], and `lengths` the tokens of each history, BOS included: int64 [B].
     """
     own_query, own_key, own_value = (
         tensor.view(len(lengths), -1, *query.shape[1:]).transpose(1, 2) for tensor in (query, key, value)

@@ -122,11 +122,7 @@ def predicting_tokens(batch: SemanticIdBatch, bos: Tensor, levels: int) -> Tenso
     """Return the token at which each label is predicted: int64 [labels].
 
     The last `levels` labels of a sample are the target's codes, and those before them the last codes of the history.
-
-    Args:
-        batch: with labels.
-        bos: the token BOS of each row.
-        levels: codes of an item.
+    `bos` is the token BOS of each row.
     """
     counts = batch.labels.lengths().long()
     rows, index = rows_and_index(counts, batch.labels.length_per_key()[0])
@@ -220,15 +216,10 @@ class SemanticIdModel(nn.Module):
     def forward(self, batch: SemanticIdBatch) -> tuple[Tensor, list[Tensor]]:
         """Return the sum of each level's loss over the batch's labels, and the logits of the levels.
 
-        Every level has the same number of labels. So the mean of a level is its sum divided by
-        `batch.loss_tokens / levels`, and what `scale_loss` returns for it is a `levels`-th of it: their sum is the
-        mean over all labels.
+        Every level has equally many labels, so the sum of what `scale_loss` returns is the mean over all labels.
 
         Returns:
             Loss sums [levels]; per level, logits [labeled events, codebook size]. All at least float32.
-
-        Raises:
-            ConfigError: the batch lacks a feature, or has another number of codes per item.
         """
         levels = self.config.levels
         sequences, places = lay_out(batch, (*self.config.contextual, SEMANTIC_ID, BOS, CANDIDATE_ID))

@@ -14,10 +14,8 @@ KEPT = "kept"
 BALANCES = ("no-exchange", "all-to-all", "all-gather", "none")
 PIPELINES = ("none", "sparse-dist", "prefetch")
 
-# What settings apply to.
 SHARDED = AppliesTo(embeddings=("sharded",))
 BALANCED = AppliesTo(balance=AllBut(("none",)))
-_CANDIDATES_IN_WINDOWS = 10
 
 
 def _parse_window(text: str) -> tuple[int, int]:
@@ -130,7 +128,7 @@ class TrainConfig(Settings):
     @property
     def num_candidates(self) -> int:
         """The most targets of a sample of ranking; 0: its whole history."""
-        return self.max_num_candidates or (0 if self.time_windows is None else _CANDIDATES_IN_WINDOWS)
+        return self.max_num_candidates or (0 if self.time_windows is None else 10)
 
     @property
     def profile_window(self) -> tuple[int, int] | None:

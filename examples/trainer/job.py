@@ -276,14 +276,10 @@ def _find_data(config: TrainConfig) -> Path:
 def balance_config(
     config: TrainConfig, *, cost: Cost, on_step: Callable[[StepMetrics], None] | None = None
 ) -> BalanceConfig:
-    """Return how a job balances its steps.
+    """Return how a job balances its steps by a cost, if the settings name no file of a measured one.
 
-    `balance = "none"` is the strategy `none`, which moves no sample but counts the loss tokens of all ranks.
-
-    Args:
-        config: the job's settings.
-        cost: of a sample of the model, if the settings name no file of a measured one.
-        on_step: see `BalanceConfig`; without one, the cost is not fitted either.
+    `balance = "none"` is the strategy `none`, which moves no sample but counts the loss tokens of all ranks. Without
+    `on_step`, the cost is not fitted either.
     """
     return BalanceConfig(
         cost=cost if config.cost is None else MeasuredCost.load(Path(config.cost)),

@@ -99,14 +99,8 @@ def make_pipeline(
         sparse-dist   TrainPipelineSparseDist: also sends the ids of sharded tables to the ranks that hold their rows
         prefetch      PrefetchTrainPipelineSparseDist: also fills the device's caches of tables that are in host memory
 
-    Args:
-        name: one of these.
-        model: on `device`. For `sparse-dist` and `prefetch`, a DistributedModelParallel whose forward torch.fx can
-            trace: it passes fields of the batch to sharded modules, and leaves the rest to other modules.
-        optimizer: of all its parameters.
-        device: that batches are copied to.
-        loss: from the model's output and the batch to a scalar, such as `lambda output, batch: scale_loss(output[0],
-            batch).sum()`.
+    For the last two, the model is a DistributedModelParallel whose forward torch.fx can trace: it passes fields of the
+    batch to sharded modules, and leaves the rest to other modules. `loss` makes a scalar of its output and the batch.
     """
     device, forward = torch.device(device), _Forward(model, loss)
     if name == "none":

@@ -49,11 +49,7 @@ def join_world() -> Iterator[World]:
 
 
 def on_all_ranks(function: Callable[[], Result]) -> Result:
-    """Return what `function` returns, unless it raises on any rank. Collective: every rank must call this.
-
-    Raises:
-        RankError: it raised on another rank, and not on this one, where its own error is raised.
-    """
+    """Return what `function` returns; if it raises on any rank, all raise. Collective: every rank must call this."""
     result, error = attempt(function)
     if isinstance(error, OSError):  # such as a folder without permission
         error = DataError(f"{error.filename}: {error.strerror}; check the path and its permissions")

@@ -123,6 +123,18 @@ def test_a_table_sharded_by_rows_trains_on_balanced_batches_and_resumes(small_da
     check_tutorial("torchrec-dmp", output, again)
 
 
+def test_an_own_model_learns_and_continues_from_its_checkpoint(small_dataset: Path, tmp_path: Path) -> None:
+    def train(steps: int, checkpoint: str) -> tuple[dict[int, float], str]:
+        output = run("own_model", small_dataset, tmp_path, "--steps", steps, "--checkpoint", tmp_path / checkpoint)
+        return losses_of(output), output.splitlines()[-1]
+
+    (first, _), (second, scores) = train(20, "parts"), train(40, "parts")
+    assert [*first, *second] == [20, 40]
+    assert second[40] < first[20] < math.log(501)
+    assert train(40, "whole") == (first | second, scores)
+    assert numbers_of(scores)[0] > 0.02  # recall@10 of 500 items
+
+
 def test_codes_of_the_next_item_are_learned(small_dataset: Path, tmp_path: Path) -> None:
     output = run("train_semantic_ids", small_dataset, tmp_path, "--steps", "40")
     before, *steps, after = output.splitlines()

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from hstu import HSTUConfig, HSTURanking, HSTURetrieval, Sequences, tables
+from hstu import HSTUConfig, HSTURanking, Sequences, tables
 
 SIZES = {"user_id": 10, "tags": 6, "item_id": 30, "action": 8}
 CONFIG = HSTUConfig(
@@ -53,24 +53,19 @@ class Sample:
     item_id: list[int] = field(default_factory=list)
     action: list[int] = field(default_factory=list)
     num_candidates: int = 0
-    labels: list[int] | None = None
+    labels: list[int] = field(default_factory=list)
 
 
 def make_batch(samples: Sequence[Sample], *, rows: int | None = None) -> SequenceBatch:
-    """Return a batch of samples and padding; without labels if the samples have none."""
-    padding = Sample(labels=[] if all(sample.labels is not None for sample in samples) else None)
-    padded = [*samples, *[padding] * ((rows or len(samples)) - len(samples))]
+    """Return a batch of samples and padding."""
+    padded = [*samples, *[Sample()] * ((rows or len(samples)) - len(samples))]
     features, limits = jagged({key: [getattr(sample, key) for sample in padded] for key in SIZES})
-    labels, loss_tokens = None, sum(max(len(sample.item_id) - 1, 0) for sample in samples)
-    if padding.labels is not None:
-        labels, label_limits = jagged({"label": [sample.labels or [] for sample in padded]})
-        limits |= label_limits
-        loss_tokens = labels.length_per_key()[0]
+    labels, label_limits = jagged({"label": [sample.labels for sample in padded]})
     return SequenceBatch(
         batch_size=len(padded),
         num_real=len(samples),
-        loss_tokens=loss_tokens,
-        max_lengths=limits,
+        loss_tokens=labels.length_per_key()[0],
+        max_lengths=limits | label_limits,
         features=features,
         labels=labels,
         num_candidates=torch.tensor([sample.num_candidates for sample in padded]),
@@ -89,7 +84,7 @@ def jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTenso
 def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") -> list[Sample]:
     """Draw samples with histories of 0 to 7 items, and 2 candidates if those are predicted.
 
-    `predict` is `candidates`, `candidates-with-actions`, `history` or `next` (item).
+    `predict` is `candidates`, `candidates-with-actions` or `history`.
     """
     rng = np.random.default_rng(seed)
 
@@ -108,7 +103,7 @@ def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") ->
             item_id=draw("item_id", history + num_candidates),
             action=actions[:history] if predict == "candidates" else actions,
             num_candidates=num_candidates,
-            labels={"history": actions, "next": None}.get(predict, actions[history:]),
+            labels=actions if predict == "history" else actions[history:],
         )
 
     return [one() for _ in range(count)]
@@ -135,13 +130,6 @@ def make_ranking(config: HSTUConfig = CONFIG, **options: Any) -> HSTURanking:
     """Return a model with the same weights each time, in float64."""
     torch.manual_seed(0)
     return HSTURanking(Tables(tables(SIZES, config)), config, **{"num_tasks": NUM_TASKS, **options}).double()
-
-
-def make_retrieval(config: HSTUConfig = CONFIG, **options: Any) -> HSTURetrieval:
-    """Return a model with the same weights each time, in float64."""
-    torch.manual_seed(0)
-    embeddings = Tables(tables(SIZES, config, retrieval=True))
-    return HSTURetrieval(embeddings, config, num_items=SIZES["item_id"], **{"num_negatives": 16, **options}).double()
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:

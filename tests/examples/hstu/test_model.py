@@ -1,4 +1,4 @@
-"""Tokens, layers, ranking and retrieval, beside plain loops over single samples."""
+"""Tokens, layers and ranking, beside plain loops over single samples."""
 
 import math
 import re
@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity, normalize, silu
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, silu
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -19,10 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
 from evenrank.training import label_bits, scale_loss
-from hstu import HSTUConfig, HSTULayer, HSTURetrieval, at_least, tables
+from hstu import HSTUConfig, HSTULayer, at_least, tables
 from hstu.layers import NORM_EPS
-from hstu.model import PositionEmbedding, UniformNegatives, arrange, lay_out, with_items
-from tests.dataloader.batch_helpers import rows_of
+from hstu.model import PositionEmbedding, arrange, lay_out
 from tests.examples.hstu.samples import (
     CONFIG,
     NUM_TASKS,
@@ -31,7 +30,6 @@ from tests.examples.hstu.samples import (
     gradients_of,
     make_batch,
     make_ranking,
-    make_retrieval,
     make_sequences,
     random_samples,
     run_quietly,
@@ -74,16 +72,6 @@ def test_tokens_are_those_of_loops_and_are_counted_as_the_cost_does(
     assert sequences.lengths.tolist() == config.cost().tokens(lengths).tolist()
     candidates = config.cost().candidate_tokens(lengths, batch.num_candidates.numpy())
     assert sequences.num_candidates.tolist() == candidates.tolist()
-
-
-def test_contextual_tokens_are_none_where_the_history_is_predicted() -> None:
-    first = Sample(user_id=[1], tags=[3, 4], item_id=[5, 6, 7], action=[0, 1], num_candidates=1)
-    batch = make_batch([first, Sample(user_id=[2], item_id=[8]), replace(first, action=[2, 3, 4])], rows=4)
-    sequences = lay_out(batch, CONFIG, predicts_history=torch.tensor([False, False, True, False])).sequences
-    assert sequences.offsets.tolist() == [0, 8, 10, 19, 19]
-    assert sequences.num_contextual.tolist() == [3, 1, 0, 0]
-    assert sequences.num_candidates.tolist() == [1, 0, 2, 0]
-    assert sequences.max_length == 1 + 2 + 3 + 3  # the longest of each feature
 
 
 def test_features_of_any_name_have_a_table() -> None:
@@ -228,187 +216,64 @@ def test_loss_sums_are_those_of_the_tasks() -> None:
 
 
 def test_a_batch_without_samples_gives_every_parameter_a_zero_gradient() -> None:
-    ranking, retrieval, empty = make_ranking(replace(CONFIG, recompute=True)), make_retrieval(), make_batch([], rows=3)
-    for model, batch in ((ranking, empty), (retrieval, empty.replace(labels=None))):
-        loss_sums, logits = model(batch)
-        assert len(logits) == 0
-        loss_sums.sum().backward()
-        assert not any(gradient.any() for gradient in gradients_of(model))
-    assert retrieval.places_of_targets(empty).tolist() == []
+    model = make_ranking(replace(CONFIG, recompute=True))
+    loss_sums, logits = model(make_batch([], rows=3))
+    assert len(logits) == 0
+    loss_sums.sum().backward()
+    assert not any(gradient.any() for gradient in gradients_of(model))
 
 
 ROWS, STEPS, WORLD_SIZE = 3, 3, 4
 
 
-def _samples(step: int, task: str) -> list[Sample]:
-    count = WORLD_SIZE * ROWS if step < STEPS - 1 else ROWS  # in the last step, ranks have nothing
-    return random_samples(count, seed=step, predict="next" if task == "retrieval" else task)
+def _batch(step: int, predict: str, ranks: slice) -> SequenceBatch:
+    """Return the batch of some ranks; in the last step, all but the first have nothing."""
+    count = WORLD_SIZE * ROWS if step < STEPS - 1 else ROWS
+    mine = slice(ranks.start * ROWS, ranks.stop * ROWS)
+    return make_batch(random_samples(count, seed=step, predict=predict)[mine], rows=mine.stop - mine.start)
 
 
-def _batch(samples: list[Sample], rows: int, step: int, task: str) -> SequenceBatch:
-    batch = make_batch(samples, rows=rows).replace(position=step + 1)  # a Balancer counts steps over a list
-    return batch.replace(labels=None) if task == "retrieval" else batch
-
-
-def _train(rank: int, world_size: int, task: str, strategies: tuple[str, ...]) -> dict[str, tuple[Any, int]]:
+def _train(rank: int, world_size: int, predict: str, strategies: tuple[str, ...]) -> dict[str, tuple[Any, int]]:
     """Return by strategy the gradients of each step, and how many batches have changed."""
-    model = DistributedDataParallel(make_retrieval() if task == "retrieval" else make_ranking())
-    mine = slice(rank * ROWS, (rank + 1) * ROWS)
-    batches = [_batch(_samples(step, task)[mine], ROWS, step, task) for step in range(STEPS)]
+    model = DistributedDataParallel(make_ranking())
+    batches = [_batch(step, predict, slice(rank, rank + 1)) for step in range(STEPS)]
     results = {}
     for strategy in strategies:
         gradients, num_changed = [], 0
         with Balancer(batches, BalanceConfig(cost=CONFIG.cost(), strategy=strategy)) as balancer:
             for batch, loaded in zip(balancer, batches, strict=True):
-                loss_sums, _ = model(batch)
-                scale_loss(loss_sums.sum(), batch).backward()
+                scale_loss(model(batch)[0].sum(), batch).backward()
                 gradients.append(gradients_of(model))
                 num_changed += batch.features.length_per_key() != loaded.features.length_per_key()
         results[strategy] = gradients, num_changed
     return results
 
 
-@pytest.mark.parametrize(
-    ("task", "strategies"),
-    [("candidates", tuple(STRATEGIES)), ("history", ("lpt-swap",)), ("retrieval", ("lpt-swap",))],
-)
-def test_balanced_gradients_equal_those_of_one_process(ranks: RankPool, task: str, strategies: tuple[str, ...]) -> None:
-    model: nn.Module = make_retrieval() if task == "retrieval" else make_ranking()
-    expected = []
+@pytest.mark.parametrize(("predict", "strategies"), [("candidates", tuple(STRATEGIES)), ("history", ("lpt-swap",))])
+def test_balanced_gradients_equal_those_of_one_process(
+    ranks: RankPool, predict: str, strategies: tuple[str, ...]
+) -> None:
+    model, expected = make_ranking(), []
     for step in range(STEPS):
-        samples = _samples(step, task)
-        batch = _batch(samples, len(samples), step, task)
+        batch = _batch(step, predict, slice(0, WORLD_SIZE))
         (model(batch)[0].sum() / batch.loss_tokens).backward()
         expected.append(gradients_of(model))
-    results = ranks.run(WORLD_SIZE, _train, task, strategies)
+    results = ranks.run(WORLD_SIZE, _train, predict, strategies)
     for strategy in strategies:
         for result in results:
             torch.testing.assert_close(result[strategy][0], expected, rtol=1e-10, atol=1e-10)
         assert (sum(result[strategy][1] for result in results) > 0) == (strategy != "none")
 
 
-NEXT = Sample(user_id=[3], tags=[1], item_id=[4, 5, 6, 7], action=[1, 2, 3, 4])
-
-
-def _items(model: HSTURetrieval) -> Tensor:
-    return model.get_parameter("embeddings.tables.table:item_id.weight").detach()
-
-
-def _queries(model: HSTURetrieval, batch: SequenceBatch) -> list[Tensor]:
-    """Return what each sample's tokens predict, computed from the encoder's output: [tokens, embedding_dim] each."""
-    seen: list[Tensor] = []
-    hook = model.dense.encoder.register_forward_hook(lambda _module, _args, output: seen.append(output))
-    model(batch.replace(labels=None))
-    hook.remove()
-    lengths = batch.features.lengths().view(4, -1).sum(0)
-    return list(torch.split(model.dense.lower_width(seen[0]).detach(), lengths.tolist()))
-
-
-def test_each_next_item_is_predicted_from_the_action_before_it_among_the_negatives() -> None:
-    model = make_retrieval(temperature=0.1)
-    batch = make_batch([NEXT, Sample(user_id=[1], item_id=[2], action=[0]), Sample(tags=[1])], rows=4)
-    loss_sums, log_probabilities = model(batch)
-    negatives = rows_of(model.negatives(batch), "negative_id")[0]
-    items, queries = _items(model), _queries(model, batch)[0]
-    expected = []
-    for index, target in enumerate(NEXT.item_id[1:]):
-        query = queries[2 + 2 * index + 1]  # after 2 contextual tokens, that of the item's action
-        scores = cosine_similarity(query[None], items[[target, *(item for item in negatives if item != target)]]) / 0.1
-        expected.append(scores.log_softmax(0)[0])
-    assert len(set(negatives) & set(NEXT.item_id[1:])) > 0  # accidental hits
-    torch.testing.assert_close(log_probabilities.squeeze(1), torch.stack(expected), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(loss_sums, -torch.stack(expected).sum()[None], rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("interleave", "items", "actions", "expected"),
-    [
-        (True, [4, 5, 6, 9], [1, 2, 0, 0], [True, True, False]),
-        (False, [4, 8, 6, 7], [0, 0, 0, 0], [False, False, False]),
-        (False, [4, 5, 9, 7], [1, 2, 3, 4], [True, False, False]),
-    ],
-)
-def test_an_item_is_predicted_without_its_future_and_without_interleaving_from_the_item_before_it(
-    interleave: bool, items: list[int], actions: list[int], expected: list[bool]
-) -> None:
-    model, other = make_retrieval(replace(CONFIG, interleave_actions=interleave)), replace(NEXT, item_id=items)
-    samples = (NEXT, replace(other, action=actions))
-    before, after = (model(make_batch([sample]))[1].squeeze(1) for sample in samples)
-    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == expected
-
-
-@pytest.mark.parametrize("chunk", [7, 1000])
-def test_places_are_those_among_all_items_and_of_nan_the_last(chunk: int) -> None:
-    model, samples = make_retrieval().eval(), random_samples(10, predict="next")
-    batch = make_batch(samples, rows=12)
-    expected = []
-    for sample, queries in zip(samples, _queries(model, batch), strict=False):
-        if len(sample.item_id) >= 2:
-            scores = cosine_similarity(queries[-3][None], _items(model))  # the last two are the target and its action
-            expected.append(1 + (scores > scores[sample.item_id[-1]]).sum().item())
-    assert 0 < len(expected) < 10
-    assert model.places_of_targets(batch, chunk=chunk).tolist() == expected
-    nn.init.constant_(model.dense.lower_width.weight, torch.nan)  # as of a model that has diverged
-    assert model.places_of_targets(make_batch([NEXT]), chunk=chunk).tolist() == [SIZES["item_id"]]
-
-
-def test_a_candidate_is_ranked_by_the_history_alone_and_has_no_place_without_one() -> None:
-    model = make_retrieval().eval()
-    (place,) = model.places_of_targets(make_batch([NEXT])).tolist()
-    as_candidate = replace(NEXT, action=[1, 2, 3], num_candidates=1, labels=[4])
-    among_others = [
-        replace(as_candidate, item_id=[4, 5, 6, other, 7], num_candidates=2, labels=[4, 4])
-        for other in range(SIZES["item_id"])
-    ]
-    without = [Sample(user_id=user, item_id=[4, 5], num_candidates=2, labels=[1, 1]) for user in ([], [3])]
-    batch = make_batch([as_candidate, *without, *among_others])
-    assert model.places_of_targets(batch).tolist() == [place] * (1 + len(among_others))
-
-
-def test_scores_are_compared_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = make_retrieval().float().eval(), make_batch(random_samples(300, predict="next"))
-
-    def random_queries(tokens: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return normalize(torch.randn(len(tokens), CONFIG.embedding_dim, generator=generator))
-
-    monkeypatch.setattr(model.dense, "query", random_queries)
-    places = model.places_of_targets(batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model.places_of_targets(batch).tolist() == places.tolist()
-
-
-def test_negatives_are_those_of_the_step_whatever_samples_a_rank_has() -> None:
-    draw = UniformNegatives(1000, 50, seed=1)
-    first = make_batch(random_samples(3), rows=4).replace(epoch=2, position=48, step=5)
-    other = make_batch(random_samples(1, seed=1)).replace(epoch=2, position=48, step=0)  # resumed, on another rank
-    features = draw(first)
-    negatives = rows_of(features, "negative_id")
-    assert [len(row) for row in negatives] == [50, 0, 0, 0]
-    assert 0 <= min(negatives[0]) < 100
-    assert 900 <= max(negatives[0]) < 1000
-    assert rows_of(draw(other), "negative_id") == negatives[:1]
-    others = [draw(first.replace(epoch=3)), draw(first.replace(position=49)), UniformNegatives(1000, 50, seed=2)(first)]
-    assert all(rows_of(one, "negative_id") != negatives for one in others)
-    alone = with_items(first.features, torch.tensor([7]), are_alone=True)
-    for key in SIZES:
-        assert rows_of(features, key) == rows_of(first.features, key)
-        assert rows_of(alone, key) == [[]] * 4
-    assert rows_of(alone, "negative_id") == [[7], [], [], []]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("attention", ["padded", "triton"])
-@pytest.mark.parametrize("task", ["ranking", "retrieval"])
-def test_a_step_does_not_synchronize(task: str, attention: str, recompute: bool) -> None:
-    head_dim = CONFIG.head_dim if attention == "padded" else 64
+@pytest.mark.parametrize(("attention", "head_dim"), [("padded", 4), ("triton", 64)])
+def test_a_step_does_not_synchronize(attention: str, head_dim: int, recompute: bool) -> None:
     config = replace(CONFIG, attention=attention, head_dim=head_dim, recompute=recompute, dropout=0.1)
-    is_retrieval = task == "retrieval"
-    model: nn.Module = make_retrieval(config) if is_retrieval else make_ranking(config)
-    model.embeddings = EmbeddingCollection(tables=tables(SIZES, config, retrieval=is_retrieval))
+    model = make_ranking(config)
+    model.embeddings = EmbeddingCollection(tables=tables(SIZES, config))
     model.float().cuda()
-    batch = make_batch(random_samples(8, predict="next" if is_retrieval else "candidates"), rows=10).to("cuda")
+    batch = make_batch(random_samples(8), rows=10).to("cuda")
     run_quietly(lambda: model(batch)[0].sum().backward())
     assert all(gradient.isfinite().all() for gradient in gradients_of(model))
 

@@ -52,8 +52,8 @@ def test_a_job_that_dies_within_a_window_goes_on_bit_for_bit_and_on_other_ranks_
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"balance": "all-to-all", **SHARDED}, {"task": "retrieval", **SHARDED, "pipeline": "none"}],
-    ids=["replicated tables", "sharded tables", "retrieval"],
+    [{}, {"balance": "all-to-all", **SHARDED}],
+    ids=["replicated tables", "sharded tables"],
 )
 def test_a_job_has_the_losses_of_one_rank_and_resumes_on_others(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
@@ -85,10 +85,9 @@ def test_a_job_has_the_losses_of_one_rank_and_resumes_on_others(
             {"num_tasks": 2, "user_id": True, "balance": "all-gather"},
             {f"{name}_{one}" for name in OF_ACTIONS for one in "01"},
         ),
-        ({"task": "retrieval", "k": 5, "precision": "bf16", "recompute": True}, {"recall@5", "ndcg@5"}),
-        ({"max_num_candidates": 3, "positive_action": 2}, set(OF_ACTIONS)),
+        ({"max_num_candidates": 3, "positive_action": 2, "precision": "bf16", "recompute": True}, set(OF_ACTIONS)),
     ],
-    ids=["several tasks", "retrieval", "candidates"],
+    ids=["several tasks", "candidates"],
 )
 def test_every_task_trains_and_is_measured(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any], metrics: set[str]
@@ -249,7 +248,7 @@ def _settings_looked_at(rank: int, world_size: int, options: dict[str, Any]) -> 
         {"task": "retrieval", "balance": "none"},
         {"time_windows": "1w"},
     ],
-    ids=["several tasks, sharded", "ranking", "retrieval", "windows of time"],
+    ids=["several tasks, sharded", "ranking", "windows of time"],
 )
 def test_no_setting_is_ignored(ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     options = settings(tmp_path, small_dataset, batch_size=12, max_steps=1, hidden=8, layers=1, **options)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -99,25 +98,3 @@ def test_a_job_on_a_gpu_trains_in_bfloat16_and_resumes(small_dataset: Path, tmp_
     assert [line["step"] for line in memory] == steps
     assert all(0 < line["allocated"][0] <= line["reserved"][0] < line["total"][0] for line in memory)
     assert all(0 < line["mfu"] < 1 for line in log_lines(tmp_path, "train"))
-
-
-def _losses_on_gpus(data: Path, out: Path, num_ranks: int, *arguments: str) -> list[float]:
-    options = ["--data", str(data), "--out", str(out), *SMALL, "--precision", "fp32", *arguments]
-    job = _run(*TORCHRUN, str(num_ranks), str(SCRIPT), *options)
-    assert job.returncode == 0, job.stderr
-    return [line["loss"] for line in log_lines(out, "train")]
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("pipeline", [None, "none", "sparse-dist", "prefetch"])
-def test_jobs_on_several_gpus_have_the_losses_of_one_gpu_and_their_checkpoints_resume_there(
-    small_dataset: Path, tmp_path: Path, pipeline: str | None
-) -> None:
-    """Without a pipeline tables are replicated."""
-    assert torch.cuda.device_count() > 1
-    options = [*SHARDED, "--pipeline", pipeline] if pipeline else []
-    alone, divided = ([*options, "--batch-size", str(size)] for size in (32, 16))
-    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1, "--balance", "none", *alone)
-    parts = _losses_on_gpus(small_dataset, tmp_path / "parts", 2, *divided, "--max-steps", "5")
-    assert parts == pytest.approx(whole[:5], rel=1e-3)
-    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1, *alone) == pytest.approx(whole, rel=1e-3)
