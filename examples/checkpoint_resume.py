@@ -4,20 +4,16 @@
     torchrun --nproc_per_node 2 examples/checkpoint_resume.py --data out/synthetic --steps 60
     torchrun --nproc_per_node 3 examples/checkpoint_resume.py --data out/synthetic
 
-The first job saves a checkpoint after 60 steps and ends. The second one finds it, trains on what is left of the epoch
-with 3 ranks, and checks that the two jobs trained on each sample exactly once. One call saves or loads model, optimizer
-and position in the data: the loader is one more entry of the state. (A real job keeps its previous checkpoint until the
-new one is complete.)
+The first job saves a checkpoint after 60 steps and ends. The second one trains on what is left of the epoch with 3
+ranks, and checks that the two jobs trained on each sample exactly once. One call saves or loads model, optimizer and
+position in the data: the loader is one more entry of the state.
 
 A step has 96 samples on any number of ranks that divides 96, so the losses after resuming are those of a job that was
 never stopped, up to rounding.
 """
 
-import argparse
-import gc
 import math
 import shutil
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,20 +25,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from evenrank.core.errors import ConfigError, EvenrankError
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
-from next_item import COST, NextItem
+from next_item import COST, NextItem, report, run
 
 
 class AppState:
     """Model and optimizer as torch.distributed.checkpoint saves them: by the names of parameters, on any rank."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save and, before loading, where to load it."""
@@ -54,76 +49,57 @@ class AppState:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train on this rank, from the checkpoint if there is one, to the end of the epoch or for `--steps`."""
-    num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
+def main(
+    data: Path = Path("out/synthetic"),
+    checkpoint: Path = Path("out/checkpoint-resume"),
+    steps: int | None = None,
+    global_batch_size: int = 96,
+    log_every: int = 20,
+) -> None:
+    """Train from the checkpoint, if there is one, to the end of the epoch or for some steps; run it under torchrun."""
+    num_items = read_manifest(data).vocabulary_sizes["item_id"]
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if args.global_batch_size % world_size:
-        raise ConfigError(
-            f"--global-batch-size {args.global_batch_size} is no multiple of the {world_size} ranks; choose one that is"
-        )
+    if global_batch_size % world_size:
+        raise ConfigError(f"--global-batch-size {global_batch_size} is no multiple of {world_size} ranks; choose one")
     torch.manual_seed(0)
-    config = LoaderConfig(batch_size=args.global_batch_size // world_size, max_history_length=100)
-    balance = BalanceConfig(cost=COST)
-    loader = build_loader(args.data, config, rank=rank, world_size=world_size, balance=balance)
+    config = LoaderConfig(batch_size=global_batch_size // world_size, max_history_length=100)
+    loader = build_loader(data, config, rank=rank, world_size=world_size, balance=BalanceConfig(cost=COST))
     model = DistributedDataParallel(NextItem(num_items))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     average = LossAverage()
     trained = torch.zeros(loader.num_samples, dtype=torch.int64)  # how often each sample was trained on, by all ranks
 
     job = {"app": AppState(model, optimizer), "data": loader, "trained": trained}
-    if args.checkpoint.exists():
-        dcp.load(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
-        if rank == 0:
-            steps_left = loader.remaining_batches()
-            print(f"resumed on {world_size} ranks; {steps_left} of {len(loader)} steps are left", flush=True)
+    if checkpoint.exists():
+        dcp.load(job, checkpoint_id=checkpoint)  # type: ignore[attr-defined]
+        report(f"resumed on {world_size} ranks; {loader.remaining_batches()} of {len(loader)} steps are left")
     mine = torch.zeros_like(trained)
-    for batch in islice(loader, args.steps):
+    for batch in islice(loader, steps):
         optimizer.zero_grad()
         loss_sum = model(batch)
         scale_loss(loss_sum, batch).backward()
         optimizer.step()
         mine[batch.sample_ids[: batch.num_real]] += 1
         average.update(loss_sum, batch)
-        step = math.ceil(batch.position / args.global_batch_size)
-        if step % args.log_every == 0:
+        step = math.ceil(batch.position / global_batch_size)
+        if step % log_every == 0:
             (loss,) = average.compute()
             average.reset()
-            if rank == 0:
-                print(f"step {step} | loss {loss:.4f}", flush=True)
+            report(f"step {step} | loss {loss:.4f}")
     dist.all_reduce(mine)
     trained += mine
-    if args.steps is not None:
-        partial = args.checkpoint.with_suffix(".partial")  # what stays if the job is killed here is never loaded
+    if steps is not None:
+        partial = checkpoint.with_suffix(".partial")  # what stays if the job is killed here is never loaded
         dcp.save(job, checkpoint_id=partial)  # type: ignore[attr-defined]
         if rank == 0:  # where it returns when all ranks have written
-            shutil.rmtree(args.checkpoint, ignore_errors=True)
-            partial.rename(args.checkpoint)
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            partial.rename(checkpoint)
     once, repeated = int((trained == 1).sum()), int((trained > 1).sum())
-    if rank == 0:
-        print(f"{once:,} of {loader.num_samples:,} samples were trained on exactly once, {repeated:,} more often")
-    if args.steps is None and once < loader.num_samples:
+    report(f"{once:,} of {loader.num_samples:,} samples were trained on exactly once, {repeated:,} more often")
+    if steps is None and once < loader.num_samples:
         raise RuntimeError("the epoch is over, but not every sample was trained on exactly once")
 
 
-def main() -> None:
-    """Run this process as one of torchrun's ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/checkpoint-resume"), help="folder to resume from")
-    parser.add_argument("--steps", type=int, help="save a checkpoint after so many, and end")
-    parser.add_argument("--global-batch-size", type=int, default=96, help="samples of a step, over all ranks")
-    parser.add_argument("--log-every", type=int, default=20)
-    args = parser.parse_args()
-    try:
-        train(args)
-    except EvenrankError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

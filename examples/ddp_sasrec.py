@@ -3,12 +3,11 @@
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/ddp_sasrec.py --data out/synthetic
 
-Everything of evenrank is in `train` and `evaluate`: the loader, which balances its batches, `scale_loss`, and averages
+Everything of evenrank is in `main` and `evaluate`: the loader, which balances its batches, `scale_loss`, and averages
 and metrics over all ranks. The model above them is plain PyTorch. It attends to padded histories or, with `--attention
 jagged`, without padding; before training, both are checked to have the same loss.
 """
 
-import gc
 import itertools
 from pathlib import Path
 from typing import Literal
@@ -20,17 +19,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from evenrank.cli.main import run_command
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
+from next_item import report, run
 
 HIDDEN, HEADS, LAYERS = 64, 2, 2
-MAX_LENGTH = 128
-BATCH_SIZE = 16  # per rank
+MAX_LENGTH, BATCH_SIZE = 128, 16  # events of a history, and samples of a rank
 NUM_NEGATIVES = 128  # shared by all positions of a batch
-REPORT_EVERY = 20
 
 Kind = Literal["padded", "jagged"]
 
@@ -50,11 +47,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_lengt
 
 
 def jagged_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> Tensor:
-    """Attend within each history, without padding. q, k, v and the result: [tokens, heads, head_dim].
-
-    PyTorch has no fused kernel for causal jagged attention that trains on the CPU, so rows go one by one. On a GPU,
-    `torch.nn.attention.varlen.varlen_attn` takes them all at once, in bfloat16.
-    """
+    """Attend within each history, one by one, without padding; `varlen_attn` of PyTorch takes all at once on a GPU."""
     lengths = offsets.diff().tolist()
     rows = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)  # [heads, length, head_dim]
     attended = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in rows]
@@ -82,10 +75,7 @@ class Block(nn.Module):
 
 
 class SASRec(nn.Module):
-    """Predicts each item of a history from those before it (Kang and McAuley, 2018).
-
-    With a softmax over sampled negatives in place of the paper's binary cross-entropy, and without dropout.
-    """
+    """Predicts each item of a history from those before it, among sampled negatives (Kang and McAuley, 2018)."""
 
     def __init__(self, num_items: int) -> None:
         super().__init__()
@@ -123,49 +113,6 @@ class SASRec(nn.Module):
         return loss_sum
 
 
-def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
-    """Train, and evaluate before and after."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    num_items = read_manifest(data).vocabulary_sizes["item_id"]
-    torch.manual_seed(0)
-    model = DistributedDataParallel(SASRec(num_items).to(device))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-    cost = SelfAttentionCost(
-        hidden=HIDDEN, heads=HEADS, head_dim=HIDDEN // HEADS, layers=LAYERS, ffn_multiplier=4, max_tokens=MAX_LENGTH
-    )
-    average = LossAverage(device=device)
-    loads: list[StepMetrics] = []
-    # Each rank plans the steps of all ranks and reads the samples that it trains on. Without candidates and labels,
-    # each item but the first of a history is a loss token.
-    balance = BalanceConfig(cost=cost, on_step=loads.append)
-    loader = build_loader(data, config_of("train"), rank=rank, world_size=world_size, balance=balance)
-    report(f"before training | {evaluate(model.module, data, kind, device)}")
-    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
-    for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
-        batch = batch.to(device)
-        history, max_length = batch.features["item_id"], longest(batch)
-        negatives = torch.randint(1, num_items, (NUM_NEGATIVES,), device=device)
-        if step == 1:
-            check_attentions(model.module, history, negatives, max_length)
-        optimizer.zero_grad()
-        loss_sum = model(history, negatives, max_length, kind)
-        scale_loss(loss_sum, batch).backward()  # over the loss tokens of all ranks, which the batch knows
-        optimizer.step()
-
-        average.update(loss_sum, batch)
-        if step % REPORT_EVERY == 0 or step == num_steps:
-            (loss,) = average.compute()
-            summary = summarize(loads)
-            report(
-                f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
-                f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
-            )
-            average.reset()
-            loads.clear()
-    report(f"after training | {evaluate(model.module, data, kind, device)}")
-
-
 @torch.no_grad()
 def evaluate(model: SASRec, data: Path, kind: Kind, device: torch.device, num_steps: int = 10) -> str:
     """Rank all items for the last events of histories of other users: the first batches of the validation split."""
@@ -178,9 +125,7 @@ def evaluate(model: SASRec, data: Path, kind: Kind, device: torch.device, num_st
         scores = states[last - 1] @ model.items.weight.T
         scores[:, 0] = -torch.inf  # id 0 stands for no item
         of_target = scores.gather(1, history.values()[last, None])
-        metrics.update(
-            1 + (~(scores <= of_target)).sum(dim=1)
-        )  # the target's place in the ranking; the last one for NaN
+        metrics.update(1 + (~(scores <= of_target)).sum(dim=1))  # 1: the best place; of NaN it is the last
     return " | ".join(f"{name} {value:.4f}" for name, value in metrics.compute().items() if "recall" in name)
 
 
@@ -202,24 +147,47 @@ def config_of(split: str) -> LoaderConfig:
     return LoaderConfig(split=split, batch_size=BATCH_SIZE, max_history_length=MAX_LENGTH)
 
 
-def report(line: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)
-
-
 def main(data: Path = Path("out/synthetic"), steps: int = 100, attention: Kind = "padded") -> None:
-    """Train SASRec on balanced batches; run it under torchrun."""
-    read_manifest(data)  # raises if there is no dataset, before anything starts
+    """Train SASRec on balanced batches, and evaluate before and after; run it under torchrun."""
+    num_items = read_manifest(data).vocabulary_sizes["item_id"]
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.distributed.get_node_local_rank())
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    train(data, steps, attention, device)
-    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
-    dist.destroy_process_group()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(SASRec(num_items).to(device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    cost = SelfAttentionCost(
+        hidden=HIDDEN, heads=HEADS, head_dim=HIDDEN // HEADS, layers=LAYERS, ffn_multiplier=4, max_tokens=MAX_LENGTH
+    )
+    average = LossAverage(device=device)
+    loads: list[StepMetrics] = []
+    # Each rank plans the steps of all ranks and reads the samples that it trains on. Without candidates and labels,
+    # each item but the first of a history is a loss token.
+    balance, rank, world_size = BalanceConfig(cost=cost, on_step=loads.append), dist.get_rank(), dist.get_world_size()
+    loader = build_loader(data, config_of("train"), rank=rank, world_size=world_size, balance=balance)
+    report(f"before training | {evaluate(model.module, data, attention, device)}")
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, batch in enumerate(itertools.islice(epochs, steps), start=1):
+        batch = batch.to(device)
+        history, max_length = batch.features["item_id"], longest(batch)
+        negatives = torch.randint(1, num_items, (NUM_NEGATIVES,), device=device)
+        if step == 1:
+            check_attentions(model.module, history, negatives, max_length)
+        optimizer.zero_grad()
+        loss_sum = model(history, negatives, max_length, attention)
+        scale_loss(loss_sum, batch).backward()  # over the loss tokens of all ranks, which the batch knows
+        optimizer.step()
+        average.update(loss_sum, batch)
+        if step % 20 == 0 or step == steps:
+            (loss,), load = average.compute(), summarize(loads)
+            ratios = f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after"
+            report(f"step {step} | loss {loss:.4f} | heaviest rank over lower bound {ratios}")
+            average.reset()
+            loads.clear()
+    report(f"after training | {evaluate(model.module, data, attention, device)}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(main)

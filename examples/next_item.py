@@ -1,18 +1,21 @@
-"""A small next-item model, which the examples of training loops share; stands for any model.
+"""What programs of training loops share: a small next-item model, which stands for any model, and how they run."""
 
-Causal self-attention over the events of a history, and a loss with sampled negatives. A sample of n events costs what
-`COST` says.
-"""
+import functools
+import gc
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evenrank.cli.main import run_command
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import SelfAttentionCost
 
 WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64
 COST = SelfAttentionCost(hidden=WIDTH, heads=HEADS, head_dim=WIDTH // HEADS, layers=1, ffn_multiplier=4)
+"""What a sample of n events costs."""
 
 
 class NextItem(nn.Module):
@@ -47,3 +50,21 @@ def attend(qkv: Tensor) -> Tensor:
     """Return the causal self-attention [n, WIDTH] of a sample with the projections `qkv` [n, 3 * WIDTH]."""
     q, k, v = qkv.view(len(qkv), 3, HEADS, WIDTH // HEADS).transpose(0, 2).unbind(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+def report(line: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def run(program: Callable[..., None]) -> None:
+    """Run a function as a command, whose options are its arguments, and destroy the process group that it leaves."""
+
+    @functools.wraps(program)
+    def command(**options: object) -> None:
+        program(**options)
+        gc.collect()  # DistributedDataParallel refers to the process group, in cycles
+        dist.destroy_process_group()
+
+    run_command(command)

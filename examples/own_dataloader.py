@@ -3,12 +3,11 @@
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/own_dataloader.py --data out/synthetic
 
-`Histories` and `NextItem` stand for any dataset and any model. What evenrank adds is in `build_balancer` and `train`:
-ElasticSampler, JaggedCollate, the Balancer and `scale_loss`. ElasticSampler gives each sample to one rank, in an order
-that any number of ranks can resume; the DataLoader is PyTorch's own.
+`Histories` and `MeanOfHistory` stand for any dataset and any model. What evenrank adds is in `build_balancer` and
+`train`: ElasticSampler, JaggedCollate, the Balancer and `scale_loss`. ElasticSampler gives each sample to one rank, in
+an order that any number of ranks can resume; the DataLoader is PyTorch's own.
 """
 
-import gc
 import itertools
 import tempfile
 from collections.abc import Mapping
@@ -25,15 +24,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from evenrank.cli.main import run_command
 from evenrank.dataloader import ElasticSampler, JaggedCollate, dense, jagged
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
+from next_item import report, run
 
-MAX_LENGTH = 256
-BATCH_SIZE = 16  # per rank
-EMBEDDING_DIM = 32
+MAX_LENGTH, BATCH_SIZE, WIDTH = 256, 16, 32  # the batch size is that of a rank
 
 
 class Histories(Dataset[dict[str, Any]]):
@@ -51,13 +48,13 @@ class Histories(Dataset[dict[str, Any]]):
         return {"item_id": items[:-1], "next_item": items[-1]}
 
 
-class NextItem(nn.Module):
+class MeanOfHistory(nn.Module):
     """Predicts the next item from the mean embedding of a history."""
 
     def __init__(self, num_items: int) -> None:
         super().__init__()
-        self.items = nn.EmbeddingBag(num_items, EMBEDDING_DIM, mode="mean", include_last_offset=True)
-        self.scores = nn.Linear(EMBEDDING_DIM, num_items)
+        self.items = nn.EmbeddingBag(num_items, WIDTH, mode="mean", include_last_offset=True)
+        self.scores = nn.Linear(WIDTH, num_items)
 
     def forward(self, items: Tensor, offsets: Tensor) -> Tensor:
         """Return a logit per row and item: [rows, num_items]."""
@@ -79,18 +76,17 @@ def build_balancer(histories: Histories, loads: list[StepMetrics]) -> Balancer[A
     return Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append))
 
 
-def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path, *, is_resumed: bool) -> list[float]:
-    """Train to `last_step`, and save a checkpoint halfway, or resume from it.
+def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path) -> list[float]:
+    """Train to `last_step`, from the checkpoint if there is one, or else save one halfway.
 
     Returns:
         The mean loss of each step that was trained, over all ranks.
     """
+    is_resumed, first_step = checkpoint.exists(), 0
     torch.manual_seed(0 if not is_resumed else 1)  # which must not matter: all that does is in the checkpoint
-    model = DistributedDataParallel(NextItem(num_items))
+    model = DistributedDataParallel(MeanOfHistory(num_items))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    average = LossAverage()
-    first_step = 0
-    losses: list[float] = []
+    average, losses = LossAverage(), list[float]()
     loads: list[StepMetrics] = []
     with build_balancer(histories, loads) as balancer:
         if is_resumed:
@@ -99,6 +95,7 @@ def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path
             optimizer.load_state_dict(saved["optimizer"])
             balancer.load_state_dict(saved["data"])
             first_step = saved["step"]
+            report(f"resuming after step {first_step}")
         epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
         for step, batch in zip(range(first_step + 1, last_step + 1), epochs, strict=False):
             history = batch.features["item_id"]
@@ -108,7 +105,6 @@ def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path
             optimizer.zero_grad()
             scale_loss(loss_sum, batch).backward()
             optimizer.step()
-
             if step == last_step // 2 and not is_resumed and dist.get_rank() == 0:  # all of it is the same on all ranks
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state | {"data": balancer.state_dict()}, checkpoint)
@@ -116,38 +112,26 @@ def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path
             average.update(loss_sum, batch)
             losses += average.compute()
             if step % 10 == 0:
-                summary = summarize(loads)
-                report(
-                    f"step {step} | loss {losses[-1]:.4f} | heaviest rank over lower bound "
-                    f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
-                )
+                load = summarize(loads)
+                ratios = f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after"
+                report(f"step {step} | loss {losses[-1]:.4f} | heaviest rank over lower bound {ratios}")
                 loads.clear()
     return losses
 
 
-def report(line: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)
-
-
 def main(data: Path = Path("out/synthetic"), steps: int = 60) -> None:
     """Train from one's own DataLoader, and again from a checkpoint; run it under torchrun."""
-    num_items = read_manifest(data).vocabulary_sizes["item_id"]
-    histories = Histories(data / "train")
+    num_items, histories = read_manifest(data).vocabulary_sizes["item_id"], Histories(data / "train")
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as own_folder:
         folders = [own_folder]
         dist.broadcast_object_list(folders)
         checkpoint = Path(folders[0]) / "checkpoint.pt"
-        losses = train(histories, num_items, steps, checkpoint, is_resumed=False)
-        report(f"resuming after step {steps // 2}")
-        resumed = train(histories, num_items, steps, checkpoint, is_resumed=True)
+        losses, resumed = (train(histories, num_items, steps, checkpoint) for _ in range(2))
+        dist.barrier()  # rank 0 removes the folder
     assert resumed == losses[steps // 2 :], "resumed training has other losses"
     report(f"the {len(resumed)} losses after the checkpoint are the same, bit for bit")
-    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(main)

@@ -1,39 +1,28 @@
 """`Embeddings`: large tables sharded by rows over the ranks, small ones replicated on each.
 
-    features --+--> sharded:     ids to the ranks that hold their rows, lookup, embeddings back --+--> one dict
-               +--> replicated:  lookup on a side stream meanwhile -------------------------------+
-
 `shard` distributes the model that they are part of; `make_dmp_optimizer` makes one optimizer of all.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.remote_device import _remote_device
-from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, placement, row_wise
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 class Embeddings(nn.Module):
     """Embedding tables with the interface of `torchrec.EmbeddingCollection`, of which `shard` shards the large ones.
 
-    Args:
-        tables: all of the same embedding_dim.
-        min_sharded_rows: tables with at least so many rows are sharded, the others replicated.
-        device: where the tables to shard are created; with `meta`, each rank creates its rows in `shard`, and no table
-            is ever in one piece.
+    All have the same embedding_dim; those with at least `min_sharded_rows` rows are sharded, the others replicated. On
+    the device `meta`, each rank creates its rows of a sharded table in `shard`, and no table is ever in one piece.
     """
 
     def __init__(
@@ -44,7 +33,7 @@ class Embeddings(nn.Module):
         small = [table for table in tables if table.num_embeddings < min_sharded_rows]
         self.equal_rows = EqualRows()
         self.sharded = EmbeddingCollection(tables=large, device=torch.device(device)) if large else None
-        self.replicated = _ReplicatedTables(small) if small else None
+        self.replicated = EmbeddingCollection(tables=small) if small else None
 
     def forward(self, features: KeyedJaggedTensor) -> Mapping[str, JaggedTensor]:
         """Return the embeddings of each feature that a table has: values [ids of the feature, embedding_dim].
@@ -52,57 +41,14 @@ class Embeddings(nn.Module):
         Features may have keys without a table. With the lengths of its keys known to the host, as those of batches
         are, nothing here waits for the device but TorchRec's exchange of how many ids each rank sends.
         """
-        ready = _mark(features)
         # Returns when the lookup and the all-to-all of the embeddings have been started. TorchRec's pipelines trace as
         # far as this call, to start its ids' all-to-all a batch ahead.
         sharded = {} if self.sharded is None else self.sharded(self.equal_rows(features))
-        replicated = {} if self.replicated is None else self.replicated(features, ready)
+        replicated = {} if self.replicated is None else self.replicated(features)
         return _merge(features, sharded, replicated)
 
 
-class _ReplicatedTables(nn.Module):
-    """Tables that all ranks have in full; their gradients are averaged with those of the rest of the model."""
-
-    def __init__(self, tables: list[EmbeddingConfig]) -> None:
-        super().__init__()
-        self.tables = EmbeddingCollection(tables=tables)
-
-    def forward(self, features: KeyedJaggedTensor, ready: torch.cuda.Event | None) -> dict[str, JaggedTensor]:
-        """Return the embeddings; on a GPU they are looked up on a side stream, which waits for `ready` alone."""
-        if ready is None:
-            return dict(self.tables(features))
-        current = torch.cuda.current_stream()
-        side = _side_stream(current.device)
-        # Views of the current stream, so that gradients are accumulated there, where DistributedDataParallel awaits
-        # them; backward synchronizes the streams.
-        weights = {name: weight.view_as(weight) for name, weight in self.tables.named_parameters()}
-        with torch.cuda.stream(side):
-            side.wait_event(ready)
-            found: dict[str, JaggedTensor] = functional_call(self.tables, weights, (features,))
-        features.record_stream(side)
-        for jagged in found.values():
-            jagged.values().record_stream(current)
-        current.wait_stream(side)
-        return found
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-# Functions that TorchRec's pipelines do not trace into.
-@torch.fx.wrap
-def _mark(features: KeyedJaggedTensor) -> torch.cuda.Event | None:
-    """Return an event after which the features, and all weights, are ready; None on the CPU."""
-    if features.values().device.type != "cuda":
-        return None
-    features.to_dict()  # the batch caches this, so it belongs on the current stream
-    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
-    return event
-
-
-@torch.fx.wrap
+@torch.fx.wrap  # TorchRec's pipelines do not trace into it
 def _merge(
     features: KeyedJaggedTensor, sharded: Mapping[str, JaggedTensor], replicated: Mapping[str, JaggedTensor]
 ) -> Mapping[str, JaggedTensor]:
@@ -113,128 +59,6 @@ def _merge(
         for name, jagged in sharded.items()
     }
     return {**in_rows, **replicated}
-
-
-def shard(
-    model: nn.Module,
-    device: torch.device,
-    *,
-    fused: Mapping[str, Any],
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    cached: bool = False,
-    seed: int = 0,
-) -> DistributedModelParallel:
-    """Distribute a model that contains `Embeddings`. Collective: every rank of the job must call this.
-
-    The gradients of all parameters are averaged over the data-parallel ranks, those of the sharded tables included.
-    Tables that are not on the device `meta` keep their values, which must be the same on all ranks.
-
-    Args:
-        model: is changed; use the returned one.
-        device: where to train.
-        fused: FBGEMM's options of the sharded tables, which backward updates: `optimizer` (an EmbOptimType; on the CPU
-            EXACT_SGD or an Adagrad), `learning_rate`, and so on.
-        group: the data-parallel ranks, over NCCL if the device is a GPU, also as one dimension of a device mesh; None:
-            the default process group.
-        cached: keep the sharded tables in host memory, and rows in use in a cache on the device, which the pipeline
-            `prefetch` fills ahead.
-        seed: of tables on the device `meta`. Their initial values depend on it, the table and the row alone, not on the
-            number of ranks: see `fill_rows`.
-    """
-    ranks = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
-    assert ranks is not None
-    env = ShardingEnv.from_process_group(ranks)
-    of_caches = {"prefetch_pipeline": True, "gather_uvm_cache_stats": True} if cached else {}
-    sharder = EmbeddingCollectionSharder(fused_params={**fused, **of_caches})
-    by_rows = row_wise(compute_kernel="fused_uvm_caching" if cached else "fused")
-    collections = _sharded_collections(model)
-    local_size = get_local_size(dist.get_world_size())
-    plan = ShardingPlan(
-        {
-            path: construct_module_sharding_plan(
-                collection,
-                {table.name: by_rows for table in collection.embedding_configs()},
-                sharder,
-                local_size=local_size,
-                world_size=env.world_size,
-                device_type=device.type,
-            )
-            for path, collection in collections.items()
-        }
-    )
-    for tables in plan.plan.values():
-        assert isinstance(tables, EmbeddingModuleShardingPlan)
-        _place(tables, device, local_size, ranks)
-    parallel = DistributedModelParallel(
-        model,
-        env=env,
-        device=device,
-        plan=plan,
-        sharders=[sharder],
-    )
-    for path, collection in collections.items():
-        if collection.device.type == "meta":
-            for table in collection.embedding_configs():
-                mine = plan.plan[path][table.name].sharding_spec.shards[env.rank]
-                rows = parallel.module.get_parameter(f"{path}.embeddings.{table.name}.weight")
-                fill_rows(rows, table, first_row=mine.shard_offsets[0], seed=seed)
-    return parallel
-
-
-def _sharded_collections(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Return the collections to shard, by their path in the model."""
-    return {
-        f"{path}.sharded".lstrip("."): module.sharded
-        for path, module in model.named_modules()
-        if isinstance(module, Embeddings) and module.sharded is not None
-    }
-
-
-def _place(
-    tables: EmbeddingModuleShardingPlan, device: torch.device, local_size: int, group: dist.ProcessGroup
-) -> None:
-    """Place the shards of a group's ranks, which TorchRec numbers from 0, on these ranks of the job."""
-    for table in tables.values():
-        assert isinstance(table.sharding_spec, EnumerableShardingSpec)
-        for part in table.sharding_spec.shards:
-            rank = dist.get_global_rank(group, part.placement.rank())
-            part.placement = _remote_device(placement(device.type, rank, local_size))
-
-
-BLOCK_ROWS = 1 << 16
-"""Rows that are drawn together; where a part begins or ends within a block, the rest of the block is discarded."""
-
-
-@torch.no_grad()
-def fill_rows(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int) -> None:
-    """Fill rows of a table, in place, with values that depend on the seed, the table's name and the row alone.
-
-    The table is drawn in blocks, each from a random generator of its own, so any part can be drawn without the rest.
-    On CPU and GPU these are different values. The random states are left as they were.
-
-    Args:
-        rows: [n, embedding_dim], on any device.
-        table: whose `init_fn` is called with blocks of up to `BLOCK_ROWS` rows.
-        first_row: of the table, which is the first of `rows`.
-        seed: at least 0.
-    """
-    assert table.init_fn is not None
-    on_gpu = rows.device.type == "cuda"
-    with torch.random.fork_rng([rows.device] if on_gpu else []):
-        # Not torch.manual_seed, which seeds all devices, of which one is restored.
-        generator = torch.cuda.default_generators[rows.device.index] if on_gpu else torch.default_generator
-        for block in range(first_row // BLOCK_ROWS, -(-(first_row + len(rows)) // BLOCK_ROWS)):
-            generator.manual_seed(_seed_of(seed, table.name, block))
-            start = block * BLOCK_ROWS
-            drawn = rows.new_empty(min(BLOCK_ROWS, table.num_embeddings - start), table.embedding_dim)
-            table.init_fn(drawn)
-            begin, end = max(start, first_row), min(start + len(drawn), first_row + len(rows))
-            rows[begin - first_row : end - first_row] = drawn[begin - start : end - start]
-
-
-def _seed_of(seed: int, name: str, block: int) -> int:
-    """Return a seed of 32 bits, all that the generator of the CPU uses."""
-    return int(np.random.SeedSequence((seed, block, *name.encode())).generate_state(1)[0])
 
 
 EQUAL_ROWS = 1024
@@ -252,10 +76,7 @@ class EqualRows(nn.Module):
     """
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return features with the same values of each key, and `EQUAL_ROWS` rows instead of samples.
-
-        With the lengths of the keys known to the host, this does not wait for the device.
-        """
+        """Return features with the same values of each key, and `EQUAL_ROWS` rows instead of samples."""
         counts = features.length_per_key()
         row = torch.arange(EQUAL_ROWS, device=features.values().device)
         # The first rows get what is left over.
@@ -268,3 +89,80 @@ class EqualRows(nn.Module):
             length_per_key=counts,
             offset_per_key=features.offset_per_key(),
         )
+
+
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    fused: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    cached: bool = False,
+    seed: int = 0,
+) -> DistributedModelParallel:
+    """Distribute a model, and shard the large tables of its `Embeddings`. Collective: every rank must call this.
+
+    The gradients of all parameters are averaged over the ranks, those of the sharded tables included. Tables that are
+    not on the device `meta` keep their values, which must be the same on all ranks.
+
+    Args:
+        model: is changed; use the returned one.
+        device: where to train.
+        fused: FBGEMM's options of the sharded tables, which backward updates: `optimizer` (an EmbOptimType; on the CPU
+            EXACT_SGD or an Adagrad), `learning_rate`, and so on.
+        group: all ranks, over NCCL if the device is a GPU; None: the default process group.
+        cached: keep the sharded tables in host memory, and rows in use in a cache on the device, which the pipeline
+            `prefetch` fills ahead.
+        seed: of tables on the device `meta`. Their initial values depend on it, the table and the row alone, not on the
+            number of ranks: see `fill_rows`.
+    """
+    sharder = EmbeddingCollectionSharder(fused_params={**fused, **({"prefetch_pipeline": True} if cached else {})})
+    by_rows = row_wise(compute_kernel="fused_uvm_caching" if cached else "fused")
+    collections = {
+        f"{path}.sharded".lstrip("."): module.sharded
+        for path, module in model.named_modules()
+        if isinstance(module, Embeddings) and module.sharded is not None
+    }
+    plan = ShardingPlan({})
+    for path, collection in collections.items():
+        plan.plan[path] = construct_module_sharding_plan(
+            collection,
+            {table.name: by_rows for table in collection.embedding_configs()},
+            sharder,
+            device_type=device.type,
+        )
+    env = ShardingEnv.from_process_group(group or dist.distributed_c10d._get_default_group())
+    parallel = DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder])
+    for path, collection in collections.items():
+        if collection.device.type == "meta":
+            for table in collection.embedding_configs():
+                mine = plan.plan[path][table.name].sharding_spec.shards[dist.get_rank()]
+                rows = parallel.module.get_parameter(f"{path}.embeddings.{table.name}.weight")
+                fill_rows(rows, table, first_row=mine.shard_offsets[0], seed=seed)
+    return parallel
+
+
+BLOCK_ROWS = 1 << 16
+"""Rows that are drawn together; where a part begins or ends within a block, the rest of the block is discarded."""
+
+
+@torch.no_grad()
+def fill_rows(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int) -> None:
+    """Fill rows of a table, [n, embedding_dim], with values that depend on the seed, the table's name and the row.
+
+    The table is drawn in blocks, each from a random generator of its own, so any part can be drawn without the rest.
+    On CPU and GPU these are different values. The random states are left as they were.
+    """
+    assert table.init_fn is not None
+    on_gpu = rows.device.type == "cuda"
+    with torch.random.fork_rng([rows.device] if on_gpu else []):
+        # Not torch.manual_seed, which seeds all devices, of which one is restored.
+        generator = torch.cuda.default_generators[rows.device.index] if on_gpu else torch.default_generator
+        for block in range(first_row // BLOCK_ROWS, -(-(first_row + len(rows)) // BLOCK_ROWS)):
+            entropy = np.random.SeedSequence((seed, block, *table.name.encode()))
+            generator.manual_seed(int(entropy.generate_state(1)[0]))  # 32 bits, all that the generator of the CPU uses
+            start = block * BLOCK_ROWS
+            drawn = rows.new_empty(min(BLOCK_ROWS, table.num_embeddings - start), table.embedding_dim)
+            table.init_fn(drawn)
+            begin, end = max(start, first_row), min(start + len(drawn), first_row + len(rows))
+            rows[begin - first_row : end - first_row] = drawn[begin - start : end - start]

@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import SemanticIdBatch
 from evenrank.dataloader.codes import SEMANTIC_ID, CodeTable
-from semantic_ids.attention import Attend, beam_attention, causal_attention
-from semantic_ids.model import SemanticIdModel
-from semantic_ids.tokens import BOS, Sequences, lay_out, offsets_of
+from hstu.layers import offsets_of
+from semantic_ids.model import BOS, Attend, SemanticIdModel, causal_attention, lay_out
 
 
 class Catalogue:
@@ -46,14 +46,9 @@ class Catalogue:
         self._first_codes = None if table.alternatives is None else torch.from_numpy(table.codes).long().to(device)
 
     def continuations(self, prefixes: Tensor, level: int) -> Tensor:
-        """Return the prefixes of a level that continue others by each code: int64 [..., codebook size].
+        """Return the prefixes of a level that continue others by each code, -1 if no item does: [..., codebook size].
 
-        Args:
-            prefixes: int64 [...], of the level before, or -1; for the first level 0.
-            level: of the codes.
-
-        Returns:
-            -1 where no item has such codes.
+        `prefixes`, int64 [...], are those of the level before, or -1; for the first level 0.
         """
         size, keys = self.codebook_sizes[level], self._keys[level]
         wanted = prefixes[..., None] * size + torch.arange(size, device=prefixes.device)
@@ -149,29 +144,21 @@ def beam_search(model: SemanticIdModel, batch: SemanticIdBatch, catalogue: Catal
 class _History:
     """What later tokens need to know of the tokens up to BOS."""
 
-    lengths: Tensor
-    """int64 [B]: tokens of each row."""
-    ends: Tensor
-    """[B, hidden]: outputs at BOS."""
-    keys_and_values: list[tuple[Tensor, Tensor]]
-    """Per layer, [B, heads, max_length, head_dim] both."""
+    lengths: Tensor  # int64 [B]: tokens of each row
+    ends: Tensor  # [B, hidden]: outputs at BOS
+    keys_and_values: list[tuple[Tensor, Tensor]]  # of each layer, [B, heads, max_length, head_dim] both
 
 
 def _read(model: SemanticIdModel, batch: SemanticIdBatch) -> _History:
-    layout = lay_out(batch, (*model.config.contextual, SEMANTIC_ID, BOS))
+    sequences, places = lay_out(batch, (*model.config.contextual, SEMANTIC_ID, BOS))
     kept: list[tuple[Tensor, Tensor]] = []
-    attend = partial(_attend_and_keep, sequences=layout.sequences, kept=kept)
-    outputs = model.decoder(model.embed(batch, layout), layout.sequences.positions, [attend] * model.config.layers)
-    return _History(
-        lengths=layout.sequences.lengths, ends=outputs[layout.sequences.offsets[1:] - 1], keys_and_values=kept
-    )
 
+    def attend_and_keep(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kept.append((sequences.pad(key).transpose(1, 2), sequences.pad(value).transpose(1, 2)))
+        return causal_attention(query, key, value, sequences)
 
-def _attend_and_keep(
-    query: Tensor, key: Tensor, value: Tensor, *, sequences: Sequences, kept: list[tuple[Tensor, Tensor]]
-) -> Tensor:
-    kept.append((sequences.pad(key).transpose(1, 2), sequences.pad(value).transpose(1, 2)))
-    return causal_attention(query, key, value, sequences)
+    outputs = model.decode(model.embed(batch, places), sequences.positions, [attend_and_keep] * model.config.layers)
+    return _History(lengths=sequences.lengths, ends=outputs[places[BOS]], keys_and_values=kept)
 
 
 def _continue(model: SemanticIdModel, history: _History, codes: Tensor) -> Tensor:
@@ -181,8 +168,29 @@ def _continue(model: SemanticIdModel, history: _History, codes: Tensor) -> Tenso
     tokens = model.code_embedding((codes + model.level_offsets[:depth]).flatten())
     positions = history.lengths[:, None, None] + torch.arange(depth, device=codes.device).expand(rows, beams, -1)
     attends: list[Attend] = [
-        partial(beam_attention, history=of_layer, lengths=history.lengths, beams=beams)
+        partial(_beam_attention, history=of_layer, lengths=history.lengths, beams=beams)
         for of_layer in history.keys_and_values
     ]
-    outputs: Tensor = model.decoder(tokens, positions.flatten(), attends)
+    outputs: Tensor = model.decode(tokens, positions.flatten(), attends)
     return outputs.view(rows, beams, depth, -1)[:, :, -1]
+
+
+def _beam_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, history: tuple[Tensor, Tensor], lengths: Tensor, beams: int
+) -> Tensor:
+    """Attend from each code of a beam to the whole history, and to the codes of the beam up to itself.
+
+    Query, key, value and the result are [B * beams * codes, heads, head_dim], the keys and values of histories [B,
+    heads, max_length, head_dim], and `lengths` the tokens of each history, BOS included: int64 [B].
+    """
+    own_query, own_key, own_value = (
+        tensor.view(len(lengths), -1, *query.shape[1:]).transpose(1, 2) for tensor in (query, key, value)
+    )
+    token = torch.arange(own_query.shape[2], device=query.device)
+    beam = token // max(len(token) // beams, 1)
+    sees_own = (beam[:, None] == beam[None, :]) & (token[:, None] >= token[None, :])
+    sees_history = torch.arange(history[0].shape[2], device=query.device) < lengths[:, None]
+    mask = torch.cat([sees_history[:, None].expand(-1, len(token), -1), sees_own.expand(len(lengths), -1, -1)], dim=-1)
+    keys, values = torch.cat([history[0], own_key], dim=2), torch.cat([history[1], own_value], dim=2)
+    attended = scaled_dot_product_attention(own_query, keys, values, attn_mask=mask[:, None])
+    return attended.transpose(1, 2).reshape(query.shape)

@@ -1,7 +1,4 @@
-"""`TrainConfig`: the settings of a training job. Each is an option of `scripts/train.py` and a key of its TOML file.
-
-The fields of the record are the only list of settings: `command.py` derives the command line and the keys of the file.
-"""
+"""`TrainConfig`: the settings of a training job. Each is an option of `scripts/train.py` and a key of its TOML file."""
 
 import re
 from dataclasses import dataclass
@@ -10,25 +7,15 @@ from typing import Annotated, Any, Literal
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import AllBut, AppliesTo, Bounds, Count, NonNegative, OneOf, Parsed
 from evenrank.core.settings import Settings, rules_of
-from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE
-from evenrank.dataloader.routing import MODES
+from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE, STRATEGIES
 
-Model = Literal["hstu", "semantic-ids"]
-Task = Literal["ranking", "retrieval"]
-Precision = Literal["auto", "fp32", "bf16"]
-Embeddings = Literal["replicated", "sharded"]
-_CANDIDATES_IN_WINDOWS = 10
 KEPT = "kept"
 """Marks a setting that a job must keep when it resumes."""
+BALANCES = ("no-exchange", "all-to-all", "all-gather", "none")
+PIPELINES = ("none", "sparse-dist", "prefetch")
 
-# What settings apply to.
-HSTU = AppliesTo(model=("hstu",))
-SEMANTIC_IDS = AppliesTo(model=("semantic-ids",))
-RANKING = AppliesTo(task=("ranking",))
-RETRIEVAL = AppliesTo(task=("retrieval",))
 SHARDED = AppliesTo(embeddings=("sharded",))
 BALANCED = AppliesTo(balance=AllBut(("none",)))
-WINDOWS = AppliesTo(time_windows=AllBut((None,)))
 
 
 def _parse_window(text: str) -> tuple[int, int]:
@@ -40,45 +27,27 @@ def _parse_window(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig(Settings):
-    """The settings of a job, the same on all ranks.
-
-    Raises:
-        ConfigError: a setting is of the wrong type or out of range, or would be ignored.
-    """
+    """The settings of a job, the same on all ranks."""
 
     data: str | None = None
     """Folder that evenrank preprocess wrote. Default: synthetic data, made below OUT."""
     out: str = "out/train"
     """Folder of checkpoints and logs. A job that finds its checkpoints there continues."""
-    model: Annotated[Model, KEPT] = "hstu"
-    """The model."""
-    task: Annotated[Task, KEPT, HSTU] = "ranking"
-    """What an HSTU model learns: `ranking` predicts actions and is measured by AUC, GAUC of users, accuracy and
-    normalized entropy; `retrieval` predicts the next item and is measured by Recall@K and NDCG@K, as semantic-id models
-    are."""
     positive_action: Annotated[int, KEPT, AppliesTo(num_tasks=(1,))] = 1
-    """Ranking, one task: events with at least this action are positive."""
-    num_tasks: Annotated[Count, KEPT, RANKING] = 1
-    """Ranking: number of tasks. Above 1, each of the low bits of an action is a task."""
-    num_negatives: Annotated[Count, RETRIEVAL] = 128
-    """Retrieval: random items per step among which the next one is found."""
-    max_num_candidates: Annotated[Count | None, KEPT, RANKING] = None
-    """Ranking: only the last events of a sample are targets, at most so many, each predicted from the events before all
+    """One task: events with at least this action are positive."""
+    num_tasks: Annotated[Count, KEPT] = 1
+    """Number of tasks. Above 1, each of the low bits of an action is a task."""
+    max_num_candidates: Annotated[Count | None, KEPT] = None
+    """Only the last events of a sample are targets, at most so many, each predicted from the events before all
     of them. Default: all events of the history; with --time-windows, 10."""
     user_id: Annotated[bool, KEPT] = False
     """Put the user's id in front of the history, as a token."""
     max_history_length: Annotated[Count, KEPT] = 512
     """Events per sample; longer histories keep their newest."""
-    codes: Annotated[str | None, SEMANTIC_IDS] = None
-    """Semantic ids: .pt or .npy file of codes, integers [levels, items]. Default: random codes."""
-    code_levels: Annotated[Count, AppliesTo(codes=(None,))] = 3
-    """Semantic ids: levels of random codes."""
-    codebook_size: Annotated[int, Bounds(at_least=2), AppliesTo(codes=(None,))] = 64
-    """Semantic ids: random codes of each level."""
-    balance: str = "no-exchange"
+    balance: Annotated[str, OneOf(BALANCES)] = "no-exchange"
     """How samples get to the ranks that train them: with `no-exchange` each rank reads what it trains; a Balancer moves
     them by `all-to-all` or by `all-gather`; `none`: each rank trains its share, unbalanced."""
-    strategy: Annotated[str, BALANCED] = "lpt-swap"
+    strategy: Annotated[str, OneOf(STRATEGIES), BALANCED] = "lpt-swap"
     """How samples are distributed: `lpt-swap` balances best, `min-move` moves least."""
     tolerance: Annotated[float, Bounds(at_least=0, below=1), AppliesTo(strategy=AllBut(("none", "karmarkar-karp")))] = (
         DEFAULT_TOLERANCE
@@ -95,7 +64,7 @@ class TrainConfig(Settings):
     compare_every: Annotated[int | None, Bounds(at_least=2), BALANCED] = None
     """Leave one step in so many unbalanced, so that the log has the measured speed-up. Default: none."""
     batch_size: Count = 32
-    """Samples per data-parallel rank and step."""
+    """Samples per rank and step."""
     num_workers: NonNegative = 1
     """Threads per rank that collate batches."""
     hidden: Annotated[Count, KEPT] = 64
@@ -104,36 +73,28 @@ class TrainConfig(Settings):
     """Attention heads of a layer, each hidden / heads wide."""
     layers: Annotated[Count, KEPT] = 2
     """Number of layers."""
-    attention: Annotated[str, HSTU] = "auto"
-    """HSTU: attention by `padded` tensors, jagged `triton` kernels, or `auto`."""
-    fused_norms: Annotated[bool, HSTU] = True
-    """HSTU: layers by fused Triton kernels, on GPUs."""
-    recompute: Annotated[bool, HSTU] = False
-    """HSTU: compute LayerNorm and SiLU again in the backward pass, to save memory."""
-    embedding_dim: Annotated[Count, KEPT, HSTU] = 32
-    """HSTU: width of the embedding tables."""
+    attention: str = "auto"
+    """Attention by `padded` tensors, jagged `triton` kernels, or `auto`."""
+    recompute: bool = False
+    """Compute activations again in the backward pass, to save memory."""
+    embedding_dim: Annotated[Count, KEPT] = 32
+    """Width of the embedding tables."""
     dropout: Annotated[float, Bounds(at_least=0, below=1)] = 0.0
     """Share of activations that training drops."""
-    embeddings: Annotated[Embeddings, KEPT, HSTU] = "replicated"
-    """HSTU: all tables on each rank, or large ones sharded."""
+    embeddings: Annotated[Literal["replicated", "sharded"], KEPT] = "replicated"
+    """All tables on each rank, or large ones sharded."""
     min_sharded_rows: Annotated[Count, KEPT, SHARDED] = 1000
     """Sharded tables: those with at least so many rows are sharded."""
-    routing: Annotated[str, OneOf(MODES), SHARDED] = "continuous"
-    """Sharded tables: which ranks have which keys. `continuous`: ranges of them; `roundrobin`: key modulo ranks;
-    `hash_roundrobin`: at random, so that no pattern of keys is on few ranks. A job that resumes must keep it, or be
-    copied by scripts/remap.py."""
-    tensor_parallel: Annotated[Count, HSTU] = 1
-    """HSTU: ranks among which the heads of each layer are divided, on equal batches."""
-    pipeline: str = "none"
-    """TorchRec's training pipeline: none, sparse-dist, or prefetch (GPU only)."""
-    precision: Precision = "auto"
+    pipeline: Annotated[str, OneOf(PIPELINES)] = "none"
+    """TorchRec's training pipeline; `prefetch` on GPUs only."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the layers; `auto`: bf16 on GPUs, else fp32."""
     epochs: Annotated[Count, AppliesTo(time_windows=(None,))] = 1
     """Passes over the training split."""
     time_windows: Annotated[str | None, KEPT] = None
-    """Train the events of a window of time, such as 6h, 1d or 1w, then those of the next one, each event once, and
+    """Train the events of a window of time, such as 6h, 1d or 1w, then those of the next one, each once, and
     evaluate on the window that follows. Default: train all events in any order."""
-    time_windows_start: Annotated[str | None, KEPT, WINDOWS] = None
+    time_windows_start: Annotated[str | None, KEPT, AppliesTo(time_windows=AllBut((None,)))] = None
     """The begin of the first window, in ISO 8601; earlier events are only in histories. Default: the first event."""
     max_steps: Count | None = None
     """End after this many steps, if the epochs have more."""
@@ -143,50 +104,22 @@ class TrainConfig(Settings):
     """Of row-wise Adagrad, for sharded tables."""
     warmup_steps: NonNegative = 0
     """Steps in which the learning rate rises linearly."""
-    weight_decay: Annotated[float, Bounds(at_least=0)] = 0.0
-    """Of AdamW."""
     seed: NonNegative = 0
-    """Of weights, order, dropout and random codes."""
+    """Of weights, order and dropout."""
     eval_every: Count | None = None
     """Steps between evaluations, besides those after each epoch or window."""
     eval_steps: Count | None = None
     """Steps of an evaluation, the first of the split. Default: all."""
-    k: Annotated[Count, AppliesTo(task=("retrieval",), model=("semantic-ids",))] = 10
-    """K of Recall@K and NDCG@K."""
     checkpoint_every: Count | None = None
     """Steps between checkpoints, besides those after each epoch or window."""
-    keep: Count = 2
-    """Checkpoints that are kept; older ones are deleted."""
     log_every: Count = 10
     """Steps between lines of the log."""
-    log_loads: bool = False
-    """Also log the loads of all ranks, before and after balancing."""
-    tensorboard: bool = False
-    """Write scalars for TensorBoard to OUT/tensorboard."""
-    track_attention: NonNegative | None = None
-    """Time each attention layer in 10 steps of this run, from this one on."""
     profile: Annotated[str | None, Parsed(_parse_window)] = None
-    """START:STOP. Profile these steps of this run, counted from 0, on rank 0: a Chrome trace and, on GPUs, a memory
-    snapshot in OUT/profile. Default: none."""
-    stall_seconds: Annotated[float, Bounds(at_least=1)] = 300.0
-    """Print all stacks if a step takes this long."""
-    min_free_gib: Annotated[float, Bounds(at_least=0)] = 2.0
-    """GPUs: release the cache of PyTorch's allocator if less than this is free, in GiB."""
-    max_unallocated: Annotated[float, Bounds(at_least=0, at_most=1)] = 0.5
-    """GPUs: release it if more than this share of the device is reserved but unallocated."""
+    """START:STOP. Write a Chrome trace of these steps of this run, counted from 0, on rank 0. Default: none."""
 
     def _check(self) -> None:
         if self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, got hidden={self.hidden} and heads={self.heads}")
-        if self.heads % self.tensor_parallel:
-            raise ConfigError(
-                f"tensor_parallel = {self.tensor_parallel} cannot divide heads = {self.heads}; choose a divisor"
-            )
-        if self.refit_every is not None and self.tensor_parallel > 1:
-            raise ConfigError(
-                f"refit_every = {self.refit_every} would fit another cost to the times of each of tensor_parallel = "
-                f"{self.tensor_parallel} ranks that train on equal batches; leave one of them out"
-            )
 
     def uses_bf16(self, device_type: str) -> bool:
         """Return whether layers compute in bfloat16 on a type of device."""
@@ -195,7 +128,7 @@ class TrainConfig(Settings):
     @property
     def num_candidates(self) -> int:
         """The most targets of a sample of ranking; 0: its whole history."""
-        return self.max_num_candidates or (0 if self.time_windows is None else _CANDIDATES_IN_WINDOWS)
+        return self.max_num_candidates or (0 if self.time_windows is None else 10)
 
     @property
     def profile_window(self) -> tuple[int, int] | None:

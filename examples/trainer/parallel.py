@@ -1,151 +1,146 @@
-"""Parallel models: replicated, or with large tables sharded; in either case, maybe with the heads of layers divided."""
+"""A model on all ranks and its optimizer, and TorchRec's training pipelines by name, driven until the data end."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
 from torchrec.optim.keyed import CombinedOptimizer
 
-from evenrank.dataloader.balance.ranks.process_group import process_group_of
+from evenrank.core.errors import ConfigError
 from evenrank.training import make_dmp_optimizer
-from hstu.divided import divided_parameters
-from hstu.embeddings import shard
-from hstu.layer import tensor_parallel
+from hstu import shard
 from trainer.config import TrainConfig
 from trainer.world import World
 
-
-class Parallel:
-    """A model whose gradients are averaged over the data-parallel ranks, and its optimizer.
-
-    Args:
-        model: with the names of whose parameters states are saved.
-        world: its ranks.
-
-    Attributes:
-        model: to be called with batches.
-        optimizer: of all its parameters.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._divided = divided_parameters(model)
-        self._mesh = world.mesh
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of model and optimizer, for torch.distributed.checkpoint. Collective.
-
-        What ranks have of divided heads are parts of DTensors, so that other ranks can load it.
-        """
-        return self._with_divided(self._get_state(), self._as_dtensor)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, possibly on other ranks. Collective."""
-        self._set_state(self._with_divided(state, lambda whole, _: whole.to_local()))
-
-    def _get_state(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _as_dtensor(self, part: Tensor, dim: int) -> DTensor:
-        assert self._mesh is not None
-        return DTensor.from_local(part, self._mesh["tp"], [Shard(dim)])
-
-    def _with_divided(self, state: dict[str, Any], function: Callable[[Any, int], Tensor]) -> dict[str, Any]:
-        """Return states with function(value, dimension) in place of the values of divided parameters."""
-
-        def replace(name: str, value: Any) -> Any:
-            if name not in self._divided or value.ndim == 0:  # such as the number of steps
-                return value
-            return function(value, self._divided[name])
-
-        of_parameters = {
-            name: {key: replace(name, value) for key, value in values.items()}
-            for name, values in state["optimizer"]["state"].items()
-        }
-        return {
-            "model": {name: replace(name, value) for name, value in state["model"].items()},
-            "optimizer": {**state["optimizer"], "state": of_parameters},
-        }
+Batch = TypeVar("Batch")
+Read = TypeVar("Read", contravariant=True)
 
 
-class Replicated(Parallel):
-    """All parameters are on all data-parallel ranks."""
+class Parallel(NamedTuple):
+    """A model whose gradients are averaged over the ranks, and its optimizer."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World) -> None:
-        super().__init__(model, world)
-        # As TorchRec's DistributedModelParallel wraps what it does not shard.
-        self.model = DistributedDataParallel(
-            model.to(world.device),
-            process_group=process_group_of(world.data),
-            gradient_as_bucket_view=True,
-            static_graph=True,
-            broadcast_buffers=False,
-        )
-        self.optimizer = _adamw(list(self.model.parameters()), config)
-
-    def _get_state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-
-
-class Sharded(Parallel):
-    """The rows of large tables are distributed over the data-parallel ranks; backward updates them by row-wise Adagrad.
-
-    Where heads are divided, peers have equal rows.
-    """
-
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World) -> None:
-        super().__init__(model, world)
-        fused = {
-            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            "learning_rate": config.embedding_learning_rate,
-            "eps": 1e-8,
-        }
-        sharded = shard(
-            model,
-            world.device,
-            fused=fused,
-            group=world.data,
-            cached=config.pipeline == "prefetch",
-            seed=config.seed,
-        )
-        self.model = sharded
-        self.optimizer: CombinedOptimizer = make_dmp_optimizer(sharded, lambda parameters: _adamw(parameters, config))
-
-    def _get_state(self) -> dict[str, Any]:  # that of tables has ShardedTensors
-        for _, keyed in self.optimizer.optimizers:
-            if not keyed.state:  # before the first step; torch.distributed.checkpoint loads what is there already
-                keyed.init_state()
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
 
 
 def distribute(model: nn.Module, config: TrainConfig, world: World) -> Parallel:
-    """Return a model as the settings distribute it. Collective: every rank must call this."""
-    if world.mesh is not None:
-        # The rest has equal values on all ranks; sharded tables are in no device's memory yet.
-        tensor_parallel(model.get_submodule("dense").to(world.device), world.mesh["tp"])
-    return (Sharded if config.embeddings == "sharded" else Replicated)(model, config, world)
+    """Return a model on all ranks. Collective: every rank must call this.
+
+    The rows of large tables of `hstu.Embeddings` are distributed over the ranks, and backward updates them by row-wise
+    Adagrad; all other parameters are on all ranks, and AdamW updates them.
+    """
+    rate, is_cached = config.embedding_learning_rate, config.pipeline == "prefetch"
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": rate, "eps": 1e-8}
+    parallel = shard(model, world.device, fused=fused, cached=is_cached, seed=config.seed)
+
+    def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        is_fused = True if world.device.type == "cuda" else None  # otherwise a step launches several kernels
+        return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=is_fused)
+
+    return Parallel(parallel, make_dmp_optimizer(parallel, adamw))
 
 
-def _adamw(parameters: list[Any], config: TrainConfig) -> torch.optim.Optimizer:
-    # Otherwise a step launches several kernels.
-    fused = True if parameters[0].device.type == "cuda" else None
-    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+class PipelineStep(NamedTuple):
+    """The result of a pipeline for a batch, on the device."""
+
+    batch: Any
+    loss: Tensor
+    """The scalar that the optimizer step minimized, detached."""
+    output: Any
+    """Of the model."""
+
+
+class Pipeline(Protocol[Read]):
+    """The interface of TorchRec's pipelines."""
+
+    def progress(self, dataloader_iter: Iterator[Read]) -> PipelineStep:
+        """Train or evaluate the next batch, pulling others ahead; raises StopIteration once all of them are done."""
+
+    def reset(self) -> None:
+        """Drop the batches that were pulled ahead; the next `progress` may be given another iterator."""
+
+
+class _Forward:
+    """A model and its loss as one function of a batch, as TorchRec's pipelines call models."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+        self._model, self._loss = model, loss
+
+    @property
+    def training(self) -> bool:
+        """Whether pipelines call `backward` and step the optimizer."""
+        return self._model.training
+
+    def __call__(self, batch: Any) -> tuple[Tensor, PipelineStep]:
+        output = self._model(batch)
+        loss = self._loss(output, batch)
+        return loss, PipelineStep(batch, loss.detach(), output)
+
+
+def make_pipeline(
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device | str,
+    *,
+    loss: Callable[[Any, Batch], Tensor],
+) -> Pipeline[Batch]:
+    """Make a pipeline that trains a model, and evaluates it while it is in evaluation mode; see `run_pipeline`.
+
+        none          TrainPipelineBase: copies the next batch to the device while this one trains
+        sparse-dist   TrainPipelineSparseDist: also sends the ids of sharded tables to the ranks that hold their rows
+        prefetch      PrefetchTrainPipelineSparseDist: also fills the device's caches of tables that are in host memory
+
+    For the last two, the model is a DistributedModelParallel whose forward torch.fx can trace: it passes fields of the
+    batch to sharded modules, and leaves the rest to other modules. `loss` makes a scalar of its output and the batch.
+    """
+    device, forward = torch.device(device), _Forward(model, loss)
+    if name == "none":
+        # It uses only `training` and the call of the model, and takes no `custom_model_fwd`.
+        return cast(Pipeline[Batch], TrainPipelineBase(cast(nn.Module, forward), optimizer, device))
+    if name == "prefetch" and device.type != "cuda":
+        raise ConfigError(f"the pipeline 'prefetch' needs a CUDA device, got {device}; use 'sparse-dist' or 'none'")
+    make = PrefetchTrainPipelineSparseDist if name == "prefetch" else TrainPipelineSparseDist
+    return cast(Pipeline[Batch], make(model, optimizer, device, custom_model_fwd=forward, pipeline_postproc=True))
+
+
+def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterator[PipelineStep]:
+    """Yield the step of each batch, until the data end and the pipeline is empty.
+
+    In training mode each step is an optimizer step. To evaluate, call `model.eval()` and iterate under
+    `torch.no_grad()`. Afterwards the model is restored: it may be called directly, or run on other batches in another
+    mode. Closing the iterator drops the batches that were pulled ahead; to pause after n steps, run `islice(iterator,
+    n)`. After an error in a step, create a new model and pipeline.
+
+    Collective where the model is: every rank must run equally many batches, as balanced ones are.
+    """
+    iterator = iter(batches)
+    while True:
+        try:
+            step = pipeline.progress(iterator)
+        except StopIteration:
+            break
+        try:
+            yield step
+        except GeneratorExit:
+            break
+    pipeline.reset()
+    if isinstance(pipeline, TrainPipelineSparseDist):  # which replaces the forward of sharded modules
+        model = pipeline.detach()
+        # TorchRec 1.6 adds nested modules that ran a batch ahead to the top, with a dot in their names, so that a
+        # direct call would get the ids of an earlier batch.
+        top = getattr(model, "module", model)
+        for replaced in getattr(pipeline, "_pipelined_postprocs", ()):
+            parent, dot, name = replaced.fqn.rpartition(".")
+            setattr(top.get_submodule(parent), name, replaced.postproc_module)
+            if dot:
+                top._modules.pop(replaced.fqn, None)
+        pipeline.attach()

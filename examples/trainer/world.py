@@ -1,18 +1,17 @@
 """The ranks of a job: started by torchrun, or this process alone."""
 
 import contextlib
-import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from evenrank.core.errors import ConfigError, DataError, RankError, one_line
+from evenrank.core.errors import DataError
+from evenrank.dataloader.balance.ranks.agree import attempt, gather_checked, raise_reported_errors, reported
 
 Result = TypeVar("Result")
 
@@ -27,23 +26,6 @@ class World:
     """Number of ranks."""
     device: torch.device
     """Where this rank trains."""
-    mesh: DeviceMesh | None = None
-    """Of all ranks, (dp, tp): samples are distributed along `dp`, and heads along `tp`. None: all are data-parallel."""
-
-    @property
-    def data(self) -> DeviceMesh | None:
-        """The data-parallel ranks that this one belongs to, as `group=` takes them; None: all."""
-        return None if self.mesh is None else self.mesh["dp"]
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's number among them."""
-        return self.rank if self.data is None else self.data.get_local_rank()
-
-    @property
-    def data_size(self) -> int:
-        """Their number."""
-        return self.size if self.data is None else self.data.size()
 
 
 @contextlib.contextmanager
@@ -66,60 +48,13 @@ def join_world() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def divide(world: World, tensor_parallel: int) -> World:
-    """Return the world with a mesh, if its ranks divide heads. Collective: every rank must call this.
-
-    Raises:
-        ConfigError: there is no whole number of groups of `tensor_parallel` ranks.
-    """
-    if tensor_parallel == 1:
-        return world
-    if world.size % tensor_parallel:
-        raise ConfigError(
-            f"tensor_parallel = {tensor_parallel} cannot divide {world.size} ranks into equal groups; "
-            "start a multiple of it, or choose a divisor"
-        )
-    shape = (world.size // tensor_parallel, tensor_parallel)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp", "tp"))
-    return dataclasses.replace(world, mesh=mesh)
-
-
 def on_all_ranks(function: Callable[[], Result]) -> Result:
-    """Return what `function` returns, unless it raises on any rank. Collective: every rank must call this.
-
-    Raises:
-        DataError: it raised an OSError on this rank.
-        RankError: it raised on another rank, and not on this one.
-        Exception: what it raised on this rank.
-    """
-    result: Result | None = None
-    error: Exception | None = None
-    try:
-        result = function()
-    except OSError as raised:  # such as a folder without permission
-        error = DataError(f"{raised.filename}: {raised.strerror}; check the path and its permissions")
-    except Exception as raised:
-        error = raised
-    messages = gather(None if error is None else one_line(error))
+    """Return what `function` returns; if it raises on any rank, all raise. Collective: every rank must call this."""
+    result, error = attempt(function)
+    if isinstance(error, OSError):  # such as a folder without permission
+        error = DataError(f"{error.filename}: {error.strerror}; check the path and its permissions")
+    errors = gather_checked({}, reported(error), dist.group.WORLD)
     if error is not None:
         raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RankError(f"rank {rank}: {message}")
+    raise_reported_errors(errors)
     return cast(Result, result)
-
-
-def on_first_rank(function: Callable[[], None]) -> None:
-    """Call `function` on rank 0 while the others wait. Collective: every rank must call this.
-
-    Raises:
-        Exception: see `on_all_ranks`.
-    """
-    on_all_ranks(function if dist.get_rank() == 0 else lambda: None)
-
-
-def gather(value: Result) -> list[Result]:
-    """Return the picklable values of all ranks. Collective: every rank must call this."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

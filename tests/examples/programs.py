@@ -67,16 +67,16 @@ def losses_of(output: str) -> dict[int, float]:
 
 
 def losses_in_one_process(
-    data: Path, num_steps: int, config: LoaderConfig, *, num_accumulated: int = 1
+    data: Path, num_steps: int, config: LoaderConfig, *, accumulated: int = 1
 ) -> dict[int, float]:
     """Return the losses by step of the model that predicts the next item, trained on unbalanced batches."""
     torch.manual_seed(0)
     model = NextItem(read_manifest(data).vocabulary_sizes["item_id"])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses = {}
+    losses: dict[int, float] = {}
     loader = build_loader(data, config, rank=0, world_size=1)
     epochs = (iter(loader) for _ in repeat(None))
-    steps = (batches for epoch in epochs for batches in iter(lambda: list(islice(epoch, num_accumulated)), []))  # noqa: B023
+    steps = (batches for epoch in epochs for batches in iter(lambda: list(islice(epoch, accumulated)), []))  # noqa: B023
     for step, batches in enumerate(islice(steps, num_steps), start=1):
         optimizer.zero_grad()
         loss = torch.stack([model(batch) for batch in batches]).sum() / sum(batch.loss_tokens for batch in batches)
@@ -89,7 +89,8 @@ def losses_in_one_process(
 def check_tutorial(page: str, *outputs: str) -> None:
     """Fail unless a page shows these outputs, but for the numbers and how often a line is repeated."""
     shown = _OUTPUT.findall((TUTORIALS / f"{page}.md").read_text())
-    assert [_kinds_of_lines(block) for block in shown] == [_kinds_of_lines(output) for output in outputs], page
+    kinds = [_kinds_of_lines(block) for block in shown]
+    assert all(_kinds_of_lines(output) in kinds for output in outputs), page
 
 
 def _kinds_of_lines(text: str) -> list[str]:

@@ -17,24 +17,15 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.training import make_dmp_optimizer, scale_loss
-from hstu.embeddings import Embeddings, shard
+from hstu import Embeddings, shard
 from tests.dataloader.balance.costs import COST
 
-DIM = 4
-RATE = 0.5
+DIM, RATE = 4, 0.5
 ROWS = {"item_id": 41, "action": 10, "region": 5}  # 41 rows: shards of different sizes
-MIN_SHARDED_ROWS = 20
 CONFIG = LoaderConfig(batch_size=8, max_history_length=40, max_num_candidates=2)
 ITEMS, REGIONS = (Uniform(high=ROWS[key] - 1) for key in ("item_id", "region"))
 LENGTHS = Lognormal(mean=10, std=10, high=40)
 DATA = RandomData(lengths=LENGTHS, items=ITEMS, contextual={"region": REGIONS}, num_real=Uniform(low=0, high=8))
-
-
-def make_tables() -> list[EmbeddingConfig]:
-    return [
-        EmbeddingConfig(name=f"{key}_table", num_embeddings=rows, embedding_dim=DIM, feature_names=[key], init_fn=_fill)
-        for key, rows in ROWS.items()
-    ]
 
 
 @torch.no_grad()
@@ -61,41 +52,45 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """Returns (loss sums [1], logits [labels, 1]) or, with the loss inside, (loss, logits)."""
+    """Returns loss sums [1] and logits [labels, 1]."""
 
-    def __init__(self, *, loss_inside: bool = False, min_sharded_rows: int = MIN_SHARDED_ROWS) -> None:
+    def __init__(self, *, min_sharded_rows: int = 20) -> None:
         super().__init__()
-        self.embeddings = Embeddings(make_tables(), min_sharded_rows=min_sharded_rows)
+        tables = [
+            EmbeddingConfig(
+                name=f"{key}_table", num_embeddings=rows, embedding_dim=DIM, feature_names=[key], init_fn=_fill
+            )
+            for key, rows in ROWS.items()
+        ]
+        self.embeddings = Embeddings(tables, min_sharded_rows=min_sharded_rows)
         self.head = Head()
-        self.loss_inside = loss_inside
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        loss_sums, logits = self.head(batch, self.embeddings(batch.features))
-        return (scale_loss(loss_sums, batch).sum() if self.loss_inside else loss_sums), logits
+        result: tuple[Tensor, Tensor] = self.head(batch, self.embeddings(batch.features))
+        return result
 
 
 def scaled(output: tuple[Tensor, Tensor], batch: SequenceBatch) -> Tensor:
-    """Return the loss of a model that does not compute it itself."""
+    """Return the loss of a model."""
     return scale_loss(output[0], batch).sum()
 
 
-def join(rank: int, device_type: str) -> tuple[torch.device, dist.ProcessGroup]:
-    """Return the device of this rank, and the group of all ranks for it."""
-    assert dist.group.WORLD is not None
+def join(rank: int, device_type: str) -> torch.device:
+    """Return the device of this rank."""
     if device_type == "cpu":
-        return torch.device("cpu"), dist.group.WORLD
+        return torch.device("cpu")
+    skip_without_kernels()
     device = torch.device(device_type, rank)
     torch.cuda.set_device(device)
-    return device, dist.new_group(backend="nccl")
+    return device
 
 
-def distribute(
-    model: Model, device: torch.device, group: dist.ProcessGroup, *, cached: bool = False
-) -> tuple[DistributedModelParallel, Any]:
-    """Return the model on all ranks, and its optimizer, SGD of all parameters."""
+def distribute(model: Model, device: torch.device, *, cached: bool = False) -> tuple[DistributedModelParallel, Any]:
+    """Return the model on all ranks, and its optimizer, SGD of all parameters. Collective."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
+    group = None if device.type == "cpu" else dist.new_group(backend="nccl")
     parallel = shard(model, device, fused=fused, group=group, cached=cached)
     return parallel, make_dmp_optimizer(parallel, lambda parameters: torch.optim.SGD(parameters, lr=RATE))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evenrank.core.errors import DataError, StateError
-from evenrank.dataloader import LoaderConfig, LogLoader, SequenceBatch, StreamConfig, build_stream_loader
+from evenrank.dataloader import LoaderConfig, StreamConfig, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.datasets import LogSource, describe_log
 from tests.dataloader.balance.costs import COST
@@ -18,7 +18,6 @@ from tests.ranks import RankPool
 
 kafka = pytest.importorskip("confluent_kafka", reason="a host without Kafka's client")
 KafkaLog = pytest.importorskip("recipes.kafka_log").KafkaLog
-
 NUM_PARTITIONS = 4  # of each topic of the broker
 
 
@@ -31,34 +30,24 @@ def servers() -> Iterator[str]:
     del client  # the broker is a thread of it
 
 
-def _create(servers: str, topic: str) -> None:
-    """Ask for a topic until it is there: asking makes it."""
-    client = kafka.Producer({"bootstrap.servers": servers})
-    while len(client.list_topics(topic, timeout=60).topics[topic].partitions) < NUM_PARTITIONS:
-        pass
-
-
 def _await_records(log: LogSource, num_records: int) -> None:
     while log.end().position < num_records:
         pass
 
 
 def _produce(servers: str, topic: str, records: range) -> None:
+    """Write records to a topic, which asking for it makes."""
     producer = kafka.Producer({"bootstrap.servers": servers})
+    while len(producer.list_topics(topic, timeout=60).topics[topic].partitions) < NUM_PARTITIONS:
+        pass
     for record, row in zip(records, table_of(records).to_pylist(), strict=True):
         row["timestamp_ms"] = [record] * len(row["item_id"])
         producer.produce(topic, json.dumps(row).encode(), partition=record % NUM_PARTITIONS)
     assert producer.flush(60) == 0
 
 
-def _loader(servers: str, topic: str, rank: int, world_size: int) -> LogLoader[SequenceBatch]:
-    config, stream = LoaderConfig(batch_size=4, order="rows"), StreamConfig(poll_seconds=0.01)
-    log = KafkaLog(servers, topic, MANIFEST)
-    return build_stream_loader(log, config, stream, rank=rank, world_size=world_size, follow=True)
-
-
 def test_records_of_a_topic_come_in_turns_of_its_partitions(servers: str) -> None:
-    _create(servers, "turns")
+    _produce(servers, "turns", range(0))
     log = KafkaLog(servers, "turns", MANIFEST)
     assert isinstance(log, LogSource)
     assert log.end() == (0, False)
@@ -70,7 +59,6 @@ def test_records_of_a_topic_come_in_turns_of_its_partitions(servers: str) -> Non
     assert store.columns["user_id"].tolist() == [2, 3, 4, 5, 6, 7]
     assert store.columns["item_id"].tolist() == [item for record in range(2, 8) for item in items_of(record)]
     _produce(servers, "turns", range(8, 9))
-    _await_records(log, 10)
     for position in range(10):
         resumed = KafkaLog(servers, "turns", MANIFEST)
         resumed.resume(position, log.mark(position))
@@ -85,18 +73,19 @@ def test_records_of_a_topic_come_in_turns_of_its_partitions(servers: str) -> Non
 
 
 def _balanced(rank: int, world_size: int, servers: str, state: Any, num_steps: int) -> tuple[list[list[int]], Any]:
-    with Balancer(_loader(servers, "training", rank, world_size), BalanceConfig(cost=COST)) as balancer:
+    config, stream = LoaderConfig(batch_size=4, order="rows"), StreamConfig(poll_seconds=0.01)
+    log = KafkaLog(servers, "training", MANIFEST)
+    loader: Any = build_stream_loader(log, config, stream, rank=rank, world_size=world_size, follow=True)
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
         if state is not None:
             balancer.load_state_dict(through_json(state))
         batches = [batch for _, batch in zip(range(num_steps), balancer, strict=False)]
         for batch in batches:
-            for row, record in enumerate(ids_of(batch)):
-                assert rows_of(batch.features, "item_id")[row] == items_of(record)
+            assert rows_of(batch.features, "item_id")[: batch.num_real] == [items_of(one) for one in ids_of(batch)]
         return [ids_of(batch) for batch in batches], balancer.state_dict(after=batches[-1])
 
 
 def test_ranks_train_each_message_once_over_a_resumption(servers: str, ranks: RankPool) -> None:
-    _create(servers, "training")
     _produce(servers, "training", range(300))
     first = ranks.run(2, _balanced, servers, None, 10)
     assert first[0][1] == first[1][1]

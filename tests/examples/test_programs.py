@@ -1,3 +1,5 @@
+"""Programs of one file train like one process, resume, and print what their tutorials show."""
+
 import math
 import re
 import shutil
@@ -9,10 +11,17 @@ import pytest
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
-from tests.examples.programs import TOLERANCE, check_tutorial, losses_in_one_process, losses_of, numbers_of, run
+from tests.examples.programs import (
+    EXAMPLES,
+    TOLERANCE,
+    check_tutorial,
+    losses_in_one_process,
+    losses_of,
+    numbers_of,
+    run,
+)
 
 pytestmark = pytest.mark.examples
-CONFIG = LoaderConfig(batch_size=32, max_history_length=200)
 
 
 def _losses_of_balanced(lines: list[str]) -> list[float]:
@@ -24,37 +33,15 @@ def _losses_of_balanced(lines: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("library", "example", "page"),
-    [("accelerate", "accelerate_loop", "accelerate"), ("lightning", "lightning_fit", "lightning")],
-)
-def test_the_same_command_resumes(small_dataset: Path, tmp_path: Path, library: str, example: str, page: str) -> None:
-    pytest.importorskip(library, reason=f"{library} is not installed")
-    checkpoints = tmp_path / "checkpoints"
-    options = ["--log-every", 1, "--checkpoints", checkpoints, "--steps", 11, "--save-every", 9]  # epochs have 7 steps
-    first = run(example, small_dataset, tmp_path, *options)
-    if library == "accelerate":
-        assert [path.name for path in checkpoints.iterdir()] == ["step-9"]
-        (checkpoints / "partial").mkdir()  # of a job that was killed while it saved
-        (checkpoints / "partial" / "model.safetensors").write_bytes(b"half")
-    second = run(example, small_dataset, tmp_path, *options)
-    assert losses_of(first) == pytest.approx(losses_in_one_process(small_dataset, 11, CONFIG), abs=TOLERANCE)
-    assert losses_of(first)[11] < 0.95 * losses_of(first)[1]
-    reports, resumed = ([line for line in out.splitlines() if line.startswith("step")] for out in (first, second))
-    assert resumed == reports[9:]  # the samples of these steps, and their losses, to the last digit
-    assert "epoch 1, sample 96" in resumed[0]
-    check_tutorial(page, first, second)
-
-
-@pytest.mark.parametrize(
-    ("library", "example", "options"),
+    ("library", "example", "options", "page"),
     [
-        ("lightning", "lightning_fit", []),
-        ("transformers", "transformers_trainer", []),
-        ("transformers", "transformers_trainer", ["--accumulate", 2]),
+        ("lightning", "lightning_fit", [], "lightning"),
+        ("transformers", "transformers_trainer", [], "transformers"),
+        ("transformers", "transformers_trainer", ["--accumulate", 2], None),
     ],
 )
-def test_a_trainer_resumes_on_another_number_of_ranks(
-    small_dataset: Path, tmp_path: Path, library: str, example: str, options: list[object]
+def test_a_trainer_resumes_within_an_epoch_on_another_number_of_ranks(
+    small_dataset: Path, tmp_path: Path, library: str, example: str, options: list[object], page: str | None
 ) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
     # Epochs have 9 batches; with two in a step, 5 steps.
@@ -65,15 +52,12 @@ def test_a_trainer_resumes_on_another_number_of_ranks(
         shutil.rmtree(tmp_path / "checkpoints" / "checkpoint-7")
     second = run(example, small_dataset, tmp_path, *fixed, *options, "--steps", 11, num_ranks=3)
     config = LoaderConfig(batch_size=24, max_history_length=200)
-    uninterrupted = losses_in_one_process(small_dataset, 11, config, num_accumulated=2 if options else 1)
-    assert [*losses_of(first)] == [*range(1, 8)]
-    assert [*losses_of(second)] == [*range(7, 12)]
-    for output in (first, second):
-        assert losses_of(output) == pytest.approx(
-            {step: uninterrupted[step] for step in losses_of(output)}, abs=TOLERANCE
-        )
-    if library == "transformers":
-        check_tutorial("transformers", first, second)
+    uninterrupted = losses_in_one_process(small_dataset, 11, config, accumulated=2 if options else 1)
+    assert [[*losses_of(output)] for output in (first, second)] == [[*range(1, 8)], [*range(7, 12)]]
+    for losses in (losses_of(first), losses_of(second)):
+        assert losses == pytest.approx({step: uninterrupted[step] for step in losses}, abs=TOLERANCE)
+    if page is not None:
+        check_tutorial(page, first, second)
 
 
 def test_an_epoch_is_finished_on_another_number_of_ranks(small_dataset: Path, tmp_path: Path) -> None:
@@ -106,26 +90,6 @@ def test_sasrec_learns_what_is_popular_with_either_attention(small_dataset: Path
     check_tutorial("ddp-sasrec", output)
 
 
-def test_a_model_divided_along_both_dimensions_trains_like_one_process(small_dataset: Path, tmp_path: Path) -> None:
-    output = run("fsdp2", small_dataset, tmp_path, "--log-every", 1, "--steps", 14, num_ranks=4)  # two epochs
-    assert losses_of(output) == pytest.approx(losses_in_one_process(small_dataset, 14, CONFIG), abs=TOLERANCE)
-    assert losses_of(output)[14] < 0.95 * losses_of(output)[1]
-    assert output.splitlines()[-1] == "tensor-parallel peers had equal samples in 14 of 14 steps"
-    check_tutorial("fsdp2", output)
-
-
-def test_own_cost_and_strategy_balance_like_the_built_in_ones(small_dataset: Path, tmp_path: Path) -> None:
-    output = run("own_cost_and_strategy", small_dataset, tmp_path, "--steps", "5")
-    results = {line.split("|")[0].strip(): numbers_of(line.partition("|")[2]) for line in output.splitlines()}
-    assert results["not balanced"][0] > 1.1
-    assert results["not balanced"][2] == 0
-    assert all(results[f"own cost, {name}"][0] < 1.01 for name in ("lpt-swap", "min-move", "own strategy"))
-    # It moves samples differently from the built-in strategy that also begins with the heaviest one.
-    assert results["own cost, own strategy"] != results["own cost, lpt-swap"]
-    assert results["own cost, own strategy"][2] > 20
-    check_tutorial("own-cost-and-strategy", output)
-
-
 def test_a_job_with_its_own_dataloader_is_balanced_and_resumes_bit_for_bit(small_dataset: Path, tmp_path: Path) -> None:
     # An epoch has 7 steps: the checkpoint after step 10 is in the middle of the second.
     output = run("own_dataloader", small_dataset, tmp_path, "--steps", "20")
@@ -153,10 +117,22 @@ def test_a_table_sharded_by_rows_trains_on_balanced_batches_and_resumes(small_da
     assert float(max(after)) < 1.05
     num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
     assert output.splitlines()[-1] == f"rank 0 has {-(-num_items // 2)} of the {num_items} rows of the table"
-    # A job that is killed after step 16: tables, moments and positions are those after it, to the last digit.
-    resumed = run("torchrec_dmp", small_dataset, tmp_path, *options)
-    assert losses_of(resumed) == {step: losses[step] for step in range(17, 22)}
-    check_tutorial("torchrec-dmp", output, resumed)
+    again = run("torchrec_dmp", small_dataset, tmp_path, *options)
+    assert again.splitlines()[0] == "resumed after step 16"
+    assert losses_of(again) == {step: losses[step] for step in range(17, 22)}
+    check_tutorial("torchrec-dmp", output, again)
+
+
+def test_an_own_model_learns_and_continues_from_its_checkpoint(small_dataset: Path, tmp_path: Path) -> None:
+    def train(steps: int, checkpoint: str) -> tuple[dict[int, float], str]:
+        output = run("own_model", small_dataset, tmp_path, "--steps", steps, "--checkpoint", tmp_path / checkpoint)
+        return losses_of(output), output.splitlines()[-1]
+
+    (first, _), (second, scores) = train(20, "parts"), train(40, "parts")
+    assert [*first, *second] == [20, 40]
+    assert second[40] < first[20] < math.log(501)
+    assert train(40, "whole") == (first | second, scores)
+    assert numbers_of(scores)[0] > 0.02  # recall@10 of 500 items
 
 
 def test_codes_of_the_next_item_are_learned(small_dataset: Path, tmp_path: Path) -> None:
@@ -183,8 +159,7 @@ for path in sys.argv[1:]:
 
 
 def test_without_a_dataset_the_examples_say_how_to_make_one_and_exit_with_2(tmp_path: Path) -> None:
-    examples = Path(__file__).resolve().parents[2] / "examples"
-    paths = sorted(str(path) for path in examples.glob("*.py") if path.name != "next_item.py")  # which is no program
+    paths = sorted(str(path) for path in EXAMPLES.glob("*.py") if path.name != "next_item.py")  # which is no program
     command = [sys.executable, "-c", WITHOUT_DATA, *paths]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.stdout.split() == ["2"] * len(paths), done.stderr

@@ -1,98 +1,64 @@
-"""How far fused kernels are from float64, beside torch's operations; used on GPUs and in Triton's interpreter."""
+"""Fused kernels beside torch's operations and float64: on GPUs, and as a program in Triton's interpreter on the CPU."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from hstu import unfused
-from hstu.attention import Sequences, padded_attention
-from hstu.config import Attention
-from hstu.divided import divided_parameters
-from hstu.layer import HSTUAttention, HSTULayer, Pointwise, tensor_parallel
+from hstu import Attention, HSTULayer, Sequences, padded_attention
 from tests.examples.hstu.samples import CONFIG, make_sequences
 
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.bfloat16}  # what matrix products take
 Results = dict[str, Tensor]
-OF_LINEARS = [f"d_{module}.{name}" for module in ("uvqk", "output") for name in ("weight", "bias")]
+LAUNCHES = ("FORWARD", "BACKWARD_QUERY", "BACKWARD_KEY_VALUE", "BACKWARD_KEY", "BACKWARD_VALUE")
+SAMPLES = (
+    ([0, 5, 70, 33], [0, 1, 3, 0], [0, 2, 10, 1]),
+    ([65, 64, 100], [64, 0, 70], [1, 64, 30]),
+    ([0, 0], [0, 0], [0, 0]),
+)  # lengths, contextual tokens, candidates
 
 
 def check(
-    mine: Results, reference: Results, exact: Results, dtype: torch.dtype, tolerance: int = 3, roundings: int = 1
+    mine: Results, reference: Results, exact: Results, dtype: torch.dtype, tolerance: int, roundings: int
 ) -> None:
     """Check that no result is much further from the exact one, in float64, than that of torch's operations."""
     assert mine.keys() == reference.keys() == exact.keys()
     for name, best in exact.items():
-        limit = tolerance * _error(reference[name], best) + roundings * torch.finfo(dtype).eps / 2 * best.norm().item()
-        assert _error(mine[name], best) <= limit, f"{name}: {_error(mine[name], best):.3e} > {limit:.3e}"
+        assert mine[name].dtype == reference[name].dtype, name
+        error, of_torch = (float((result[name].double() - best).norm()) for result in (mine, reference))
+        limit = tolerance * of_torch + roundings * torch.finfo(dtype).eps / 2 * best.norm().item()
+        assert error <= limit, f"{name}: {error:.3e} > {limit:.3e}"
 
 
-def check_bits(mine: Results, reference: Results, *, excluded: Collection[str] = ()) -> None:
-    different = [name for name in reference if name not in excluded and not torch.equal(mine[name], reference[name])]
+def check_bits(mine: Results, reference: Results) -> None:
+    different = [name for name in reference if not torch.equal(mine[name], reference[name])]
     assert not different, f"{different} differ"
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of all parameters, and set them to none."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    model.zero_grad()
-    return gradients
-
-
-def joined(model: nn.Module, gradients: Results, group: dist.ProcessGroup | None) -> Results:
-    """Return the gradients of a model's parameters, as d_NAME, in one piece where each rank of a group has a part."""
-    results = dict(gradients)
-    for name, dim in divided_parameters(model).items():
-        assert group is not None
-        parts = [torch.empty_like(gradients[f"d_{name}"]) for _ in range(group.size())]
-        dist.all_gather(parts, gradients[f"d_{name}"].contiguous(), group=group)
-        results[f"d_{name}"] = torch.cat(parts, dim)
-    return results
-
-
-def _error(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact).norm())
-
-
-def gradients_by_name(leaves: dict[str, Tensor]) -> Results:
-    gradients = {}
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None, name
-        assert leaf.grad.dtype == leaf.dtype
-        gradients[f"d_{name}"] = leaf.grad
-    return gradients
-
-
-def attended(
-    attention: Attention, inputs: Sequence[Tensor], sequences: Sequences, dtype: torch.dtype, *, scale_length: int
-) -> Results:
+def attended(attention: Attention, inputs: Sequence[Tensor], sequences: Sequences, dtype: torch.dtype) -> Results:
     """Run attention on query, key and value, with the gradient of the output; return it and all gradients."""
     leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs[:3]]
-    output = attention(leaves[0], leaves[1], leaves[2], sequences, scale_length=scale_length)
+    output = attention(*leaves, sequences, scale_length=1000)
     output.backward(inputs[3].to(dtype))
-    return {"output": output.detach()} | gradients_by_name(dict(zip(("query", "key", "value"), leaves, strict=True)))
+    return {"output": output.detach(), **{f"d_{index}": _gradient(leaf) for index, leaf in enumerate(leaves)}}
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def layer(
-    apply: Callable[..., Any] | None = None,
-    *,
-    mode: str | None,
-    device: str = "cpu",
-    lengths: Sequence[int] = (4, 0, 34),
-    mesh: DeviceMesh | None = None,
-    **options: Any,
+    apply: Callable[..., Any], *, mode: str | None, lengths: Sequence[int] = (4, 0, 34), **options: Any
 ) -> Results:
-    """Run a layer of a config with these options, by itself or by `apply`; return its results and all gradients.
-
-    Its heads are divided among the ranks of a mesh, if there is one.
-    """
+    """Apply a layer of a config with these options; return its results and all gradients. `mode` None: in float64."""
     torch.manual_seed(0)
-    module = HSTULayer(replace(CONFIG, hidden=48, **{"heads": 2, "attention": "padded", **options}))
+    device = options.pop("device", "cpu")
+    config = dataclasses.replace(CONFIG, hidden=48, **{"heads": 2, "head_dim": 64, "attention": "triton", **options})
+    module = HSTULayer(config)
     draws = torch.randn(sum(lengths), 4, 48).bfloat16().float().unbind(1)  # with gaps between rows
     # The dtype of parameters and the residual stream, and that of products.
     wide = torch.float64 if mode is None else torch.bfloat16 if mode == "bf16" else torch.float32
@@ -100,86 +66,58 @@ def layer(
     for parameter in module.parameters():
         parameter.data = parameter.bfloat16().float()
     module.to(device, wide)
-    if mesh is not None:
-        tensor_parallel(module, mesh)
     tokens, update, d_tokens, d_update = (
         draw.to(device, dtype) for draw, dtype in zip(draws, (wide, narrow, wide, narrow), strict=True)
     )
-    contextual, candidates = (
-        [min(pair) for pair in zip(counts, lengths, strict=True)] for counts in ([2, 0, 1], [2, 0, 20])
-    )
+    contextual, candidates = (list(map(min, counts, lengths)) for counts in ([2, 0, 1], [2, 0, 20]))
     sequences = make_sequences(lengths, contextual, candidates, device=device)
     tokens.requires_grad_(), update.requires_grad_()
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mode == "autocast"):
-        results = module(tokens, update, sequences) if apply is None else apply(module, tokens, update, sequences)
+        results = apply(module, tokens, update, sequences)
     torch.autograd.backward(results, [d_tokens, d_update])
     leaves = {"tokens": tokens, "update": update, **dict(module.named_parameters())}
-    gradients = joined(module, gradients_by_name(leaves), None if mesh is None else mesh.get_group())
-    return {"next_tokens": results[0].detach(), "next_update": results[1].detach()} | gradients
+    gradients = {f"d_{name}": _gradient(leaf) for name, leaf in leaves.items()}
+    return {"next_tokens": results[0].detach(), "next_update": results[1].detach(), **gradients}
 
 
-def check_divided_layers(*, mode: str, mesh: DeviceMesh) -> None:
-    """Check that fused layers whose heads are divided are as exact as torch's operations, as a whole and by parts."""
-    from hstu import fused  # there may be no Triton
-    from hstu.triton_attention import triton_attention
-
-    shape: dict[str, Any] = {"heads": 4, "head_dim": 64, "device": mesh.device_type}
-    by_torch, by_kernels = by_parts(unfused, padded_attention), by_parts(fused, triton_attention)
-    reference, exact = (layer(by_torch, mode=one, **shape) for one in (mode, None))
-    parts = layer(by_kernels, mode=mode, mesh=mesh, **shape)
-    whole, again = (
-        layer(as_a_whole, mode=mode, mesh=mesh, recompute=recompute, attention="triton", **shape)
-        for recompute in (False, True)
-    )
-    for mine in (parts, whole):
-        check(mine, reference, exact, MODES[mode], tolerance=5, roundings=2)  # sums of parts are rounded, too
-    check_bits(whole, parts, excluded=OF_LINEARS)
-    check_bits(again, whole)
-    nothing = layer(as_a_whole, mode=mode, mesh=mesh, lengths=(0, 0, 0), attention="triton", **shape)
-    assert not nothing["d_output.weight"].any()
+def by_parts(module: HSTULayer, tokens: Tensor, update: Tensor, sequences: Sequences) -> Any:
+    module.attention.name = "padded"
+    return module.by_parts(tokens, update, sequences)
 
 
-def check_whole_layers(*, mode: str, device: str, heads: int) -> None:
-    """Check that layers as one function have the bits of fused parts, and are as exact as torch's operations.
+def check_layers(mode: str, tolerance: int, **options: Any) -> None:
+    """Check that fused layers are as exact as torch's operations, with recompute to the same bits."""
+    from hstu.fused import fused_layer
 
-    Parts sum the gradients of the linears in another order, or round them on the way.
-    """
-    from hstu import fused  # there may be no Triton
-    from hstu.triton_attention import triton_attention
-
-    def run(apply: Callable[..., Any], mode: str | None = mode, **options: Any) -> Results:
-        return layer(apply, mode=mode, device=device, **{"heads": heads, "head_dim": 64, **options})
-
-    by_torch, by_kernels = by_parts(unfused, padded_attention), by_parts(fused, triton_attention)
-    expected = run(by_kernels)
-    whole = run(as_a_whole, attention="triton")
-    check(whole, run(by_torch), run(by_torch, mode=None), MODES[mode], tolerance=5)
-    check_bits(whole, expected, excluded=OF_LINEARS)
-    check_bits(run(as_a_whole, attention="triton", recompute=True), whole)
-    nothing: dict[str, Any] = {"lengths": [0, 0, 0]}
-    check_bits(run(as_a_whole, attention="triton", **nothing), run(by_kernels, **nothing))
+    mine, again = (layer(fused_layer, mode=mode, recompute=recompute, **options) for recompute in (False, True))
+    reference, exact = (layer(by_parts, mode=one, **options) for one in (mode, None))
+    check(mine, reference, exact, MODES[mode], tolerance, 1)
+    check_bits(again, mine)
 
 
-def as_a_whole(module: HSTULayer, tokens: Tensor, update: Tensor, sequences: Sequences) -> Any:
-    from hstu.fused import options_for, whole_layer
+def check_interpreted_attention(*, head_dim: int, tma: bool) -> None:
+    """Check attention in float32, with blocks loaded by TMA or not, whatever is fastest."""
+    from hstu import fused
 
-    options = options_for(module, tokens, update, sequences)
-    assert options is not None
-    return whole_layer(module, tokens, update, options)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LAUNCHES:
+            launches = getattr(fused, name)
+            changed = {key: dataclasses.replace(launch, tma=tma) for key, launch in launches.items()}
+            patch.setattr(fused, name, changed)
+        for lengths, contextual, candidates in SAMPLES:
+            sequences = make_sequences(lengths, contextual, candidates)
+            generator = torch.Generator().manual_seed(0)
+            inputs = list(torch.randn(sum(lengths), 1, 4, head_dim, generator=generator).unbind(2))
+            mine, expected = (
+                attended(attention, inputs, sequences, torch.float32)
+                for attention in (fused.triton_attention, padded_attention)
+            )
+            for name, best in expected.items():
+                assert (mine[name] - best).norm() <= 1e-6 * best.norm().clamp_min(1e-9), name
 
 
-class _Attention(HSTUAttention):
-    def __init__(self, function: Attention, scale_length: int) -> None:
-        super().__init__("padded", scale_length)
-        self.function = function
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
-        return self.function(query, key, value, sequences, scale_length=self.scale_length)
-
-
-def by_parts(pointwise: Pointwise, attention: Attention) -> Callable[..., Any]:
-    def apply(module: HSTULayer, tokens: Tensor, update: Tensor, sequences: Sequences) -> Any:
-        module.attention = _Attention(attention, module.attention.scale_length)
-        return module.by_parts(pointwise, tokens, update, sequences)
-
-    return apply
+if __name__ == "__main__":
+    check_interpreted_attention(head_dim=64, tma=True)  # computes the gradients of keys and values together
+    check_interpreted_attention(head_dim=256, tma=False)
+    for lengths in ((4, 0, 34), (0, 0, 0), (1, 0, 0)):
+        check_layers("fp32", 5, lengths=lengths)

@@ -1,23 +1,20 @@
-"""Sequences, batches of samples given as lists or drawn, and embedding tables that keep the dtype of tests."""
+"""Sequences, batches of samples given as lists or drawn, models in float64, and how exact results are."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from hstu.attention import Sequences
-from hstu.config import HSTUConfig, tables
-from hstu.ranking import HSTURanking
-from hstu.retrieval import HSTURetrieval
+from hstu import HSTUConfig, HSTURanking, Sequences, tables
 
 SIZES = {"user_id": 10, "tags": 6, "item_id": 30, "action": 8}
 CONFIG = HSTUConfig(
@@ -40,9 +37,8 @@ def make_sequences(
 ) -> Sequences:
     """Return where samples of the given numbers of tokens are."""
     counts = torch.tensor([lengths, contextual, candidates], dtype=torch.int64).to(device)
-    offsets = torch.cat([counts.new_zeros(1), counts[0].cumsum(0)])
     return Sequences(
-        offsets=offsets,
+        offsets=torch.cat([counts.new_zeros(1), counts[0].cumsum(0)]),
         num_contextual=counts[1],
         num_candidates=counts[2],
         num_tokens=sum(lengths),
@@ -57,31 +53,23 @@ class Sample:
     item_id: list[int] = field(default_factory=list)
     action: list[int] = field(default_factory=list)
     num_candidates: int = 0
-    labels: list[int] | None = None
+    labels: list[int] = field(default_factory=list)
 
 
-def make_batch(samples: Sequence[Sample], *, rows: int | None = None, first_id: int = 0) -> SequenceBatch:
-    """Return a batch of samples and padding; without labels if the samples have none."""
-    padding = Sample(labels=[] if all(sample.labels is not None for sample in samples) else None)
-    padded = [*samples, *[padding] * ((rows or len(samples)) - len(samples))]
-    keys = ("user_id", "tags", "item_id", "action")
-    features, limits = jagged({key: [getattr(sample, key) for sample in padded] for key in keys})
-    labels = None
-    num_loss_tokens = sum(max(len(sample.item_id) - 1, 0) for sample in samples)
-    if padding.labels is not None:
-        labels, label_limits = jagged({"label": [sample.labels or [] for sample in padded]})
-        limits |= label_limits
-        num_loss_tokens = labels.length_per_key()[0]
-    ids = [first_id + row if row < len(samples) else -1 for row in range(len(padded))]
+def make_batch(samples: Sequence[Sample], *, rows: int | None = None) -> SequenceBatch:
+    """Return a batch of samples and padding."""
+    padded = [*samples, *[Sample()] * ((rows or len(samples)) - len(samples))]
+    features, limits = jagged({key: [getattr(sample, key) for sample in padded] for key in SIZES})
+    labels, label_limits = jagged({"label": [sample.labels for sample in padded]})
     return SequenceBatch(
         batch_size=len(padded),
         num_real=len(samples),
-        loss_tokens=num_loss_tokens,
-        max_lengths=limits,
+        loss_tokens=labels.length_per_key()[0],
+        max_lengths=limits | label_limits,
         features=features,
         labels=labels,
         num_candidates=torch.tensor([sample.num_candidates for sample in padded]),
-        sample_ids=torch.tensor(ids),
+        sample_ids=torch.tensor([row if row < len(samples) else -1 for row in range(len(padded))]),
     )
 
 
@@ -96,7 +84,7 @@ def jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTenso
 def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") -> list[Sample]:
     """Draw samples with histories of 0 to 7 items, and 2 candidates if those are predicted.
 
-    `predict` is `candidates`, `candidates-with-actions`, `history` or `next` (item).
+    `predict` is `candidates`, `candidates-with-actions` or `history`.
     """
     rng = np.random.default_rng(seed)
 
@@ -115,7 +103,7 @@ def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") ->
             item_id=draw("item_id", history + num_candidates),
             action=actions[:history] if predict == "candidates" else actions,
             num_candidates=num_candidates,
-            labels={"history": actions, "next": None}.get(predict, actions[history:]),
+            labels=actions if predict == "history" else actions[history:],
         )
 
     return [one() for _ in range(count)]
@@ -144,8 +132,21 @@ def make_ranking(config: HSTUConfig = CONFIG, **options: Any) -> HSTURanking:
     return HSTURanking(Tables(tables(SIZES, config)), config, **{"num_tasks": NUM_TASKS, **options}).double()
 
 
-def make_retrieval(config: HSTUConfig = CONFIG, **options: Any) -> HSTURetrieval:
-    """Return a model with the same weights each time, in float64."""
-    torch.manual_seed(0)
-    embeddings = Tables(tables(SIZES, config, retrieval=True))
-    return HSTURetrieval(embeddings, config, num_items=SIZES["item_id"], **{"num_negatives": 16, **options}).double()
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of all parameters, and set them to none."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    model.zero_grad()
+    return gradients
+
+
+def run_quietly(step: Callable[[], Any]) -> Any:
+    """Run a step on a GPU twice; in the second one, the host must not wait for the device."""
+    for mode in ("default", "error"):  # the first one compiles and loads libraries
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            result = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return result

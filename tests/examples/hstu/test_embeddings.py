@@ -1,3 +1,5 @@
+"""Sharded and replicated tables train like those of one process; initial values; rows of equal length."""
+
 import logging
 import math
 from typing import Any
@@ -8,48 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingConfig
 
 import hstu.embeddings
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from hstu.embeddings import EQUAL_ROWS, Embeddings, EqualRows, fill_rows
-from tests.examples.sharded_model import (
-    RATE,
-    ROWS,
-    Model,
-    balanced,
-    batches_of,
-    distribute,
-    join,
-    make_tables,
-    scaled,
-    skip_without_kernels,
-    weights_of,
-)
+from hstu.embeddings import EQUAL_ROWS, EqualRows, fill_rows
+from tests.examples.sharded_model import RATE, Model, balanced, batches_of, distribute, join, scaled, weights_of
 from tests.ranks import RankPool
 
 SHARDED_TABLES = {1: 3, 20: 1, 1000: 0}  # by the number of rows from which on tables are sharded
 
 
-@pytest.mark.parametrize("threshold", SHARDED_TABLES)
-def test_before_sharding_the_embeddings_are_those_of_a_plain_collection(threshold: int) -> None:
-    features = batches_of(0, 1).batch(0).features
-    ours = Embeddings(make_tables(), min_sharded_rows=threshold)(features)
-    plain = EmbeddingCollection(tables=make_tables())(features)
-    assert sorted(ours) == sorted(plain) == sorted(ROWS)
-    for key in ROWS:
-        assert len(ours[key].values()) > 0
-        assert torch.equal(ours[key].values(), plain[key].values())
-        assert torch.equal(ours[key].lengths(), plain[key].lengths())
-
-
 def _train_sharded(rank: int, world_size: int, device_type: str) -> dict[int, Any]:
     """Return, for each division of the tables, the weights after training."""
     logging.disable(logging.WARNING)
-    device, group = join(rank, device_type)
+    device = join(rank, device_type)
     results = {}
     for threshold in SHARDED_TABLES:
-        parallel, optimizer = distribute(Model(min_sharded_rows=threshold), device, group)
+        parallel, optimizer = distribute(Model(min_sharded_rows=threshold), device)
         assert set(optimizer.params) == {name for name, _ in parallel.named_parameters()}
         with balanced(batches_of(rank, world_size), device) as batches:
             for batch in batches:
@@ -61,7 +39,7 @@ def _train_sharded(rank: int, world_size: int, device_type: str) -> dict[int, An
 
 
 def _train_in_one_process(world_size: int) -> dict[str, Any]:
-    model = Model()
+    model = Model(min_sharded_rows=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for batches in zip(*(batches_of(rank, world_size) for rank in range(world_size)), strict=True):
         optimizer.zero_grad()
@@ -71,7 +49,15 @@ def _train_in_one_process(world_size: int) -> dict[str, Any]:
     return {name.split(".")[-2]: weight.detach().numpy() for name, weight in model.named_parameters()}
 
 
-def _check_like_one_process(results: list[dict[int, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("pool", "device_type"), [("ranks", "cpu"), pytest.param("gpu_ranks", "cuda", marks=pytest.mark.multi_gpu)]
+)
+@pytest.mark.processes
+def test_sharded_and_replicated_tables_train_like_those_of_one_process(
+    request: pytest.FixtureRequest, pool: str, device_type: str
+) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
+    results = ranks.run(2, _train_sharded, device_type)
     expected = _train_in_one_process(len(results))
     untrained = {name.split(".")[-2]: weight.detach().numpy() for name, weight in Model().named_parameters()}
     assert all(np.abs(expected[name] - untrained[name]).max() > 0.02 for name in expected)
@@ -91,60 +77,6 @@ def _check_like_one_process(results: list[dict[int, Any]]) -> None:
                 np.testing.assert_allclose(trained, expected[short], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_sharded_and_replicated_tables_train_like_those_of_one_process(ranks: RankPool) -> None:
-    _check_like_one_process(ranks.run(2, _train_sharded, "cpu"))
-
-
-@pytest.mark.multi_gpu
-def test_on_gpus_sharded_and_replicated_tables_train_like_those_of_one_process() -> None:
-    skip_without_kernels()
-    pool = RankPool()
-    try:
-        _check_like_one_process(pool.run(2, _train_sharded, "cuda"))
-    finally:
-        pool.stop()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("busy", ["current stream", "side stream"])
-def test_the_lookup_on_the_side_stream_waits_for_its_inputs_and_is_waited_for(busy: str) -> None:
-    """Nothing waits on the host; warnings, such as of gradients accumulated on another stream, are errors."""
-    batch = batches_of(0, 1).batch(0)
-    plain = Embeddings(make_tables(), min_sharded_rows=1000)
-    expected = {key: jagged.values() for key, jagged in plain(batch.features).items()}
-    torch.stack([(values**2).sum() for values in expected.values()]).sum().backward()
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    tables = Embeddings(make_tables(), min_sharded_rows=1000).to(device)
-    # DistributedDataParallel keeps the nodes that accumulate gradients, which it makes on the current stream.
-    views = [weight.view_as(weight) for weight in tables.parameters()]
-    features = batch.to(device).features
-    inputs = [features.values(), *(weight.detach() for weight in tables.parameters())]
-    values = [tensor.clone() for tensor in inputs]
-    tables(features)  # the first lookup, on a stream that is new
-    for tensor in inputs:
-        tensor.zero_()
-    features._jt_dict = None
-    torch.cuda.synchronize()
-
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(hstu.embeddings._side_stream(device) if busy == "side stream" else None):
-            torch.cuda._sleep(200_000_000)  # about a tenth of a second
-        for tensor, value in zip(inputs, values, strict=True):
-            tensor.copy_(value)
-        found = {key: jagged.values().clone() for key, jagged in tables(features).items()}
-        torch.stack([(values**2).sum() for values in found.values()]).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(views) == len(ROWS)
-    for key in ROWS:
-        assert torch.equal(found[key].detach().cpu(), expected[key].detach()), key
-    for weight, other in zip(tables.parameters(), plain.parameters(), strict=True):
-        assert weight.grad is not None
-        torch.testing.assert_close(weight.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5)
-
-
 TABLE_ROWS = 50
 
 
@@ -159,7 +91,7 @@ def _fill(
 
 @settings(max_examples=40)
 @given(cuts=st.lists(st.integers(0, TABLE_ROWS), max_size=5).map(sorted), block=st.integers(3, TABLE_ROWS + 10))
-def test_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None:
+def test_initial_values_of_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hstu.embeddings, "BLOCK_ROWS", block)
         parts = [_fill(first, last) for first, last in zip([0, *cuts], [*cuts, TABLE_ROWS], strict=True)]
@@ -167,7 +99,9 @@ def test_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_values_are_of_the_tables_own_distribution_and_state(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_initial_values_are_of_the_tables_own_distribution_and_state(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     values = _fill(60_000, 75_000, rows=75_000, device=device)  # over the end of a block
     torch.testing.assert_close([torch.get_rng_state(), *torch.cuda.get_rng_state_all()], before, rtol=0, atol=0)
@@ -180,18 +114,13 @@ def test_values_are_of_the_tables_own_distribution_and_state(monkeypatch: pytest
     assert drawn.unique().numel() > 0.99 * drawn.numel()
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int32])
-def test_values_stay_where_they_are_and_rows_differ_by_one_at_most(dtype: type[np.integer]) -> None:
-    lengths = np.array([[3000, 1, 0], [0, 0, 0], [2, 3, 5]], dtype=dtype)
+def test_equal_rows_keep_the_values_and_differ_by_one_at_most() -> None:
+    lengths = np.array([[3000, 1, 0], [0, 0, 0], [2, 3, 5]], dtype=np.int32)
     features = keyed_jagged_tensor(["item", "empty", "user"], torch.arange(lengths.sum()), lengths)
     divided = EqualRows()(features)
-    assert divided.keys() == features.keys()
-    assert divided.stride() == EQUAL_ROWS
+    assert (divided.keys(), divided.stride()) == (features.keys(), EQUAL_ROWS)
     assert divided.length_per_key_or_none() == [3001, 0, 10]  # known to the host
     assert divided.lengths().dtype == features.lengths().dtype
     for key in features.keys():  # noqa: SIM118
         assert torch.equal(divided[key].values(), features[key].values())
-        rows = divided[key].lengths()
-        assert int(rows.sum()) == len(features[key].values())
-        assert int(rows.max()) - int(rows.min()) <= 1
     assert divided["item"].lengths().tolist() == [3] * (3001 - 2 * EQUAL_ROWS) + [2] * (3 * EQUAL_ROWS - 3001)
