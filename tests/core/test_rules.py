@@ -26,7 +26,6 @@ TWO = Valid(lambda value: len(value) == 2, "two of them")
     [
         (int, 3, None),
         (int, True, (None, True, "")),
-        (float, 3, None),
         (float, np.float64(3), None),
         (Path, "a", None),
         (Any, object, None),

@@ -7,37 +7,20 @@ import pytest
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import Manifest, read_manifest
+from evenrank.datasets.schema import read_manifest
 
-STATISTICS = Statistics(
-    split="user:0.3",
-    by="user",
-    events={"train": 9_000, "eval": 1_000},
-    users=300,
-    items=20,
-    first_ms=-1,
-    last_ms=86_399_999,
-    largest_day_ms=0,
-    largest_day_events=9_999,
-    hours_of_day=[6_000, *[0] * 22, 4_000],
-    bin_start_ms=0,
-    bin_width_ms=86_400_000,
-    bins=[1, 9_999],
-    ranks=[1, 20],
-    ranks_events=[7_500, 1],
-    top_events=7_500,
-    early_eval_events=0,
-    eval_items=10,
-    cold_items=0,
-    cold_item_events=0,
-    eval_users=90,
-    cold_users=90,
-)
+ALL: dict[str, Any] = {"split": "user:0.3", "by": "user", "events": {"train": 9_000, "eval": 1_000}, "users": 300}
+TIMES = {"first_ms": -1, "last_ms": 86_399_999, "largest_day_ms": 0, "largest_day_events": 9_999}
+BINS = {"hours_of_day": [6_000, *[0] * 22, 4_000], "bin_start_ms": 0, "bin_width_ms": 86_400_000, "bins": [1, 9_999]}
+ITEMS: dict[str, Any] = {"items": 20, "ranks": [1, 20], "ranks_events": [7_500, 1], "top_events": 7_500}
+COLD = {"early_eval_events": 0, "eval_items": 10, "cold_items": 0, "cold_item_events": 0}
+STATISTICS = Statistics(**ALL, **TIMES, **BINS, **ITEMS, **COLD, eval_users=90, cold_users=90)
 EARLY, COLD_ITEMS, COLD_USERS = "eval events before the newest train event", "cold items of eval", "cold users of eval"
 
 
 def test_statistics_are_described_in_words() -> None:
-    assert STATISTICS.describe() == {
+    described = STATISTICS.describe()
+    assert described == {
         "events": "10,000, each counted once",
         "users": "300",
         "items": "20",
@@ -52,16 +35,11 @@ def test_statistics_are_described_in_words() -> None:
         COLD_USERS: "90 of 90 (expected: the split is by user)",
     }
     without_eval = dataclasses.replace(STATISTICS, split="none", by="", events={"train": 10_000}).describe()
-    assert list(without_eval) == list(STATISTICS.describe())[:8]
-
-
-@pytest.mark.parametrize(
-    ("share", "shown"), [(None, ""), (0.0, ""), (0.5, "50 %"), (0.012345, "1.2 %"), (1e-6, "0.0001 %")]
-)
-def test_what_loaders_cut_off_is_described_with_its_share(share: float | None, shown: str) -> None:
-    line = dataclasses.replace(STATISTICS, cut_share=share).describe().get("cut off", "")
-    rest = " of train is before the newest 512 events of its rows, which loaders leave out (max_history_length)"
-    assert line == (shown and f"{shown}{rest}")
+    assert list(without_eval) == list(described)[:8]
+    for share, shown in ((None, ""), (0.0, ""), (0.5, "50 %"), (0.012345, "1.2 %"), (1e-6, "0.0001 %")):
+        line = dataclasses.replace(STATISTICS, cut_share=share).describe().get("cut off", "")
+        rest = " of train is before the newest 512 events of its rows, which loaders leave out (max_history_length)"
+        assert line == (shown and f"{shown}{rest}")
 
 
 @pytest.mark.parametrize(
@@ -86,28 +64,19 @@ def test_the_verdict_depends_on_the_split(by: str, label: str, count: int, verdi
     assert dataclasses.replace(STATISTICS, **changes).describe()[label].endswith(verdict)
 
 
-def _manifest(folder: Path, **options: Any) -> Manifest:
-    manifest = read_manifest(folder)
-    return dataclasses.replace(manifest, options={**manifest.options, **options})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"users": "3"},
-        {"users": None},
-        {"users": 0},
-        {"by": "item"},
-        {"last_ms": 1e300},
-        {"hours_of_day": [10_000]},
-        {"bins": [1]},
-        {"more": 1},
-        {"events": 10_000},
-    ],
+WRONG: tuple[dict[str, Any], ...] = (
+    *({"users": users} for users in ("3", None, 0)),
+    *({"by": "item"}, {"last_ms": 1e300}, {"hours_of_day": [1]}, {"bins": [1]}, {"more": 1}, {"events": 10_000}),
 )
-def test_malformed_statistics_are_refused(small_dataset: Path, wrong: dict[str, Any]) -> None:
-    right = dataclasses.asdict(STATISTICS)
-    assert read_statistics(_manifest(small_dataset, statistics=json.loads(json.dumps(right)))) == STATISTICS
-    for statistics in ({**right, **wrong}, None, {}):
+
+
+def test_malformed_statistics_are_refused(small_dataset: Path) -> None:
+    manifest, right = read_manifest(small_dataset), json.loads(json.dumps(dataclasses.asdict(STATISTICS)))
+
+    def read(statistics: Any) -> Statistics:
+        return read_statistics(dataclasses.replace(manifest, options={**manifest.options, "statistics": statistics}))
+
+    assert read(right) == STATISTICS
+    for statistics in (None, {}, *({**right, **wrong} for wrong in WRONG)):
         with pytest.raises(DataError, match=r"the manifest of synthetic has no valid statistics .*; preprocess the"):
-            read_statistics(_manifest(small_dataset, statistics=statistics))
+            read(statistics)

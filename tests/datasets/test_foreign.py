@@ -1,8 +1,5 @@
 import datetime
-import multiprocessing
-import os
-import pickle
-from itertools import chain, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.core.errors import DataError
 from evenrank.datasets import open_store
 
 COLUMNS = {"item_id": "movies", "user_id": "uid", "timestamp_ms": "ts", "action": "stars", "shop": "shop", "age": "age"}
@@ -23,16 +19,9 @@ ROWS = [
     {"uid": -5, "movies": [], "ts": [], "stars": [], "shop": [], "age": 0, "x": "b"},
     {"uid": 9, "movies": [5], "ts": [5], "stars": [0], "shop": [2**40], "age": 41, "x": "c"},
 ]
+LISTS = {"ts": pa.list_(pa.int64()), "stars": pa.list_(pa.int8()), "shop": pa.list_(pa.int64())}
 SCHEMA = pa.schema(
-    {
-        "uid": pa.int64(),
-        "movies": pa.large_list(pa.uint16()),
-        "ts": pa.list_(pa.int64()),
-        "stars": pa.list_(pa.int8()),
-        "shop": pa.list_(pa.int64()),
-        "age": pa.int16(),
-        "x": pa.string(),
-    }
+    {"uid": pa.int64(), "movies": pa.large_list(pa.uint16()), **LISTS, "age": pa.int16(), "x": pa.string()}
 )
 
 
@@ -65,34 +54,25 @@ def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(folder: Path)
     assert store.manifest.vocabulary_sizes == {"user_id": 10, "item_id": 6, "action": 4, "age": 42}
     assert store.manifest.splits["train"].lengths["max"] == 3
     assert isinstance(store.columns["item_id"].base, np.memmap)
-    assert repr(store) == (
-        f"SequenceStore('{folder}', split='train', 3 rows, 4 events: item_id, action, timestamp_ms, shop; context: age)"
-    )
+    known = f"SequenceStore('{folder}', split='train', 3 rows, 4 events: item_id, action, timestamp_ms"
+    assert repr(store) == f"{known}, shop; context: age)"
+    least = open_store(folder, "all", columns={"item_id": "movies"})
+    assert least.columns["user_id"].tolist() == [0, 1, 2]
+    assert least.columns["action"].tolist() == least.columns["timestamp_ms"].tolist() == [0] * 4
+    assert repr(least) == f"{known})".replace("train", "all")
 
 
-def test_only_items_are_needed_and_rows_are_numbered(folder: Path) -> None:
-    store = open_store(folder, "all", columns={"item_id": "movies"})
-    assert store.columns["user_id"].tolist() == [0, 1, 2]
-    assert store.columns["action"].tolist() == store.columns["timestamp_ms"].tolist() == [0] * 4
-    assert repr(store) == f"SequenceStore('{folder}', split='all', 3 rows, 4 events: item_id, action, timestamp_ms)"
-
-
-def test_timestamps_of_arrow_become_milliseconds(tmp_path: Path) -> None:
-    times = pa.array([[datetime.datetime(1970, 1, 2)], None], pa.list_(pa.timestamp("us")))
-    pq.write_table(pa.table({"i": pa.array([[1], None], pa.list_(pa.int32())), "t": times}), tmp_path / "a.parquet")
-    store = open_store(tmp_path, columns={"item_id": "i", "timestamp_ms": "t"})
-    assert store.columns["timestamp_ms"].tolist() == [86_400_000]
-    assert store.lengths.tolist() == [1, 0]  # a null list is an empty one
-
-
-def test_lists_of_a_fixed_size_are_lists(tmp_path: Path) -> None:
+def test_timestamps_missing_lists_and_lists_of_a_fixed_size_are_read(tmp_path: Path) -> None:
+    times = pa.array([[datetime.datetime(1970, 1, 2)] * 2, None, [datetime.datetime(1970, 1, 3)] * 2])
     items = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))
     seconds = pa.array([[0.5, None], None, [1, 2]], pa.list_(pa.float64(), 2))
-    pq.write_table(pa.table({"i": items, "s": seconds}), tmp_path / "a.parquet")
-    store = open_store(tmp_path, columns={"item_id": "i", "seconds": "s"})
+    table = pa.table({"i": items, "s": seconds, "t": times.cast(pa.list_(pa.timestamp("us")))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    store = open_store(tmp_path, columns={"item_id": "i", "seconds": "s", "timestamp_ms": "t"})
     assert store.lengths.tolist() == [2, 0, 2]
     assert store.columns["item_id"].tolist() == [1, 2, 3, 4]
     assert store.columns["seconds"].tolist() == [0.5, 0, 1, 2]  # a missing number is 0
+    assert store.columns["timestamp_ms"].tolist() == [86_400_000] * 2 + [2 * 86_400_000] * 2
 
 
 @given(
@@ -108,60 +88,20 @@ def test_rows_are_those_of_the_files_in_order(
         lists = pa.array(rows[first : first + rows_per_file], pa.list_(pa.int64()))
         pq.write_table(pa.table({"i": lists}), folder / f"{number:03}.parquet", row_group_size=rows_per_group)
     store = open_store(folder, columns={"item_id": "i"})
-    items, offsets = store.columns["item_id"], store.offsets
-    assert [items[a:b].tolist() for a, b in pairwise(offsets)] == rows
+    assert [store.columns["item_id"][a:b].tolist() for a, b in pairwise(store.offsets)] == rows
     assert store.columns["user_id"].tolist() == list(range(len(rows)))
 
 
 def test_the_hash_is_of_the_files_and_the_columns(folder: Path) -> None:
-    hashes = {open_store(folder, columns=columns).manifest.content_hash for columns in (COLUMNS, COLUMNS)}
     swapped = COLUMNS | {"timestamp_ms": "shop", "shop": "ts"}
-    hashes.add(open_store(folder, columns=swapped).manifest.content_hash)
+    hashes = {open_store(folder, columns=names).manifest.content_hash for names in (COLUMNS, COLUMNS, swapped)}
     assert len(hashes) == 2
-    entries = set((folder / ".cache").iterdir())
     _write(folder / "date=2/a.parquet", [ROWS[2] | {"stars": [3]}])
     changed = open_store(folder, columns=COLUMNS)
     assert changed.columns["action"].tolist() == [1, 2, 3, 3]
     assert changed.manifest.content_hash not in hashes
-    assert set((folder / ".cache").iterdir()) > entries
     moved = folder.rename(folder.parent / "moved")
     assert open_store(moved, columns=COLUMNS).manifest.content_hash == changed.manifest.content_hash
-
-
-def _sum(data: bytes, results: "multiprocessing.Queue[tuple[int, int]]") -> None:
-    store = pickle.loads(data)
-    results.put((int(store.columns["item_id"].sum()), os.stat(store.columns["item_id"].base.filename).st_ino))
-
-
-def test_other_processes_map_the_same_file(folder: Path) -> None:
-    store = open_store(folder, columns=COLUMNS)
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[int, int]] = context.Queue()
-    process = context.Process(target=_sum, args=(pickle.dumps(store), results))
-    process.start()
-    inode = os.stat(store.columns["item_id"].base.filename).st_ino  # type: ignore[union-attr]
-    assert results.get(timeout=240) == (13, inode)
-    process.join()
-
-
-def test_a_loader_resumes_exactly(tmp_path: Path) -> None:
-    rows = [{"i": [*range(1, 3 + n % 5)], "age": n} for n in range(40)]
-    _write(tmp_path / "a.parquet", rows, None)
-    config = LoaderConfig(batch_size=4, max_history_length=8)
-
-    def batches(state: dict[str, Any] | None = None, until: int | None = None) -> tuple[list[list[int]], Any]:
-        columns = {"item_id": "i", "age": "age"}
-        loader = build_loader(open_store(tmp_path, "mine", columns=columns), config, rank=0, world_size=1)
-        if state is not None:
-            loader.load_state_dict(state)
-        taken = [batch.sample_ids.tolist() for batch in islice(loader, until)]
-        return taken, loader.state_dict()
-
-    whole, _ = batches()
-    first, state = batches(until=3)
-    rest, _ = batches(state)
-    assert sorted(chain.from_iterable(whole)) == list(range(40))
-    assert first + rest == whole
 
 
 @pytest.mark.parametrize(
@@ -173,11 +113,11 @@ def test_a_loader_resumes_exactly(tmp_path: Path) -> None:
         ({"item_id": "ts"}, "column 'ts' (item_id) must have integers, from 0 if they are ids, it has -4; `even"),
         (
             {"item_id": "floats"},
-            "column 'floats' (item_id) must have integers, from 0 if they are ids, it has 0 nulls and type double;",
+            "(item_id) must have integers, from 0 if they are ids, it has 0 nulls and type double;",
         ),
         (
             {"item_id": "movies", "shop": "name"},
-            "column 'name' (shop) must have integers, from 0 if they are ids, it has 0 nulls and",
+            "(shop) must have integers, from 0 if they are ids, it has 0 nulls and",
         ),
     ],
 )
@@ -191,31 +131,29 @@ def test_a_fault_names_the_file_and_the_column(tmp_path: Path, columns: dict[str
     with pytest.raises(DataError) as raised:
         open_store(tmp_path, columns=columns)
     assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).isprintable()
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(1_600_000_001.0, "double"), (-(2.0**24), "double"), (np.inf, "float")])
-def test_floats_that_would_be_rounded_or_are_not_finite_are_refused(tmp_path: Path, value: float, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("values", "dtype", "is_read"),
+    [
+        ([2.0**24 - 1, 0.1], pa.float64(), True),
+        ([1_600_000_000.0], pa.float32(), True),
+        ([1_600_000_001.0], pa.float64(), False),
+        ([-(2.0**24)], pa.float64(), False),
+        ([np.inf], pa.float32(), False),
+    ],
+)
+def test_floats_that_would_be_rounded_or_are_not_finite_are_refused(
+    tmp_path: Path, values: list[float], dtype: pa.DataType, is_read: bool
+) -> None:
+    table = pa.table({"item": [[1] * len(values)], "seen": pa.array([values], pa.list_(dtype))})
+    pq.write_table(table, tmp_path / "a.parquet")
     columns = {"item_id": "item", "watched": "seen"}
-    for values, type_ in (([2.0**24 - 1, 0.1], "double"), ([1_600_000_000.0], "float"), ([value], dtype)):
-        seen = pa.array([values], pa.list_(pa.type_for_alias(type_)))
-        pq.write_table(pa.table({"item": [[1] * len(values)], "seen": seen}), tmp_path / "a.parquet")
-        if values == [value]:
-            with pytest.raises(
-                DataError, match=r"a\.parquet: column 'seen' \(watched\) has .*, not finite or from 2\^24 on"
-            ):
-                open_store(tmp_path, columns=columns)
-        else:
-            assert (
-                open_store(tmp_path, columns=columns).columns["watched"].tolist()
-                == np.array(values, np.float32).tolist()
-            )
-
-
-def test_columns_need_items_and_a_folder_needs_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"columns must name the column of item_id, they have user_id$"):
-        open_store(tmp_path, columns={"user_id": "uid"})
-    with pytest.raises(ConfigError, match="no feature can be called 'label'"):
-        open_store(tmp_path, columns={"item_id": "movies", "label": "x"})
-    with pytest.raises(DataError, match="has no Parquet files; pass a folder"):
-        open_store(tmp_path, columns={"item_id": "movies"})
+    if is_read:
+        watched = open_store(tmp_path, columns=columns).columns["watched"]
+        assert watched.tolist() == np.array(values, np.float32).tolist()
+    else:
+        fault = r"a\.parquet: column 'seen' \(watched\) has .*, not finite or from 2\^24 on"
+        with pytest.raises(DataError, match=fault):
+            open_store(tmp_path, columns=columns)

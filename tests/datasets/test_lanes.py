@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from evenrank.datasets.lanes import LaneOrder, radical_inverses
 from evenrank.datasets.stream import StreamConfig
 
-Ints = NDArray[np.int64]
 ORDERS = st.builds(LaneOrder, st.integers(0, 3000), lanes=st.integers(1, 70), window_rows=st.integers(1, 20))
 SEEDS = st.fixed_dictionaries({"seed": st.integers(-3, 1 << 40), "epoch": st.integers(0, 5)})
 
 
 @given(ORDERS, SEEDS, st.lists(st.tuples(st.integers(1, 100), st.integers(1, 9), st.integers(0, 20)), max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_chains_of_stops_on_1_to_100_ranks_have_each_row_once(
     order: LaneOrder, seed: dict[str, int], chain: list[tuple[int, int, int]]
 ) -> None:
@@ -32,8 +30,8 @@ def test_chains_of_stops_on_1_to_100_ranks_have_each_row_once(
         for _ in range(steps):
             positions = np.arange(position, min(num_rows, position + world_size * batch_size))
             shares = [order.share(positions, rank, world_size) for rank in range(world_size)]
-            assert max(map(len, shares)) <= batch_size
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+            sizes = [*map(len, shares)]
+            assert max(sizes) <= min(batch_size, min(sizes) + 1)
             assert sorted(np.concatenate(shares).tolist()) == positions.tolist()
             position += len(positions)
             if position == num_rows:
@@ -41,12 +39,11 @@ def test_chains_of_stops_on_1_to_100_ranks_have_each_row_once(
 
 
 @given(ORDERS, SEEDS)
-@settings(deadline=None)
 def test_the_rows_of_a_window_are_where_its_spans_have_them(order: LaneOrder, seed: dict[str, int]) -> None:
-    position, lanes = 0, np.arange(order.num_lanes)
+    position = 0
     while position < order.num_samples:
         window = order.window(position)
-        rows, places, spans = order.window_of(window, lanes, **seed)
+        rows, places, spans = order.window_of(window, np.arange(order.num_lanes), **seed)
         read = np.concatenate([np.arange(span.first, span.end) for span in spans])
         at = order.places(window, np.arange(window.first, window.end))
         assert read[places[at]].tolist() == rows[at].tolist()
@@ -88,8 +85,6 @@ def test_ranks_read_few_rows_more_than_once(batch_size: int) -> None:
     default = StreamConfig()
     order = LaneOrder(1 << 18, lanes=default.lanes, window_rows=default.window_rows)
     assert order.num_lanes == default.lanes
-    for world_size in range(1, 25):
+    for world_size in (1, 2, 3, 5, 8, 13, 16, 24):
         read = _read(order, world_size, batch_size, stop=2 * default.lanes * default.window_rows)
-        assert read <= 1.25
-        if math.log2(world_size * batch_size) % 1 == 0:
-            assert read == 1
+        assert read == 1 if math.log2(world_size * batch_size) % 1 == 0 else read <= 1.25

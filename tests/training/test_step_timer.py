@@ -20,61 +20,64 @@ from tests.ranks import RankPool
 OTHERS = 100.0  # seconds of what is between two steps and counts as computing, such as of the optimizer
 
 
-class _Time:
+class Time:
     """A clock that only the code below advances."""
 
     now = 0.0  # seconds
 
 
 @contextlib.contextmanager
-def _slow_time() -> Iterator[None]:
-    _Time.now = 0.0
-    clock = SimpleNamespace(perf_counter=lambda: _Time.now)
-    with mock.patch("evenrank.training.step_timer.time", clock):
+def slow_time() -> Iterator[None]:
+    Time.now = 0.0
+    with mock.patch("evenrank.training.step_timer.time", SimpleNamespace(perf_counter=lambda: Time.now)):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _own_time() -> Iterator[None]:
-    with _slow_time():
+    with slow_time():
         yield
 
 
-class _Timed(torch.autograd.Function):
+class Timed(torch.autograd.Function):
     """Passes values and gradients on, which takes a time in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.backward_seconds = backward
-        _Time.now += forward
+        Time.now += forward
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        _Time.now += ctx.backward_seconds
+        Time.now += ctx.backward_seconds
         return gradients[0], None, None
 
 
-def _loss(model: nn.Module, forward: float, backward: float) -> Tensor:
-    loss: Tensor = model(_Timed.apply(torch.ones(2, 3, requires_grad=True), forward, backward)).sum()  # type: ignore[no-untyped-call]
-    return loss
+def _timed(forward: float, backward: float, x: Tensor | None = None) -> Tensor:
+    x = torch.ones(2, 3, requires_grad=True) if x is None else x
+    timed: Tensor = Timed.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return timed
 
 
-def _spans(steps: list[StepMetrics]) -> list[Any]:
-    """Return the seconds of each rank to compute and to wait in each step; None where it was not measured."""
+Spans = list[tuple[int, tuple[list[float], list[float]] | None]]
+
+
+def _spans(steps: list[StepMetrics]) -> Spans:
+    """Return each step, and the seconds of each rank to compute and to wait in it; None where it was not measured."""
     return [
-        None
-        if metrics.compute_seconds is None or metrics.wait_seconds is None
-        else (metrics.compute_seconds.tolist(), metrics.wait_seconds.tolist())
-        for metrics in steps
+        (each.step, None)
+        if each.compute_seconds is None or each.wait_seconds is None
+        else (each.step, (each.compute_seconds.tolist(), each.wait_seconds.tolist()))
+        for each in steps
     ]
 
 
 def _step(timer: StepTimer, number: int, *, compute: float, wait: float) -> None:
-    timer(step(number))
-    _Time.now += compute
+    timer(step(number, before=(6,), after=(5,)))
+    Time.now += compute
     with timer.waiting():
-        _Time.now += wait
+        Time.now += wait
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 50])
@@ -84,43 +87,25 @@ def test_a_step_has_the_time_to_compute_and_that_to_wait(every: int) -> None:
         for number in range(5):
             assert len(written) == number // every * every
             _step(timer, number, compute=number + 1, wait=0.5)
-    assert [metrics.step for metrics in written] == [0, 1, 2, 3, 4]
-    assert _spans(written) == [None, *(([number + 1], [0.5]) for number in range(1, 5))]
+    assert _spans(written) == [(0, None), *((number, ([number + 1], [0.5])) for number in range(1, 5))]
     assert summarize(written).measured_steps == 4
 
 
-def test_computing_is_all_from_one_step_to_the_last_gradient_of_the_next() -> None:
+@pytest.mark.parametrize(("within", "compute", "wait"), [(False, OTHERS + 9, 0), (True, OTHERS + 4, 5)])
+def test_computing_is_all_from_one_step_to_the_last_gradient_of_the_next_or_to_that_of_a_tensor(
+    within: bool, compute: float, wait: float
+) -> None:
     written: list[StepMetrics] = []
     model, timer = nn.Linear(3, 1), StepTimer(written.append)
     for number in range(3):
         timer(step(number))
-        loss = _loss(model, forward=1, backward=2)
-        timer.watch(loss)
-        loss.backward()
-        _Time.now += OTHERS
-    timer.close()
-    assert _spans(written) == [None, *[([OTHERS + 3], [0])] * 2]
-
-
-def test_computing_may_end_with_the_gradient_of_a_tensor_within_the_backward_pass() -> None:
-    written: list[StepMetrics] = []
-    model, timer = nn.Linear(3, 1), StepTimer(written.append)
-    for number in range(3):
-        timer(step(number))
-        embeddings = _Timed.apply(torch.ones(2, 3, requires_grad=True), 1, 5)  # type: ignore[no-untyped-call]
-        loss = model(_Timed.apply(embeddings, 1, 2)).sum()  # type: ignore[no-untyped-call]
-        timer.watch(loss, until=embeddings)
+        embeddings = _timed(1, 5)
+        loss = model(_timed(1, 2, embeddings)).sum()
+        timer.watch(loss, until=embeddings) if within else timer.watch(loss)
         loss.backward()  # 2 seconds until the gradient of the embeddings, then 5 of their exchange
-        _Time.now += OTHERS
+        Time.now += OTHERS
     timer.close()
-    assert _spans(written) == [None, *[([OTHERS + 4], [5])] * 2]
-
-
-def _kept_step(timer: StepTimer, number: int) -> None:
-    timer(step(number, before=(6,), after=(5,)))
-    _Time.now += number
-    with timer.waiting():
-        _Time.now += 1
+    assert _spans(written) == [(0, None), *((number, ([compute], [wait])) for number in (1, 2))]
 
 
 def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
@@ -130,7 +115,7 @@ def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
     assert timer.takes_steps
     assert timer.kept().seconds.shape == (0, 1)
     for number in range(8):
-        _kept_step(timer, number)
+        _step(timer, number, compute=number, wait=1)
         if number == 4:
             timer.restart()
     kept = timer.kept()
@@ -139,43 +124,29 @@ def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
     assert kept.tokens.tolist() == kept.squares.tolist() == [[1]] * 3
     timer.keep(1, world_size=1)  # for another loader
     assert len(timer.kept().seconds) == 0
-    _kept_step(timer, 8)
-    _kept_step(timer, 9)
+    for number in (8, 9):
+        _step(timer, number, compute=number, wait=1)
     assert timer.kept().seconds.tolist() == [[9]]
-
-
-def test_times_that_fit_no_step_are_not_kept() -> None:
-    timer = StepTimer(every=1)
-    with timer.waiting():
+    used = StepTimer(every=1)
+    with used.waiting():
         pass
     with pytest.raises(ConfigError, match="the StepTimer was used before, without writers; create another one for"):
-        timer.keep(3, world_size=1)
-    message = "steps are balanced over 2 ranks, but the StepTimer measures 1; pass both the same group"
-    with pytest.raises(ConfigError, match=message):
-        StepTimer().keep(3, world_size=2)
+        used.keep(3, world_size=1)
 
 
-def test_a_step_after_an_interruption_is_not_measured() -> None:
+def test_a_step_after_an_interruption_is_not_measured_and_a_batch_left_untrained_is_not_written() -> None:
     written: list[StepMetrics] = []
     with StepTimer(written.append, every=2) as timer:
-        for number in range(5):
-            _step(timer, number, compute=1, wait=1)
-            if number == 2:
-                _Time.now += OTHERS
-                timer.restart()
-    assert [spans is not None for spans in _spans(written)] == [False, True, True, False, True]
-
-
-def test_a_batch_that_an_iteration_leaves_untrained_is_not_written() -> None:
-    written: list[StepMetrics] = []
-    with StepTimer(written.append) as timer:
         for epoch in range(2):
             for number in range(3):
                 _step(timer, number, compute=10 * epoch + number, wait=0)
+                if (epoch, number) == (1, 1):
+                    Time.now += OTHERS
+                    timer.restart()
             timer(step(3))  # handed out, but the loop ends
             timer.drop_untrained()
-    assert [metrics.step for metrics in written] == [0, 1, 2, 0, 1, 2]
-    assert _spans(written)[1:] == [([1], [0]), ([2], [0]), ([10], [0]), ([11], [0]), ([12], [0])]
+    of_first: Spans = [(0, None), (1, ([1], [0])), (2, ([2], [0]))]
+    assert _spans(written) == [*of_first, (0, ([10], [0])), (1, ([11], [0])), (2, None)]
 
 
 def test_steps_are_matched_where_batches_are_handed_out_ahead() -> None:
@@ -184,16 +155,15 @@ def test_steps_are_matched_where_batches_are_handed_out_ahead() -> None:
         for number in range(3):
             timer(step(number))
         for number in range(6):
-            _Time.now += number
+            Time.now += number
             with timer.waiting():
                 pass
             if number < 3:
                 timer(step(number + 3))
-    assert [metrics.step for metrics in written] == list(range(6))
-    assert _spans(written)[1:] == [([number], [0]) for number in range(1, 6)]
+    assert _spans(written) == [(0, None), *((number, ([number], [0])) for number in range(1, 6))]
 
 
-def test_all_writers_get_the_options_and_steps_and_closing_twice_writes_once() -> None:
+def test_all_writers_get_the_options_and_steps_once_unless_the_loop_fails() -> None:
     class Writer(list[StepMetrics]):
         options: Any = None
 
@@ -202,7 +172,7 @@ def test_all_writers_get_the_options_and_steps_and_closing_twice_writes_once() -
 
         __call__ = list.append
 
-    first, second, plain = Writer(), Writer(), []  # type: ignore[var-annotated]
+    first, second, plain = Writer(), Writer(), list[StepMetrics]()
     timer = StepTimer(first, plain.append, second)
     timer.begin({"strategy": "none"})
     assert first.options == second.options == {"strategy": "none"}
@@ -211,38 +181,34 @@ def test_all_writers_get_the_options_and_steps_and_closing_twice_writes_once() -
     timer.close()
     assert first == second == plain
     assert len(plain) == 1
-
-
-def test_an_error_in_the_loop_writes_nothing_more() -> None:
-    written: list[StepMetrics] = []
-    timer = StepTimer(written.append)
-    _step(timer, 0, compute=1, wait=1)
-    with pytest.raises(ValueError, match="of the job"), timer:
+    failing = StepTimer(plain.append)
+    _step(failing, 1, compute=1, wait=1)
+    with pytest.raises(ValueError, match="of the job"), failing:
         raise ValueError("of the job")
-    assert written == []
+    assert len(plain) == 1
 
 
-def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
-        StepTimer(every=0)
+def test_times_are_read_when_the_device_has_passed_them() -> None:
     written: list[StepMetrics] = []
-    timer = StepTimer(written.append)
-    with pytest.raises(ConfigError, match=r"the loss requires no gradient, .* use waiting\(\) instead"):
-        timer.watch(torch.ones(()))
-    monkeypatch.setattr(step_timer, "_MAX_UNTRAINED", 3)
-    for number in range(3):
-        timer(step(number))
-    with pytest.raises(ConfigError, match=r"4 steps were taken and not measured; call watch\(loss\) or waiting\(\) in"):
-        timer(step(3))
+    passed, timer = 0.0, StepTimer(written.append, every=2)
+    with mock.patch.object(timer._clock, "has_passed", lambda mark: mark <= passed):
+        for number in range(7):
+            _step(timer, number, compute=1, wait=1)
+            assert len(written) == 0
+        passed = 9.0  # which is in the fifth step, so that two blocks are complete
+        _step(timer, 7, compute=1, wait=1)
+        assert [metrics.step for metrics in written] == [0, 1, 2, 3]
+    timer.close()
+    assert _spans(written) == [(0, None), *((number, ([1], [1])) for number in range(1, 8))]
 
 
-def _train(rank: int, world_size: int, every: int) -> list[tuple[int, Any]]:
+def _train(rank: int, world_size: int, every: int) -> Spans:
     """Train with DDP, where each rank computes for a second more than the one before; return the steps written."""
     written: list[StepMetrics] = []
     model = DistributedDataParallel(nn.Linear(3, 1, bias=False))
 
     def wait() -> None:
-        _Time.now += world_size - 1 - rank  # until the slowest rank is there
+        Time.now += world_size - 1 - rank  # until the slowest rank is there
 
     def all_reduce(
         state: object,
@@ -254,7 +220,7 @@ def _train(rank: int, world_size: int, every: int) -> list[tuple[int, Any]]:
         return reduced
 
     model.register_comm_hook(None, all_reduce)
-    with _slow_time(), mock.patch.multiple(dist, all_gather=None, all_reduce=None, barrier=None, broadcast=None):
+    with slow_time(), mock.patch.multiple(dist, all_gather=None, all_reduce=None, barrier=None, broadcast=None):
         timer = StepTimer(written.append, every=every)
         gradients: list[Any] = []
         release = timer._release
@@ -266,12 +232,12 @@ def _train(rank: int, world_size: int, every: int) -> list[tuple[int, Any]]:
         with mock.patch.object(timer, "_release", watched_release):
             for number in range(5):
                 timer(step(number))
-                loss = _loss(model, forward=1, backward=2 + rank)
+                loss = model(_timed(1, 2 + rank)).sum()
                 timer.watch(loss)
                 loss.backward()
                 assert gradients[-1].tolist() == [[7, 7, 7]]  # DDP was done when the wait ended
         timer.close()
-    return [(metrics.step, spans) for metrics, spans in zip(written, _spans(written), strict=True)]
+    return _spans(written)
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, 1), (3, 2), (3, 50)])
@@ -283,33 +249,28 @@ def test_the_slowest_rank_computes_longest_and_the_others_wait(ranks: RankPool, 
     assert written == [(0, None), *((number, (compute, wait)) for number in range(1, 5))]
 
 
-def _manual(rank: int, world_size: int, every: int, steps: dict[int, int]) -> list[tuple[int, Any]]:
-    written: list[StepMetrics] = []
-    with _slow_time(), StepTimer(written.append, every=every) as timer:
-        for number in range(steps[rank]):
-            _step(timer, number, compute=1 + rank, wait=1 - rank)
-    return [(metrics.step, spans) for metrics, spans in zip(written, _spans(written), strict=True)]
+Job = tuple[tuple[int, int], tuple[int, int]]  # of each rank, the interval and the number of steps
 
 
-@pytest.mark.parametrize("every", [1, 2, 4])
-@pytest.mark.parametrize("steps", [{0: 4, 1: 4}, {0: 5, 1: 3}, {0: 3, 1: 8}, {0: 0, 1: 2}, {0: 2, 1: 0}])
-def test_ranks_with_different_numbers_of_steps_end_with_those_in_common(
-    ranks: RankPool, every: int, steps: dict[int, int]
-) -> None:
-    written, others = ranks.run(2, _manual, every, steps)
-    assert others == []  # only rank 0 calls writers
-    common = min(steps.values())
-    assert written == [(number, ([1, 2], [1, 0]) if number else None) for number in range(common)]
+def _manual(rank: int, world_size: int, jobs: list[Job]) -> list[Spans]:
+    found = []
+    for every, steps in jobs:
+        written: list[StepMetrics] = []
+        with slow_time(), StepTimer(written.append, every=every[rank]) as timer:
+            for number in range(steps[rank]):
+                _step(timer, number, compute=1 + rank, wait=1 - rank)
+        found.append(_spans(written))
+    return found
 
 
-def _with_every(rank: int, world_size: int, every: dict[int, int]) -> list[tuple[int, Any]]:
-    return _manual(rank, world_size, every[rank], {0: 40, 1: 40})
-
-
-@pytest.mark.parametrize("every", [{0: 3, 1: 50}, {0: 50, 1: 3}, {0: 7, 1: 5}], ids=str)
-def test_ranks_may_have_been_given_other_intervals(ranks: RankPool, every: dict[int, int]) -> None:
-    written, _ = ranks.run(2, _with_every, every)
-    assert written == [(number, ([1, 2], [1, 0]) if number else None) for number in range(40)]
+def test_ranks_with_other_numbers_of_steps_and_intervals_end_with_the_steps_in_common(ranks: RankPool) -> None:
+    steps = [(4, 4), (5, 3), (3, 8), (0, 2), (2, 0)]
+    jobs: list[Job] = [((every, every), of_ranks) for every in (1, 2, 4) for of_ranks in steps]
+    jobs += [(every, (40, 40)) for every in ((3, 50), (50, 3), (7, 5))]
+    written, others = ranks.run(2, _manual, jobs)
+    assert others == [[]] * len(jobs)  # only rank 0 calls writers
+    for found, (_, of_ranks) in zip(written, jobs, strict=True):
+        assert found == [(number, ([1, 2], [1, 0]) if number else None) for number in range(min(of_ranks))]
 
 
 def _subgroup(rank: int, world_size: int) -> Any:
@@ -317,7 +278,7 @@ def _subgroup(rank: int, world_size: int) -> Any:
     if rank == 0:
         return None
     written: list[StepMetrics] = []
-    with _slow_time():
+    with slow_time():
         for _ in range(2):  # timers of a group do not get each other's times
             timer = StepTimer(written.append, every=1, group=group)
             for number in range(2):
@@ -328,36 +289,26 @@ def _subgroup(rank: int, world_size: int) -> Any:
 
 
 def test_times_are_those_of_the_group(ranks: RankPool) -> None:
-    expected = [None, ([1, 2], [0, 0])]
+    expected = [(0, None), (1, ([1, 2], [0, 0]))]
     assert ranks.run(3, _subgroup) == [None, expected * 2, []]
 
 
-def _lost(rank: int, world_size: int) -> str:
+def _lost(rank: int, world_size: int) -> None:
     with mock.patch.object(step_timer, "_STORE_TIMEOUT", timedelta(seconds=1)):
         timer = StepTimer()
         if rank == 0:
-            with pytest.raises(RankLostError) as raised:
+            with pytest.raises(RankLostError, match=r"^the process group does not respond \(no answer within 1 s\)"):
                 timer.close()
-            return str(raised.value)
-    return ""
 
 
 def test_a_rank_that_never_closes_is_lost_after_a_while(ranks: RankPool) -> None:
-    message, _ = ranks.run(2, _lost)
-    assert message.startswith("the process group does not respond (no answer within 1 s)")
+    ranks.run(2, _lost)
 
 
-def test_times_are_read_when_the_device_has_passed_them() -> None:
-    written: list[StepMetrics] = []
-    passed = 0.0
-    timer = StepTimer(written.append, every=2)
-    with mock.patch.object(timer._clock, "has_passed", lambda mark: mark <= passed):
-        for number in range(7):
-            _step(timer, number, compute=1, wait=1)
-            assert len(written) == 0
-        passed = 9.0  # which is in the fifth step, so that two blocks are complete
-        _step(timer, 7, compute=1, wait=1)
-        assert [metrics.step for metrics in written] == [0, 1, 2, 3]
-    timer.close()
-    assert len(written) == 8
-    assert _spans(written)[1:] == [([1], [1])] * 7
+def test_steps_that_are_never_measured_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_timer, "_MAX_UNTRAINED", 3)
+    timer = StepTimer(list[StepMetrics]().append)
+    for number in range(3):
+        timer(step(number))
+    with pytest.raises(ConfigError, match=r"4 steps were taken and not measured; call watch\(loss\) or waiting\(\) in"):
+        timer(step(3))
