@@ -113,14 +113,6 @@ def _resume(rank: int, world_size: int, path: Path, folder: Path, store: Path | 
     return job.train(3)
 
 
-def _begin_twice(rank: int, world_size: int, path: Path, folder: Path) -> tuple[list[Step], list[Step]]:
-    """Train from the beginning, and from a checkpoint before the first step."""
-    first, second = Job(rank, world_size, path), Job(rank, world_size, path)
-    save_dmp(folder, first.model, first.optimizer, {})
-    assert load_dmp(folder, second.model, second.optimizer) == {}
-    return first.train(3), second.train(3)
-
-
 def _fail(rank: int, world_size: int, path: Path, folder: Path, how: str) -> None:
     job = Job(rank, world_size, path)
     optimizer: Any = job.optimizer
@@ -187,13 +179,6 @@ def test_on_gpus_a_job_goes_on_with_tables_moments_learning_rates_and_data(
         resumed_samples, resumed = _of_all_ranks(gpu_ranks.run(world_size, _resume, small_dataset, folder, store))
         assert resumed_samples == samples
         assert resumed == pytest.approx(losses, rel=1e-5)
-
-
-def test_an_optimizer_that_has_not_stepped_is_saved_as_it_is(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
-    ((first, second),) = ranks.run(1, _begin_twice, small_dataset, tmp_path / "checkpoint")
-    assert first == second
 
 
 @pytest.mark.parametrize(
