@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader import LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
+from evenrank.dataloader import LoaderConfig, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import accumulate
 from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, Model, balance, environment_of, ids_of
@@ -157,50 +157,6 @@ def test_resuming_other_steps_is_refused(ranks: RankPool, small_dataset: Path, t
     assert at_end.startswith("the checkpoint is after 0 batches of epoch 1, 9 steps here after 0 of epoch 3; resume ")
     assert skip.startswith("ignore_data_skip makes the Trainer lose count")
     assert without.startswith("the checkpoint has no state of a loader")
-
-
-class _Recorded:
-    """A loader that counts the epochs that have ended."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.num_ended = loader, 0
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
-        self.num_ended += 1
-
-
-def _pull(
-    rank: int, world_size: int, path: Path, folder: Path, balancing: BalanceConfig, order: Any, has_exchange: bool
-) -> tuple[int, int]:
-    """Pull as many batches as 20 epochs should have; return how many epochs have ended, and the samples of one."""
-    config = LoaderConfig(batch_size=16, max_history_length=60, max_num_candidates=1, order=order)
-    balance = None if has_exchange else balancing
-    batches: Any = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
-    loader = _Recorded(Balancer(batches, balancing) if has_exchange else batches)
-    with _job(rank, world_size):
-        trainer = _trainer(Run(), _arguments(folder, 16), train_dataset=loader)
-        inputs = trainer.get_train_dataloader()
-        for _ in range(20):
-            iterator = iter(inputs)
-            for _ in range(len(inputs)):
-                next(iterator)
-        return loader.num_ended, trainer.num_examples(inputs)
-
-
-def test_epochs_end_with_the_last_batch_that_the_trainer_pulls_and_those_of_other_lengths_are_refused(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
-    plain, packed = BalanceConfig(cost=COST), BalanceConfig(cost=COST, pack=True, max_tokens_per_rank=100)
-    assert ranks.run(2, _pull, small_dataset, tmp_path, plain, "shuffle", False) == [(20, 7 * 2 * 16)] * 2
-    windows = TimeWindows(every="2w")
-    for balancing, order, has_exchange in ((packed, "shuffle", False), (plain, windows, False), (plain, windows, True)):
-        (failure,) = ranks.try_run(1, _pull, small_dataset, tmp_path, balancing, order, has_exchange)
-        assert failure.type_name == "ConfigError"
-        assert failure.message.startswith("the Trainer takes all epochs to have ")
 
 
 def _eval_loader(kind: str, path: Path, rank: int, world_size: int) -> Any:

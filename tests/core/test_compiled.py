@@ -7,17 +7,14 @@ import sysconfig
 import threading
 from importlib import import_module
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from evenrank.core import compiled as loops
-from evenrank.core.compiled import PACKAGE_FOLDER, compiled, interpreted
-from evenrank.core.hashing import mix64, mix_word
+from evenrank.core.compiled import PACKAGE_FOLDER, compiled
 
 NOTICE = "compiling, once per machine, about 25 s\n"
 NESTED = """
@@ -204,47 +201,3 @@ def test_a_compiled_function_releases_the_gil() -> None:
     spinning.join()
     assert was_set == [True]
     assert (_spin.__name__, (_spin.__doc__ or "")[:11]) == ("_spin", "Count turns")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(loops, "cache_folder", lambda: tmp_path)
-    return tmp_path
-
-
-def test_without_a_cache_a_process_compiles_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached: Any = compiled(lambda number: number + 1)
-    lost: Any = compiled(lambda number: number + 2)
-    assert cached(4) == 5
-    assert len(list(folder.glob("*/*.nbc"))) == 1
-    shutil.rmtree(folder)
-    folder.write_text("no folder can be created here, even by root")
-    assert lost(4) == 6
-    monkeypatch.undo()
-    monkeypatch.setattr(loops, "PACKAGE_FOLDER", Path("/proc/evenrank"))
-    monkeypatch.setattr(loops, "user_folders", lambda: iter([Path("/proc/evenrank")]))
-    assert loops.cache_folder.__wrapped__() is None
-    monkeypatch.setattr(loops, "cache_folder", lambda: None)
-    assert compiled(lambda number: number + 3)(4) == 7
-
-
-def test_functions_stay_plain_python_where_they_are_to_be_interpreted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = np.array([0, 1, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
-    with interpreted():
-        inner: Any = compiled(lambda number: number + 1)
-        assert inner(4) == 5
-        assert [mix_word.py_func(word) for word in words] == mix64(words).tolist()  # type: ignore[attr-defined]
-    assert isinstance(inner, FunctionType)
-    assert compiled(inner)(4) == 5
-    assert len(list(folder.glob("*/*.nbc"))) == 1
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert compiled(import_module) is import_module
-
-
-def test_a_call_with_a_constant_compiles_no_version_of_its_own(folder: Path) -> None:
-    inner: Any = compiled(lambda number: number + 1)
-    outer: Any = compiled(lambda number: inner(number) + inner(5))
-    assert outer(4) == 11
-    assert len(inner.signatures) == 1

@@ -15,7 +15,6 @@ from evenrank.core.listing import list_files, matches
 from evenrank.datasets import open_store
 from evenrank.datasets.continuous_log import FolderLog, describe_log
 from evenrank.preprocess.read.places import find_files
-from tests.deep_folder import DEPTH, deep_folder
 from tests.privileges import unprivileged
 
 _NAMES = ("a", "b.csv", "day=1", "[0]", "0")
@@ -115,12 +114,3 @@ def test_links_are_followed_and_unlisted_names_need_not_be_readable(tmp_path: Pa
         found = list_files(folder, ["**", "*.csv"])
     at = {"a.csv": folder / "a.csv", "b/c.csv": folder / "b/c.csv", "day/e.csv": store / "day/e.csv"}
     assert found == {name: str(path) for name, path in {**at, "g.csv": store / "blob"}.items()}
-
-
-def test_folders_may_be_nested_deeper_than_functions(tmp_path: Path) -> None:
-    with deep_folder(tmp_path) as deep:
-        for folder in (*deep.parents[DEPTH - 2 :: -1], deep):
-            folder.mkdir()
-        (deep / "a.csv").touch()
-        for pattern in ([], ["**", "*.csv"]):
-            assert [*list_files(tmp_path, pattern)] == ["d/" * DEPTH + "a.csv"]

@@ -5,15 +5,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import numpy as np
 import pytest
 
 from evenrank import dataloader, training
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Bounds, Count, Needs, OneOf, Positive, without_rules
-from evenrank.core.settings import Settings, check_types, help_texts, shared_options
+from evenrank.core.settings import Settings, help_texts, shared_options
 from evenrank.dataloader import LoaderConfig, Mixture, Negatives, RandomData, RandomFeature, StreamConfig, TimeWindows
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, LinearCost, MeasuredCost, PaddedCost, SelfAttentionCost
 from evenrank.datasets.distributions import ClippedZipf, Lognormal, Normal, Uniform, Zipf
@@ -60,28 +59,6 @@ def test_an_option_of_another_type_is_an_error_of_one_line(record: Any) -> None:
             with pytest.raises(ConfigError, match=rf"\b{field.name} must be ") as raised:
                 make(**{field.name: wrong})
             assert "\n" not in str(raised.value)
-
-
-def test_types_are_those_of_the_annotations() -> None:
-    def call(
-        one: Literal[1, "a"], many: tuple[int, ...] | None, table: Mapping[str, float], ready: Callable[[], int]
-    ) -> None:
-        pass
-
-    good = {"one": 1, "many": (1, 2), "table": {"a": 1, "b": np.float64(0.5)}, "ready": print}
-    check_types(call, {**good, "other": 1})
-    wrongs = {"one": [True, np.arange(3)], "many": [[1], (1, "2")], "table": [{"a": "1"}, {1: 1}], "ready": [3]}
-    for name, values in wrongs.items():
-        for wrong in values:
-            with pytest.raises(ConfigError, match=f"^call: {name} must be "):
-                check_types(call, {**good, name: wrong})
-
-
-def test_lists_are_accepted_in_the_place_of_tuples_and_become_tuples() -> None:
-    context: Any = ["age", "country"]
-    config = LoaderConfig(batch_size=1, context=context)
-    assert config == LoaderConfig(batch_size=1, context=("age", "country"))
-    assert hash(config)
 
 
 ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}

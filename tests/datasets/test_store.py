@@ -1,5 +1,4 @@
 import multiprocessing
-import os
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import read_manifest
 from evenrank.datasets.store import open_store
 from evenrank.datasets.stream import open_stream
@@ -119,30 +117,6 @@ def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path
     built = sorted(path.name for path in (dataset / ".cache").iterdir() if path.is_dir())
     (remapped,) = _entries(dataset)
     assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v5", remapped])
-
-
-def test_features_can_have_the_names_of_the_caches_own_files_and_splits_no_rows(tmp_path: Path) -> None:
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    names = ("offsets", "num_targets_2", "events", "rows", "timestamp", "Offsets_npy")
-    synthetic = SyntheticConfig(num_users=30, contextual=dict.fromkeys(names, Uniform(low=1, high=9)))
-    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "data", split="user:0", synthetic=synthetic))
-    store, table = open_store(tmp_path / "data"), pq.read_table(tmp_path / "data" / "train")
-    for name in names:
-        assert store.columns[name].tolist() == table[name].to_pylist()
-    empty = open_store(tmp_path / "data", "eval")
-    assert (len(store), len(empty), len(empty.columns["item_id"])) == (30, 0, 0)
-
-
-@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
-@pytest.mark.parametrize("name", ["manifest.json", "train/part-00000.parquet"])
-def test_a_named_pipe_is_refused_instead_of_waited_for(dataset: Path, name: str) -> None:
-    (dataset / name).unlink()
-    os.mkfifo(dataset / name)
-    for opens in (open_store, lambda path: open_stream(path, "train").read(0, 1)):
-        with pytest.raises(DataError, match=f"{name} is a named pipe, not a regular file"):
-            opens(dataset)
 
 
 def test_the_named_columns_are_remapped_and_no_others_in_memory_and_after_pickling(rich_dataset: Path) -> None:

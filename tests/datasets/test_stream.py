@@ -1,6 +1,6 @@
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +98,6 @@ def test_files_that_are_written_again_with_the_same_contents_are_read_on(
     few.read(0, few.num_rows)
     assert len(few.read(0, 5)) == 5
     assert [Path(path).name for path in few.footers] == ["part-00003.parquet", "part-00000.parquet"]
-
-
-def test_dataset_that_is_replaced_while_it_is_opened_is_the_new_one(
-    parts: Path, small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = shutil.copytree(parts, tmp_path / "data"), shutil.copytree(small_dataset, tmp_path / "new")
-
-    def replace_and_list(files: fs.FileSystem, paths: Iterable[str]) -> Any:
-        if new.exists():
-            old.rename(tmp_path / "old")
-            new.rename(old)
-        return versions_of(files, paths)
-
-    monkeypatch.setattr("evenrank.datasets.stream.versions_of", replace_and_list)
-    source = open_stream(old, "train")
-    assert source.manifest == open_store(old).manifest
-    assert len(source.read(0, source.num_rows)) == len(open_store(old))
 
 
 def test_rows_have_numbers_of_targets_if_all_files_have_them(parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from evenrank.core.errors import DataError
@@ -16,7 +15,7 @@ from evenrank.datasets.schema import read_manifest
 from evenrank.datasets.store import SequenceStore, open_store
 from evenrank.datasets.stream import open_stream
 from evenrank.datasets.unpack import ColumnWriter, map_column
-from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns, update_manifest
+from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns
 
 STRANGER = 54321  # a user id without an entry in the password database
 
@@ -117,18 +116,13 @@ def _targets(more_than_length: int) -> Callable[[pa.Table], pa.Table]:
         (_first_value("item_id", [1 << 40]), r"to 1099511627776, which must be in 0\.\.\d+; preprocess"),
         (_first_value("action", [1, 1]), "a list of column 'action' has another length than its row's"),
         (_first_value("action", [-3]), "'action' has values from -3 to"),
-        (_first_value("action", [5]), r"to 5, which must be in 0\.\.4"),
         (_first_value("segment", -1), "'segment' has values from -1 to"),
         (_first_value("segment", 9), r"to 9, which must be in 0\.\.8"),
         (_first_value("user_id", 301), "to 301, which must be below 301"),
         (_first_value("share", math.nan), "'share' has infinite values or NaN; preprocess"),
-        (_first_value("share", None), "'share' must be float32 without nulls, it has 1 nulls"),
         (_first_value("tags", [1, 9]), r"'tags' has values from 1 to 9, which must be in 0\.\.8"),
-        (_first_value("tags", [1, None]), "'tags' must be int64 without nulls, it has 1 nulls"),
         (_first_value("tags", None), "'tags' must be list<int64> without nulls, it has 1 null lists"),
         (_first_value("price", [math.inf]), "'price' has infinite values or NaN; preprocess"),
-        (_first_value("price", [0.5, 0.5]), "a list of column 'price' has another length than its row's 'length'"),
-        (_first_value("timestamp_ms", [1_600_000_000]), r"row \d+.*: 'timestamp_ms' has 1600000000, 2020-09-13 in s"),
         (lambda table: table.append_column("segment", table["segment"]), " has 2 columns 'segment'"),
         (_targets(-10_000), "column 'num_targets' has values from"),
         (_targets(1), "a row has more 'num_targets' than"),
@@ -160,18 +154,3 @@ def test_a_value_that_may_be_missing_is_nan(rich_dataset: Path, tmp_path: Path) 
     change_table(dataset, _first_value("price", [math.inf]))
     with pytest.raises(DataError, match="'price' has infinite values; preprocess"):
         open_store(dataset)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "part-00000.parquet cannot be read as Parquet"),
-        (lambda path: pq.write_table(pq.read_table(path).slice(0, 10), path), "contains 10 rows and"),
-    ],
-)
-def test_a_damaged_parquet_file_is_named(dataset: Path, damage: Callable[[Path], object], message: str) -> None:
-    damage(dataset / "train" / "part-00000.parquet")
-    for expected in ("part-00000.parquet does not have the SHA-256 in its manifest", message):
-        with pytest.raises(DataError, match=rf"^[^\n]*{expected}"):
-            open_store(dataset)
-        update_manifest(dataset)

@@ -129,7 +129,7 @@ ROWS = [
         "<folder> has no Parquet files; pass a folder...",
     ),
     config(
-        lambda _: open_store("s3://b/data", columns={"item_id": "i"}),
+        lambda _: open_store("s3://b/data?region=us-east-1", columns={"item_id": "i"}),
         "columns are for a folder of Parquet files, no...",
     ),
     config(lambda scene: open_store(scene.data).head(-1), "...n must be at least 0, got -1"),

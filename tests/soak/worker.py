@@ -22,33 +22,23 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import one_line
-from evenrank.dataloader import (
-    JaggedCollate,
-    LoaderConfig,
-    RandomBatches,
-    StreamConfig,
-    build_loader,
-    build_stream_loader,
-    dense,
-    jagged,
-)
-from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
+from evenrank.dataloader import JaggedCollate, LoaderConfig, build_loader, build_stream_loader, dense, jagged
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.balance.metrics.writers import JsonLines
 from tests.dataloader.balance.costs import Ints, Lengths
 
 # What goes wrong on one rank, in one step. STOPPED is for a moment, STOPPED_LONG beyond the timeout; LOADER_RAISES is a
-# transform or a dataset, DISK_FULL the disk of the metrics; the last two replace the dataset by the same or by another.
+# transform or a dataset; the last replaces the dataset by another one.
 Fault = enum.StrEnum(
-    "Fault",
-    "NONE KILLED STOPPED STOPPED_LONG MODEL_RAISES ON_STEP_RAISES COST_RAISES LOADER_RAISES DISK_FULL LEAVES ALL_LEAVE "
-    "SAME_DATA OTHER_DATA",
+    "Fault", "NONE KILLED STOPPED STOPPED_LONG MODEL_RAISES ON_STEP_RAISES COST_RAISES LOADER_RAISES LEAVES OTHER_DATA"
 )
-LOADERS = ("Loader", "StreamLoader", "StatefulDataLoader", "RandomBatches")
-# Their states resume on any number of ranks, with any batch size.
-ELASTIC = ("Loader", "StreamLoader")
-_STREAM_FAULTS = (Fault.SAME_DATA, Fault.OTHER_DATA)
-_FAULTS_OF_RANDOM_BATCHES = (Fault.LOADER_RAISES, *_STREAM_FAULTS)  # cannot happen to them
+ELASTIC = ("Loader", "StreamLoader")  # their states resume on any number of ranks, with any batch size
+LOADERS = (*ELASTIC, "StatefulDataLoader")
+NUM_OWN_SAMPLES = 150  # of the dataset behind a StatefulDataLoader
+TIMEOUT = timedelta(minutes=30)
+LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
+SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
+Datasets = Mapping[str, Path]  # `data`, on which a job trains, and `other`, with the same users and other histories
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +57,7 @@ class Round:
     loader: str
     first: Shape
     resumed: Shape
-    strategy: str
-    exchange: str
-    lookahead: int
+    balance: Mapping[str, Any]
     gradients: bool  # all-reduce over the default group in each step, as of gradients
     fault: Fault
     culprit: int  # the rank that has the fault
@@ -81,29 +69,25 @@ class Round:
 def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str = "cpu", max_ranks: int = 5) -> Round:
     """Return a round that depends on the arguments alone."""
     rng = np.random.default_rng([seed, number])
-    min_ranks = 2 if device == "cuda" else 1
-    loader = str(rng.choice(LOADERS))
     fault = faults[int(rng.integers(len(faults)))]
-    if fault in _STREAM_FAULTS:
-        loader = "StreamLoader"
-    elif fault in _FAULTS_OF_RANDOM_BATCHES and loader == "RandomBatches":
-        loader = "Loader"
+    loader = "StreamLoader" if fault == Fault.OTHER_DATA else str(rng.choice(LOADERS))
 
     def draw_shape() -> Shape:
-        world_size, batch_size = int(rng.integers(min_ranks, max_ranks + 1)), int(rng.integers(3, 13))
-        workers = int(rng.integers(0, 2 if loader == "StatefulDataLoader" else 3))
-        return Shape(world_size=world_size, batch_size=batch_size, workers=workers)
+        return Shape(
+            world_size=int(rng.integers(2 if device == "cuda" else 1, max_ranks + 1)),
+            batch_size=int(rng.integers(3, 13)),
+            workers=int(rng.integers(0, 2 if loader == "StatefulDataLoader" else 3)),
+        )
 
     first, resumed = draw_shape(), draw_shape()
     if fault == Fault.STOPPED_LONG and first.world_size == 1:  # nobody would notice
         fault = Fault.STOPPED
+    strategy = str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"]))
     return Round(
         loader=loader,
         first=first,
         resumed=resumed if loader in ELASTIC else first,
-        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"])),
-        exchange=EXCHANGES[int(rng.integers(2))],
-        lookahead=int(rng.integers(1, 5)),
+        balance={"strategy": strategy, "exchange": rng.choice(EXCHANGES[:2]), "lookahead": int(rng.integers(1, 5))},
         gradients=bool(rng.random() < 0.5),
         fault=fault,
         culprit=int(rng.integers(first.world_size)),
@@ -111,16 +95,6 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
         device=device,
         seed=int(rng.integers(1000)),
     )
-
-
-NUM_OWN_SAMPLES = 150  # of the dataset behind a StatefulDataLoader
-NUM_RANDOM_BATCHES = 12
-TIMEOUT = timedelta(minutes=30)
-LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
-SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
-Datasets = Mapping[str, Path]  # `data`, on which a job trains, and `other`, with the same users and other histories
-State = Mapping[str, Any]
-STREAM = StreamConfig(lanes=7, window_rows=1)
 
 
 class InjectedError(Exception):
@@ -131,14 +105,12 @@ class Injector:
     """Has the fault of a round, on its culprit, once."""
 
     def __init__(self, plan: Round, rank: int, folder: Path) -> None:
-        self._plan = plan
+        self._plan, self._folder, self._calls = plan, folder, 0
         self._is_culprit = rank == plan.culprit
-        self._calls = 0
-        self._folder = folder
 
     def is_due(self, fault: Fault, step: int | None = None) -> bool:
         """Return whether the fault happens now: in this step or, without one, in this call."""
-        if self._plan.fault != fault or not (self._is_culprit or fault == Fault.ALL_LEAVE):
+        if self._plan.fault != fault or not self._is_culprit:
             return False
         self._calls += 1
         is_now = (self._calls - 1 if step is None else step) == self._plan.step
@@ -157,11 +129,10 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.is_due(Fault.STOPPED, step) or self.is_due(Fault.STOPPED_LONG, step):
             os.kill(os.getpid(), signal.SIGSTOP)
-        for fault, source in ((Fault.SAME_DATA, "data"), (Fault.OTHER_DATA, "other")):
-            if self.is_due(fault, step):
-                copy = shutil.copytree(datasets[source], self._folder / "copy")
-                datasets["data"].rename(self._folder / "replaced")
-                copy.rename(datasets["data"])
+        if self.is_due(Fault.OTHER_DATA, step):
+            copy = shutil.copytree(datasets["other"], self._folder / "copy")
+            datasets["data"].rename(self._folder / "replaced")
+            copy.rename(datasets["data"])
 
 
 class OwnSamples(torch.utils.data.Dataset[dict[str, Any]]):
@@ -183,23 +154,18 @@ def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Inje
         injector.raise_if_due(Fault.LOADER_RAISES)
         return batch
 
+    if plan.loader == "StatefulDataLoader":
+        return StatefulDataLoader(
+            OwnSamples(injector),
+            batch_size=shape.batch_size,
+            sampler=list(range(rank, NUM_OWN_SAMPLES, shape.world_size)),
+            collate_fn=JaggedCollate({"sample_ids": dense(), "item_id": jagged()}),
+            num_workers=shape.workers,
+            multiprocessing_context="fork" if shape.workers else None,
+        )
+    build = build_loader if plan.loader == "Loader" else build_stream_loader
     config = LoaderConfig(batch_size=shape.batch_size, num_workers=shape.workers, prefetch=3, seed=plan.seed)
-    place: Any = {"rank": rank, "world_size": shape.world_size}
-    match plan.loader:
-        case "Loader":
-            return build_loader(data, config, transform=transform, **place)
-        case "StreamLoader":
-            return build_stream_loader(data, config, STREAM, transform=transform, **place)
-        case "RandomBatches":
-            return RandomBatches(config, num_batches=NUM_RANDOM_BATCHES, **place)
-    return StatefulDataLoader(
-        OwnSamples(injector),
-        batch_size=shape.batch_size,
-        sampler=list(range(rank, NUM_OWN_SAMPLES, shape.world_size)),
-        collate_fn=JaggedCollate({"sample_ids": dense(), "item_id": jagged()}),
-        num_workers=shape.workers,
-        multiprocessing_context="fork" if shape.workers else None,
-    )
+    return build(data, config, transform=transform, rank=rank, world_size=shape.world_size)
 
 
 def contents_of(batch: Any) -> Iterator[tuple[int, list[int]]]:
@@ -209,7 +175,7 @@ def contents_of(batch: Any) -> Iterator[tuple[int, list[int]]]:
         yield int(sample), rows[index].tolist()
 
 
-def run_rank(plan: Round, shape: Shape, rank: int, folder: Path, datasets: Datasets, state: State | None) -> None:
+def run_rank(plan: Round, shape: Shape, rank: int, folder: Path, datasets: Datasets, state: Any) -> None:
     """Train an epoch, or the rest of one; write what was trained, and what ended it, to `folder/rank R`."""
     os.setpgid(0, 0)  # so that processes that it leaves behind can be found
     torch.set_num_threads(1)
@@ -223,14 +189,12 @@ def run_rank(plan: Round, shape: Shape, rank: int, folder: Path, datasets: Datas
         _write(log, {"error": None})
 
 
-def _train(
-    plan: Round, shape: Shape, rank: int, folder: Path, datasets: Datasets, state: State | None, log: Any
-) -> None:
+def _train(plan: Round, shape: Shape, rank: int, folder: Path, datasets: Datasets, state: Any, log: Any) -> None:
     # On a GPU a lost rank is noticed by the timeout alone if the host waits for the device.
     is_noticed_late = plan.fault == Fault.STOPPED_LONG or plan.device == "cuda"
     timeout = SHORT_TIMEOUT if is_noticed_late and state is None else TIMEOUT
-    store, size = f"file://{folder}/store", shape.world_size
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=shape.world_size, timeout=timeout)
     device = f"cuda:{rank}" if plan.device == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
@@ -240,27 +204,16 @@ def _train(
         injector.raise_if_due(Fault.COST_RAISES)
         return lengths["item_id"] ** 2 + 1
 
-    metrics_log = JsonLines(folder / f"metrics {rank}")
-
-    def on_step(metrics: StepMetrics) -> None:
+    def on_step(_: object) -> None:
         injector.raise_if_due(Fault.ON_STEP_RAISES)
-        if injector.is_due(Fault.DISK_FULL):
-            os.dup2(os.open("/dev/full", os.O_WRONLY), metrics_log._file.fileno())
-        metrics_log(metrics)
 
-    config = BalanceConfig(
-        cost=cost,
-        timeout=timeout,
-        on_step=on_step,
-        **{name: getattr(plan, name) for name in ("strategy", "exchange", "lookahead")},
-    )
-    loader = make_loader(plan, shape, rank, datasets["data"], injector)
-    with Balancer(loader, config, device=device) as balancer:
+    config = BalanceConfig(cost=cost, timeout=timeout, on_step=on_step, **plan.balance)
+    with Balancer(make_loader(plan, shape, rank, datasets["data"], injector), config, device=device) as balancer:
         if state:
             balancer.load_state_dict(state)
         for step, batch in enumerate(balancer):
             injector.raise_if_due(Fault.MODEL_RAISES, step)
-            if injector.is_due(Fault.LEAVES, step) or injector.is_due(Fault.ALL_LEAVE, step):
+            if injector.is_due(Fault.LEAVES, step):
                 break
             if device is not None:
                 weight = torch.rand(2048, 2048, device=device)

@@ -6,9 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec import EmbeddingCollection
 
@@ -104,35 +102,21 @@ def test_flops_of_the_example_are_those_that_torch_counts(
     assert (flops.forward + 4 * masked, flops.backward + 8 * masked) == _count(model, batch)
 
 
-class _Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs, self.outputs = nn.Linear(16, 3 * 2 * 12), nn.Linear(2 * 12, 16)
-        self.ffn = nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16))
-        self.head = nn.Linear(16, 9)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = self.inputs(tokens).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(SDPBackend.MATH):  # torch's counter does not know the fused kernel of the CPU
-            attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(self.ffn(self.outputs(attended.transpose(1, 2).flatten(2))))  # type: ignore[no-any-return]
-
-
-def test_decoder_flops_are_those_that_torch_counts_but_for_masked_pairs() -> None:
-    samples, length = 3, 7
-    model = decoder_flops(**SHAPE, layers=1, ffn_hidden=40, head=(16, 9))
-    flops = model.of(causal_work(torch.full((samples,), length), predictions=samples * length))
-    masked = 2 * 12 * samples * length * (length - 1) // 2
-    counted = _count(_Decoder(), torch.randn(samples, length, 16, requires_grad=True))
-    assert (flops.forward + 4 * masked, flops.backward + 8 * masked) == counted
-    worked = ModelFlops(per_token=10, per_pair=4, per_prediction=3).of(Work(tokens=5, pairs=7, predictions=2))
-    assert worked == Flops(linear_forward=56, linear_backward=112, attention_forward=28, attention_backward=56)
-    recomputed = worked.with_recomputed_scores()
+def test_the_flops_of_work_can_be_worked_out_by_hand_and_stay_where_its_lengths_are() -> None:
+    flops = ModelFlops(per_token=10, per_pair=4, per_prediction=3).of(Work(tokens=5, pairs=7, predictions=2))
+    assert flops == Flops(linear_forward=56, linear_backward=112, attention_forward=28, attention_backward=56)
+    recomputed = flops.with_recomputed_scores()
     assert recomputed.attention_forward + recomputed.attention_backward == 3.5 * 28
+    model = decoder_flops(**SHAPE, layers=3, ffn_hidden=40, head=(16, 9))
+    assert model == ModelFlops(
+        per_token=3 * 2 * (3 * 16 * 24 + 24 * 16 + 2 * 16 * 40), per_pair=3 * 4 * 24, per_prediction=2 * 16 * 9
+    )
+    work = causal_work(torch.tensor([7, 2]), predictions=9)
+    assert (work.tokens, work.pairs, work.predictions) == (9, 28 + 3, 9)
     # On a device without values: reading one would fail, as it would wait for a GPU.
     lengths = torch.zeros(3, dtype=torch.int64, device="meta")
     total = hstu_flops(**SHAPE, layers=1).of(hstu_work(lengths, lengths, lengths, predictions=3)).total
-    assert isinstance(total, Tensor)
+    assert isinstance(total, torch.Tensor)
 
 
 @pytest.mark.parametrize("interleave_actions", [False, True])

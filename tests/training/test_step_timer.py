@@ -1,6 +1,5 @@
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenrank.core.errors import ConfigError, RankLostError
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import StepMetrics, summarize
 from evenrank.training import StepTimer, step_timer
 from tests.dataloader.balance.metrics.example_steps import step
@@ -63,14 +62,24 @@ def _timed(forward: float, backward: float, x: Tensor | None = None) -> Tensor:
 Spans = list[tuple[int, tuple[list[float], list[float]] | None]]
 
 
-def _spans(steps: list[StepMetrics]) -> Spans:
-    """Return each step, and the seconds of each rank to compute and to wait in it; None where it was not measured."""
-    return [
-        (each.step, None)
-        if each.compute_seconds is None or each.wait_seconds is None
-        else (each.step, (each.compute_seconds.tolist(), each.wait_seconds.tolist()))
-        for each in steps
-    ]
+class Written(list[StepMetrics]):
+    """A writer that keeps the options and the steps."""
+
+    options: Any = None
+
+    def begin(self, options: Any) -> None:
+        self.options = options
+
+    __call__ = list.append
+
+    def spans(self) -> Spans:
+        """Return each step, and the seconds of each rank to compute and to wait in it; None if it was not measured."""
+        return [
+            (each.step, None)
+            if each.compute_seconds is None or each.wait_seconds is None
+            else (each.step, (each.compute_seconds.tolist(), each.wait_seconds.tolist()))
+            for each in self
+        ]
 
 
 def _step(timer: StepTimer, number: int, *, compute: float, wait: float) -> None:
@@ -82,12 +91,15 @@ def _step(timer: StepTimer, number: int, *, compute: float, wait: float) -> None
 
 @pytest.mark.parametrize("every", [1, 2, 3, 50])
 def test_a_step_has_the_time_to_compute_and_that_to_wait(every: int) -> None:
-    written: list[StepMetrics] = []
-    with StepTimer(written.append, every=every) as timer:
+    written, plain = Written(), list[StepMetrics]()
+    with StepTimer(written, plain.append, every=every) as timer:
+        timer.begin({"strategy": "none"})
         for number in range(5):
             assert len(written) == number // every * every
             _step(timer, number, compute=number + 1, wait=0.5)
-    assert _spans(written) == [(0, None), *((number, ([number + 1], [0.5])) for number in range(1, 5))]
+    timer.close()  # which writes nothing twice
+    assert written.spans() == [(0, None), *((number, ([number + 1], [0.5])) for number in range(1, 5))]
+    assert (plain, written.options) == (written, {"strategy": "none"})
     assert summarize(written).measured_steps == 4
 
 
@@ -95,17 +107,17 @@ def test_a_step_has_the_time_to_compute_and_that_to_wait(every: int) -> None:
 def test_computing_is_all_from_one_step_to_the_last_gradient_of_the_next_or_to_that_of_a_tensor(
     within: bool, compute: float, wait: float
 ) -> None:
-    written: list[StepMetrics] = []
-    model, timer = nn.Linear(3, 1), StepTimer(written.append)
+    written = Written()
+    model, timer = nn.Linear(3, 1), StepTimer(written)
     for number in range(3):
         timer(step(number))
         embeddings = _timed(1, 5)
         loss = model(_timed(1, 2, embeddings)).sum()
-        timer.watch(loss, until=embeddings) if within else timer.watch(loss)
+        timer.watch(loss, **({"until": embeddings} if within else {}))
         loss.backward()  # 2 seconds until the gradient of the embeddings, then 5 of their exchange
         Time.now += OTHERS
     timer.close()
-    assert _spans(written) == [(0, None), *((number, ([compute], [wait])) for number in (1, 2))]
+    assert written.spans() == [(0, None), *((number, ([compute], [wait])) for number in (1, 2))]
 
 
 def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
@@ -127,16 +139,11 @@ def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
     for number in (8, 9):
         _step(timer, number, compute=number, wait=1)
     assert timer.kept().seconds.tolist() == [[9]]
-    used = StepTimer(every=1)
-    with used.waiting():
-        pass
-    with pytest.raises(ConfigError, match="the StepTimer was used before, without writers; create another one for"):
-        used.keep(3, world_size=1)
 
 
 def test_a_step_after_an_interruption_is_not_measured_and_a_batch_left_untrained_is_not_written() -> None:
-    written: list[StepMetrics] = []
-    with StepTimer(written.append, every=2) as timer:
+    written = Written()
+    with StepTimer(written, every=2) as timer:
         for epoch in range(2):
             for number in range(3):
                 _step(timer, number, compute=10 * epoch + number, wait=0)
@@ -146,51 +153,31 @@ def test_a_step_after_an_interruption_is_not_measured_and_a_batch_left_untrained
             timer(step(3))  # handed out, but the loop ends
             timer.drop_untrained()
     of_first: Spans = [(0, None), (1, ([1], [0])), (2, ([2], [0]))]
-    assert _spans(written) == [*of_first, (0, ([10], [0])), (1, ([11], [0])), (2, None)]
+    assert written.spans() == [*of_first, (0, ([10], [0])), (1, ([11], [0])), (2, None)]
 
 
-def test_steps_are_matched_where_batches_are_handed_out_ahead() -> None:
-    written: list[StepMetrics] = []
-    with StepTimer(written.append, every=2) as timer:
-        for number in range(3):
-            timer(step(number))
-        for number in range(6):
-            Time.now += number
-            with timer.waiting():
-                pass
-            if number < 3:
-                timer(step(number + 3))
-    assert _spans(written) == [(0, None), *((number, ([number], [0])) for number in range(1, 6))]
-
-
-def test_all_writers_get_the_options_and_steps_once_unless_the_loop_fails() -> None:
-    class Writer(list[StepMetrics]):
-        options: Any = None
-
-        def begin(self, options: Any) -> None:
-            self.options = options
-
-        __call__ = list.append
-
-    first, second, plain = Writer(), Writer(), list[StepMetrics]()
-    timer = StepTimer(first, plain.append, second)
-    timer.begin({"strategy": "none"})
-    assert first.options == second.options == {"strategy": "none"}
-    _step(timer, 0, compute=1, wait=1)
-    timer.close()
-    timer.close()
-    assert first == second == plain
-    assert len(plain) == 1
-    failing = StepTimer(plain.append)
-    _step(failing, 1, compute=1, wait=1)
-    with pytest.raises(ValueError, match="of the job"), failing:
+def test_steps_that_are_handed_out_ahead_are_matched_and_too_many_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_timer, "_MAX_UNTRAINED", 3)
+    written = Written()
+    timer = StepTimer(written, every=2)
+    for number in range(3):
+        timer(step(number))
+    for number in range(3):
+        Time.now += number
+        with timer.waiting():
+            pass
+        timer(step(number + 3))
+    with pytest.raises(ConfigError, match=r"4 steps were taken and not measured; call watch\(loss\) or waiting\(\) in"):
+        timer(step(6))
+    assert written.spans() == [(0, None), (1, ([1], [0]))]
+    with pytest.raises(ValueError, match="of the job"), timer:  # which writes nothing more
         raise ValueError("of the job")
-    assert len(plain) == 1
+    assert len(written) == 2
 
 
 def test_times_are_read_when_the_device_has_passed_them() -> None:
-    written: list[StepMetrics] = []
-    passed, timer = 0.0, StepTimer(written.append, every=2)
+    written = Written()
+    passed, timer = 0.0, StepTimer(written, every=2)
     with mock.patch.object(timer._clock, "has_passed", lambda mark: mark <= passed):
         for number in range(7):
             _step(timer, number, compute=1, wait=1)
@@ -199,13 +186,12 @@ def test_times_are_read_when_the_device_has_passed_them() -> None:
         _step(timer, 7, compute=1, wait=1)
         assert [metrics.step for metrics in written] == [0, 1, 2, 3]
     timer.close()
-    assert _spans(written) == [(0, None), *((number, ([1], [1])) for number in range(1, 8))]
+    assert written.spans() == [(0, None), *((number, ([1], [1])) for number in range(1, 8))]
 
 
 def _train(rank: int, world_size: int, every: int) -> Spans:
     """Train with DDP, where each rank computes for a second more than the one before; return the steps written."""
-    written: list[StepMetrics] = []
-    model = DistributedDataParallel(nn.Linear(3, 1, bias=False))
+    written, model = Written(), DistributedDataParallel(nn.Linear(3, 1, bias=False))
 
     def wait() -> None:
         Time.now += world_size - 1 - rank  # until the slowest rank is there
@@ -221,8 +207,7 @@ def _train(rank: int, world_size: int, every: int) -> Spans:
 
     model.register_comm_hook(None, all_reduce)
     with slow_time(), mock.patch.multiple(dist, all_gather=None, all_reduce=None, barrier=None, broadcast=None):
-        timer = StepTimer(written.append, every=every)
-        gradients: list[Any] = []
+        timer, gradients = StepTimer(written, every=every), list[Any]()
         release = timer._release
 
         def watched_release() -> None:
@@ -237,7 +222,7 @@ def _train(rank: int, world_size: int, every: int) -> Spans:
                 loss.backward()
                 assert gradients[-1].tolist() == [[7, 7, 7]]  # DDP was done when the wait ended
         timer.close()
-    return _spans(written)
+    return written.spans()
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, 1), (3, 2), (3, 50)])
@@ -253,13 +238,14 @@ Job = tuple[tuple[int, int], tuple[int, int]]  # of each rank, the interval and 
 
 
 def _manual(rank: int, world_size: int, jobs: list[Job]) -> list[Spans]:
-    found = []
-    for every, steps in jobs:
-        written: list[StepMetrics] = []
-        with slow_time(), StepTimer(written.append, every=every[rank]) as timer:
-            for number in range(steps[rank]):
-                _step(timer, number, compute=1 + rank, wait=1 - rank)
-        found.append(_spans(written))
+    """Return what the timers of a group of two ranks write, of which none gets another's times."""
+    group, found = dist.new_group([1, 2]), list[Spans]()
+    for every, steps in jobs if rank else ():
+        written = Written()
+        with slow_time(), StepTimer(written, every=every[rank - 1], group=group) as timer:
+            for number in range(steps[rank - 1]):
+                _step(timer, number, compute=rank, wait=2 - rank)
+        found.append(written.spans())
     return found
 
 
@@ -267,48 +253,7 @@ def test_ranks_with_other_numbers_of_steps_and_intervals_end_with_the_steps_in_c
     steps = [(4, 4), (5, 3), (3, 8), (0, 2), (2, 0)]
     jobs: list[Job] = [((every, every), of_ranks) for every in (1, 2, 4) for of_ranks in steps]
     jobs += [(every, (40, 40)) for every in ((3, 50), (50, 3), (7, 5))]
-    written, others = ranks.run(2, _manual, jobs)
-    assert others == [[]] * len(jobs)  # only rank 0 calls writers
+    _, written, others = ranks.run(3, _manual, jobs)
+    assert others == [[]] * len(jobs)  # only the first rank calls writers
     for found, (_, of_ranks) in zip(written, jobs, strict=True):
         assert found == [(number, ([1, 2], [1, 0]) if number else None) for number in range(min(of_ranks))]
-
-
-def _subgroup(rank: int, world_size: int) -> Any:
-    group = dist.new_group([1, 2])
-    if rank == 0:
-        return None
-    written: list[StepMetrics] = []
-    with slow_time():
-        for _ in range(2):  # timers of a group do not get each other's times
-            timer = StepTimer(written.append, every=1, group=group)
-            for number in range(2):
-                _step(timer, number, compute=rank, wait=0)
-            timer.close()
-    assert rank == 2 or not timer._store.check(["0/0"])
-    return _spans(written)
-
-
-def test_times_are_those_of_the_group(ranks: RankPool) -> None:
-    expected = [(0, None), (1, ([1, 2], [0, 0]))]
-    assert ranks.run(3, _subgroup) == [None, expected * 2, []]
-
-
-def _lost(rank: int, world_size: int) -> None:
-    with mock.patch.object(step_timer, "_STORE_TIMEOUT", timedelta(seconds=1)):
-        timer = StepTimer()
-        if rank == 0:
-            with pytest.raises(RankLostError, match=r"^the process group does not respond \(no answer within 1 s\)"):
-                timer.close()
-
-
-def test_a_rank_that_never_closes_is_lost_after_a_while(ranks: RankPool) -> None:
-    ranks.run(2, _lost)
-
-
-def test_steps_that_are_never_measured_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_timer, "_MAX_UNTRAINED", 3)
-    timer = StepTimer(list[StepMetrics]().append)
-    for number in range(3):
-        timer(step(number))
-    with pytest.raises(ConfigError, match=r"4 steps were taken and not measured; call watch\(loss\) or waiting\(\) in"):
-        timer(step(3))
