@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.checkpoints.resuming import COST, Model, balance, environment_of, ids_of
@@ -177,18 +176,3 @@ def test_every_checkpoint_of_every_loader_resumes_with_what_is_left(
         assert fit({"max_steps": offset, "max_epochs": -1}, checkpoint=f"{name}.ckpt") == left, name
         resumed = fit({"max_epochs": 3}, checkpoint=f"{name}.ckpt", batch_size=16)
         assert {epoch: _samples([resumed], epoch) for epoch in resumed} == {e: _samples([left], e) for e in left}, name
-
-
-def test_without_the_callback_a_job_says_what_it_loses(
-    small_dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments: Any = (small_dataset, tmp_path, "windows", {"max_epochs": 3}, caplog)
-    _fit_alone(*arguments)
-    _, alone = _fit_alone(*arguments, has_callback=False)
-    _, resumed = _fit_alone(*arguments, has_callback=False, checkpoint="step-2.ckpt")
-    with pytest.raises(ConfigError, match=r"does not load the loader's state .* pass .*ElasticResume"):
-        _fit_alone(*arguments, has_callback=False, checkpoint="end-0.ckpt")
-    remedy = "in Lightning, pass the Trainer callbacks=[ElasticResume()]"
-    for messages in (alone, resumed):
-        assert any(message.startswith("epoch 1 was left at position") and remedy in message for message in messages)
-    assert any("Please add the following callbacks" in message and "ElasticResume" in message for message in resumed)

@@ -30,6 +30,7 @@ class Run:
 
     samples: list[list[int]] = dataclasses.field(default_factory=list)  # of each batch
     evaluated: list[int] = dataclasses.field(default_factory=list)
+    evaluated_losses: list[float] = dataclasses.field(default_factory=list)
     losses: dict[int, float] = dataclasses.field(default_factory=dict)  # by step, over all ranks
     epochs: dict[int, float] = dataclasses.field(default_factory=dict)  # by step
     weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -66,6 +67,8 @@ def _trainer(run: Run, args: Any, **options: Any) -> Any:
             return loss
 
         def log(self, logs: dict[str, float], *_: Any) -> None:
+            if "eval_loss" in logs:
+                run.evaluated_losses.append(logs["eval_loss"])
             if "loss" in logs:
                 run.losses[self.state.global_step] = logs["loss"]
                 run.epochs[self.state.global_step] = self.state.epoch
@@ -181,8 +184,7 @@ def _evaluate(rank: int, world_size: int, path: Path, folder: Path) -> Any:
                 trainer = _trainer(run, args, train_dataset=loader, eval_dataset=evaluated)
                 for evaluate in (trainer.evaluate, trainer.evaluate, trainer.train):
                     evaluate()
-                    metrics = [line for line in trainer.state.log_history if "eval_loss" in line][-1]
-                    found.append((run.evaluated.copy(), metrics["eval_loss"]))
+                    found.append((run.evaluated.copy(), run.evaluated_losses[-1]))
                     run.evaluated.clear()
     return found
 

@@ -4,17 +4,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from evenrank.core import compiled as loops
-from evenrank.core.compiled import PACKAGE_FOLDER, compiled
+from evenrank.core.compiled import PACKAGE_FOLDER
 
 NOTICE = "compiling, once per machine, about 25 s\n"
 NESTED = """
@@ -176,28 +173,3 @@ def test_compiled_functions_use_only_names_of_files_with_compiled_functions() ->
                     imported = {folder.with_suffix(".py"), folder / f"{alias.name}.py"}
                     is_used = (alias.asname or alias.name) in used
                     assert not is_used or imported & compiled_files, f"{path}: {alias.name}"
-
-
-@compiled
-def _spin(flag: NDArray[np.int64], turns: NDArray[np.int64], max_turns: int) -> bool:
-    """Count turns until another thread sets the flag; False if that does not happen within `max_turns`."""
-    while turns[0] < max_turns:
-        turns[0] += 1  # a store, so that the compiler loads the flag again in each turn
-        if flag[0] != 0:
-            return True
-    return False
-
-
-def test_a_compiled_function_releases_the_gil() -> None:
-    flag, turns = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    assert not _spin(flag, turns, 1)
-    was_set: list[bool] = []
-    # A thread that held the GIL would keep this one from setting the flag, and use up all its turns.
-    spinning = threading.Thread(target=lambda: was_set.append(_spin(flag, turns, 10_000_000_000)))
-    spinning.start()
-    while turns[0] < 1000 and spinning.is_alive():
-        pass
-    flag[0] = 1
-    spinning.join()
-    assert was_set == [True]
-    assert (_spin.__name__, (_spin.__doc__ or "")[:11]) == ("_spin", "Count turns")

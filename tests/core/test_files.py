@@ -1,5 +1,4 @@
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,13 +47,3 @@ def test_files_are_read_through_links_and_own_files_not_written_through_them(
         "out": "written",
         "precious": "kept",
     }
-
-
-def test_a_lock_may_be_removed_while_others_look_at_it(tmp_path: Path) -> None:
-    def lock_often(_: int) -> None:
-        for _ in range(300):
-            with locked(tmp_path / "lock"):
-                pass
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lock_often, range(4)))

@@ -97,20 +97,3 @@ def test_nothing_is_left_out_in_silence(
         with unprivileged(tmp_path), pytest.raises(DataError, match=re.escape(message)) as raised:
             lister(tmp_path)
         assert str(tmp_path) in str(raised.value)
-
-
-def test_links_are_followed_and_unlisted_names_need_not_be_readable(tmp_path: Path) -> None:
-    store, folder = tmp_path / "store", _tree(tmp_path / "logs", {"a.csv", "b/c.csv", "d/.e/x", "_f/x"})
-    (store / "day").mkdir(parents=True)
-    for name in ("day/e.csv", "blob"):
-        (store / name).write_text("x")
-    (folder / "day").symlink_to(store / "day")
-    (folder / "g.csv").symlink_to(store / "blob")
-    (folder / ".broken").symlink_to(tmp_path / "nowhere")
-    for name in ("d/.e", "_f"):
-        (folder / name).chmod(0)
-    os.mkfifo(folder / "socket")
-    with unprivileged(folder):
-        found = list_files(folder, ["**", "*.csv"])
-    at = {"a.csv": folder / "a.csv", "b/c.csv": folder / "b/c.csv", "day/e.csv": store / "day/e.csv"}
-    assert found == {name: str(path) for name, path in {**at, "g.csv": store / "blob"}.items()}

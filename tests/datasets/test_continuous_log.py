@@ -1,19 +1,17 @@
 import json
-import math
 import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from evenrank.core.errors import DataError, StateError
 from evenrank.core.storage import Remote
-from evenrank.datasets import FolderLog, LogEnd, LogSource, describe_log
+from evenrank.datasets import FolderLog, LogEnd, LogSource
 from evenrank.datasets.continuous_log import rows_of_table
 from tests.datasets.logs import MANIFEST, add_file, end_log, items_of, table_of
 from tests.s3_server import S3
@@ -116,8 +114,8 @@ def test_ranks_number_records_alike_however_a_growing_folder_is_listed(
 @pytest.mark.parametrize(
     ("late", "fault"),
     [
-        ("00001a", "files before 00049.parquet after 00149"),  # more than a mark names
-        ("00050a", "00050a.parquet after 00149"),
+        ("00001a", "files before 00049.parquet after"),  # more than a mark names
+        ("00050a", "00050a.parquet after"),
         ("00149a", None),  # after all that were read
     ],
 )
@@ -241,17 +239,6 @@ def test_rows_have_numbers_of_targets_if_all_files_have_them(tmp_path: Path) -> 
         DataError, match=r": some files have a column 'num_targets' and some not; write it to all or to"
     ):
         log.read(7, 9)
-
-
-def test_values_that_may_be_missing_are_null_or_nan() -> None:
-    plain, missing = (describe_log({"item_id": 9}, extra_events={"price": kind}) for kind in ("float32", "float32?"))
-    table = pa.table({"item_id": [[1, 2, 3]], "price": [[0.5, None, math.nan]]})
-    stored = rows_of_table(table, missing, "here")
-    np.testing.assert_array_equal(stored.columns["price"], np.array([0.5, math.nan, math.nan], np.float32))
-    infinite = table.set_column(1, "price", [[[0.5, math.inf, math.nan]]])
-    for wrong, manifest, value in ((table, plain, "nan"), (infinite, missing, "inf")):
-        with pytest.raises(DataError, match=rf"here: column 'price' \(price\) has {value}, not finite"):
-            rows_of_table(wrong, manifest, "here")
 
 
 def test_a_prefix_of_an_object_store_is_a_log_too(tmp_path: Path, s3: S3) -> None:

@@ -1,13 +1,9 @@
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evenrank.core.errors import DataError
-from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import read_manifest
+from evenrank.datasets.event_statistics import Statistics
 
 ALL: dict[str, Any] = {"split": "user:0.3", "by": "user", "events": {"train": 9_000, "eval": 1_000}, "users": 300}
 TIMES = {"first_ms": -1, "last_ms": 86_399_999, "largest_day_ms": 0, "largest_day_events": 9_999}
@@ -59,21 +55,3 @@ def test_the_verdict_depends_on_the_split(by: str, label: str, count: int, verdi
     field = {EARLY: "early_eval_events", COLD_ITEMS: "cold_item_events", COLD_USERS: "cold_users"}[label]
     changes: dict[str, Any] = {"by": by, "cold_items": 7, field: count}
     assert dataclasses.replace(STATISTICS, **changes).describe()[label].endswith(verdict)
-
-
-WRONG: tuple[dict[str, Any], ...] = (
-    *({"users": users} for users in ("3", None, 0)),
-    *({"by": "item"}, {"last_ms": 1e300}, {"hours_of_day": [1]}, {"bins": [1]}, {"more": 1}, {"events": 10_000}),
-)
-
-
-def test_malformed_statistics_are_refused(small_dataset: Path) -> None:
-    manifest, right = read_manifest(small_dataset), json.loads(json.dumps(dataclasses.asdict(STATISTICS)))
-
-    def read(statistics: Any) -> Statistics:
-        return read_statistics(dataclasses.replace(manifest, options={**manifest.options, "statistics": statistics}))
-
-    assert read(right) == STATISTICS
-    for statistics in (None, {}, *({**right, **wrong} for wrong in WRONG)):
-        with pytest.raises(DataError, match=r"the manifest of synthetic has no valid statistics .*; preprocess the"):
-            read(statistics)

@@ -1,5 +1,4 @@
 import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
 from evenrank.datasets import open_store
@@ -74,23 +71,6 @@ def test_timestamps_missing_lists_and_lists_of_a_fixed_size_are_read(tmp_path: P
     assert store.columns["item_id"].tolist() == [1, 2, 3, 4]
     assert store.columns["seconds"].tolist() == [0.5, 0, 1, 2]  # a missing number is 0
     assert store.columns["timestamp_ms"].tolist() == [86_400_000] * 2 + [2 * 86_400_000] * 2
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 2**40), max_size=5), min_size=1, max_size=30),
-    st.integers(1, 7),
-    st.integers(1, 4),
-)
-def test_rows_are_those_of_the_files_in_order(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]], rows_per_file: int, rows_per_group: int
-) -> None:
-    folder = tmp_path_factory.mktemp("rows")
-    for number, first in enumerate(range(0, len(rows), rows_per_file)):
-        lists = pa.array(rows[first : first + rows_per_file], pa.list_(pa.int64()))
-        pq.write_table(pa.table({"i": lists}), folder / f"{number:03}.parquet", row_group_size=rows_per_group)
-    store = open_store(folder, columns={"item_id": "i"})
-    assert [store.columns["item_id"][a:b].tolist() for a, b in pairwise(store.offsets)] == rows
-    assert store.columns["user_id"].tolist() == list(range(len(rows)))
 
 
 FINITE = "column 'seen' (watched) has "

@@ -1,15 +1,12 @@
 """The order of a stream: each row once per epoch, on any numbers of ranks, and few rows on more than one of them."""
 
 import itertools
-import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.datasets.lanes import LaneOrder, radical_inverses
-from evenrank.datasets.stream import StreamConfig
+from evenrank.datasets.lanes import LaneOrder
 
 ORDERS = st.builds(LaneOrder, st.integers(0, 3000), lanes=st.integers(1, 70), window_rows=st.integers(1, 20))
 SEEDS = st.fixed_dictionaries({"seed": st.integers(-3, 1 << 40), "epoch": st.integers(0, 5)})
@@ -58,33 +55,3 @@ def test_epochs_and_seeds_have_other_orders() -> None:
     assert all(np.mean(rows == other) < 0.02 for rows, other in pairs)
     # The rows of a tenth of the epoch are mostly others too.
     assert np.mean([len(np.intersect1d(rows[:200], other[:200])) for rows, other in pairs]) < 40
-
-
-@given(st.integers(1, 400))
-def test_radical_inverses_are_a_permutation(count: int) -> None:
-    assert sorted(radical_inverses(count).tolist()) == list(range(count))
-
-
-def _read(order: LaneOrder, world_size: int, batch_size: int, stop: int) -> float:
-    """Return how many rows ranks read in the windows before position `stop`, per row."""
-    read = set()  # lanes of windows, by rank
-    for first in range(0, stop, world_size * batch_size):
-        positions = np.arange(first, min(first + world_size * batch_size, stop))
-        for rank in range(world_size):
-            share = order.share(positions, rank, world_size)
-            while len(share):
-                window = order.window(int(share.min()))
-                lanes, _ = order.places(window, share[share < window.end])
-                read |= {(rank, window, lane) for lane in lanes.tolist()}
-                share = share[share >= window.end]
-    return sum((window.end - window.first) // order.num_lanes for _, window, _ in read) / stop
-
-
-@pytest.mark.parametrize("batch_size", [8, 30])
-def test_ranks_read_few_rows_more_than_once(batch_size: int) -> None:
-    default = StreamConfig()
-    order = LaneOrder(1 << 18, lanes=default.lanes, window_rows=default.window_rows)
-    assert order.num_lanes == default.lanes
-    for world_size in (1, 2, 3, 5, 8, 13, 16, 24):
-        read = _read(order, world_size, batch_size, stop=2 * default.lanes * default.window_rows)
-        assert read == 1 if math.log2(world_size * batch_size) % 1 == 0 else read <= 1.25

@@ -12,7 +12,6 @@ from evenrank.datasets import open_store, read_manifest
 from evenrank.datasets.distributions import Histogram
 from evenrank.datasets.schema import version_name
 from evenrank.datasets.stream import open_stream
-from tests.datasets.crafted import copy_dataset
 from tests.s3_server import BUCKET, S3, SECRET
 
 OPEN = "import sys; from evenrank.datasets import open_store; print(len(open_store(sys.argv[1])), flush=True)"
@@ -77,21 +76,6 @@ def test_a_process_that_is_killed_while_it_fetches_blocks_no_other(dataset: Path
     assert not list((tmp_path / "home").rglob("*.partial"))
 
 
-def test_a_damaged_copy_is_fetched_again(dataset: Path, s3: S3) -> None:
-    version = _upload(s3, dataset, "damaged")
-    expected = open_store(dataset).columns["item_id"].tolist()
-    for num_reads in (1, 2, 3):
-        store = open_store(s3.url("damaged"))
-        assert store.columns["item_id"].tolist() == expected
-        assert s3.num_reads(f"{version}/train/part-00000.parquet") == num_reads
-        assert store.folder is not None
-        (column,) = store.folder.glob(".cache/*/events/item_id.npy")
-        if num_reads == 1:
-            column.write_bytes(column.read_bytes()[:-8])
-        else:
-            column.unlink()
-
-
 def test_what_cannot_be_read_is_reported_with_the_url_and_nothing_stays(dataset: Path, s3: S3, tmp_path: Path) -> None:
     version = _upload(s3, dataset, "faulty")
     for key, content in ((f"{version}/train/part-00000.parquet", b"other data"), ("malformed/manifest.json", b"\xff")):
@@ -108,14 +92,3 @@ def test_what_cannot_be_read_is_reported_with_the_url_and_nothing_stays(dataset:
         assert SECRET not in str(raised.value)
     left = [path.suffix for path in (tmp_path / "home").rglob("*")]
     assert not {".parquet", ".partial"} & {*left}
-
-
-def test_a_dataset_that_replaces_another_is_found_and_the_store_keeps_its_own(
-    dataset: Path, rich_dataset: Path, s3: S3, tmp_path: Path
-) -> None:
-    _upload(s3, dataset, "replaced")
-    before = open_store(s3.url("replaced"))
-    _upload(s3, copy_dataset(rich_dataset, tmp_path / "rich"), "replaced")
-    assert open_store(s3.url("replaced")).manifest == read_manifest(rich_dataset)
-    assert before.manifest == read_manifest(dataset)
-    assert before.columns["item_id"].tolist() == open_store(dataset).columns["item_id"].tolist()

@@ -7,12 +7,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import fs
 
 from evenrank.core.errors import DataError
 from evenrank.datasets import open_store
 from evenrank.datasets.lanes import Span
-from evenrank.datasets.stream import Rest, open_stream, version_of, versions_of
+from evenrank.datasets.stream import Rest, open_stream
 from evenrank.datasets.unpack import read_row_group
 from tests.datasets.crafted import add_targets, change_table, set_columns, update_manifest, write_in_parts
 
@@ -81,25 +80,6 @@ def test_damaged_and_replaced_files_are_named(
                 source.read(0, source.num_rows)
 
 
-def test_files_that_are_written_again_with_the_same_contents_are_read_on(
-    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = shutil.copytree(parts, tmp_path / "data")
-    source = open_stream(data, "train")
-    expected = source.read(0, source.num_rows).columns["user_id"].tolist()
-    shutil.copytree(data, tmp_path / "again")
-    data.rename(tmp_path / "old")
-    (tmp_path / "again").rename(data)
-    assert source.read(0, source.num_rows).columns["user_id"].tolist() == expected
-    monkeypatch.setattr("evenrank.datasets.stream.has_sha256", None)  # each new file is verified once
-    source.read(0, source.num_rows)
-    monkeypatch.setattr("evenrank.datasets.stream._FOOTERS", 2)  # those of the files read last are kept
-    few = open_stream(parts, "train")
-    few.read(0, few.num_rows)
-    assert len(few.read(0, 5)) == 5
-    assert [Path(path).name for path in few.footers] == ["part-00003.parquet", "part-00000.parquet"]
-
-
 def test_rows_have_numbers_of_targets_if_all_files_have_them(parts: Path, dataset: Path, tmp_path: Path) -> None:
     assert open_stream(parts, "train").read(0, 5).num_targets is None
     change_table(dataset, lambda table: add_targets(table, table["length"].to_numpy() // 2))
@@ -116,26 +96,3 @@ def test_rows_have_numbers_of_targets_if_all_files_have_them(parts: Path, datase
         open_store(mixed)
     with pytest.raises(DataError, match="mixed: some files have a column 'num_targets' and some not"):
         open_stream(mixed, "train").read(0, 100)
-
-
-class _Bucket:
-    """The part of an object store that `versions_of` uses: requests for files, and listings."""
-
-    def __init__(self, *, may_list: bool) -> None:
-        self._may_list = may_list
-
-    def get_file_info(self, wanted: Any) -> Any:
-        if isinstance(wanted, fs.FileSelector) and not self._may_list:
-            raise PermissionError("ACCESS_DENIED during ListObjectsV2 operation")
-        return fs.LocalFileSystem().get_file_info(wanted)
-
-
-def test_versions_are_the_same_listed_and_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("1")
-    (tmp_path / "b").write_text("22")
-    paths = [str(tmp_path / name) for name in ("a", "b", "missing")]
-    bucket, forbidden = (_Bucket(may_list=may_list) for may_list in (True, False))
-    versions = versions_of(bucket, paths)  # type: ignore[arg-type]
-    assert [version and version[0] for version in versions.values()] == [1, 2, None]
-    assert versions == {path: version_of(bucket, path) for path in paths}  # type: ignore[arg-type]
-    assert versions_of(forbidden, paths) == versions  # type: ignore[arg-type]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evenrank.training import AttentionTracker, Flops, LayerTiming, gather_timings
-from tests.ranks import RankPool
+from evenrank.training import AttentionTracker, Flops, LayerTiming
 from tests.training.test_step_timer import Time, slow_time
 
 FORWARD, BACKWARD = 2.0, 3.0  # milliseconds of the layers below
@@ -133,17 +132,6 @@ def test_speeds_are_total_flops_of_arguments_by_name_over_total_time() -> None:
     assert timing.line().startswith(
         "rank 0 |  | 2 calls | forward 2.000 ms, 0.0 TFLOP/s | backward 3.000 ms, 0.0 TFLOP"
     )
-
-
-def _timings_of_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
-    model = Model()
-    tracker = AttentionTracker(model, "first" if rank else Attention, device="cpu", start=0, stop=1)
-    _train(model)
-    return [(timing.rank, timing.layer) for timing in gather_timings(tracker.step())]
-
-
-def test_rows_of_all_ranks_are_gathered(ranks: RankPool) -> None:
-    assert ranks.run(2, _timings_of_ranks) == [[(0, "first"), (0, "second"), (1, "first")]] * 2
 
 
 @pytest.mark.gpu

@@ -189,20 +189,6 @@ def test_tokens_and_averages_are_of_all_data_parallel_ranks(ranks: RankPool) -> 
         assert averages == [pytest.approx(of, nan_ok=True) for of in (of_two, [1.5, 2.5, 1.5], [math.nan] * 3)]
 
 
-def test_each_loss_token_of_a_batch_counts_for_all_tasks_unless_others_are_given() -> None:
-    average = LossAverage(2)
-    assert all(math.isnan(mean) for mean in average.compute())
-    average.update(torch.tensor([6.0, 2.0]), batch_of(loss_tokens=4))
-    assert average.compute() == [1.5, 0.5]
-    average.update(torch.tensor([4.0, 2.0]), batch_of(loss_tokens=4), task_tokens=torch.tensor([1, 0]))
-    assert average.compute() == [10 / 5, 4 / 4]
-    scalar = LossAverage()
-    scalar.update(torch.tensor(2.0**25, requires_grad=True) * 2, batch_of())
-    for _ in range(64):  # small losses, without loss of precision
-        scalar.update(torch.tensor(1.0), batch_of(loss_tokens=1))
-    assert scalar.compute() == [(2**26 + 64) / 64]
-
-
 def _raise_unlike_others(rank: int, world_size: int) -> None:
     """Accumulate other numbers of steps, count other tasks, or count them on one rank alone."""
     ones = torch.ones(2 + rank, dtype=torch.int64)

@@ -1,4 +1,3 @@
-import gc
 import math
 import pickle
 import sys
