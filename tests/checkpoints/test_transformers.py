@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import LoaderConfig, StreamConfig, build_loader, build_stream_loader
@@ -205,36 +204,3 @@ def test_a_loader_is_evaluated_with_each_sample_once_and_the_mean_over_all_ranks
         assert [loss for _, loss in of_ranks] == pytest.approx([loss_sum / tokens] * 2, rel=1e-5)
         in_order = [of_rank for of_rank, _ in evaluations[number // 3 * 3]]
         assert [of_rank for of_rank, _ in of_ranks] == in_order
-
-
-def _begin(rank: int, world_size: int, path: Path, folder: Path) -> list[str]:
-    """Begin to train with what cannot be evaluated, or with another batch size than that of the training loader."""
-    said = []
-    for evaluated, batch_size in (("loader", 24), ("training", 24), ("metrics", 24), ("", 8)):
-        with _job(rank, world_size), balance(path, rank, world_size) as loader:
-            other = {
-                "loader": DataLoader(TensorDataset(torch.zeros(1))),
-                "training": loader,
-                "metrics": balance(path, 0, 1),
-            }
-            options = {"eval_strategy": "steps"} if evaluated else {}
-            with pytest.raises(ConfigError) as raised:
-                _trainer(
-                    Run(),
-                    _arguments(folder, batch_size, **options),
-                    train_dataset=loader,
-                    eval_dataset={"of today": other[evaluated]} if evaluated else None,
-                    compute_metrics=dict if evaluated == "metrics" else None,
-                ).train()
-            said.append(str(raised.value))
-    return said
-
-
-def test_what_the_trainer_would_take_for_something_else_is_refused_before_the_first_step(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
-    ((of_loader, of_training, of_metrics, of_size),) = ranks.run(1, _begin, small_dataset, tmp_path)
-    assert of_loader.startswith("eval_dataset is a DataLoader; pass a Balancer over it")
-    assert of_training.startswith("eval_dataset is the train_dataset, which has one position")
-    assert of_metrics.startswith("compute_metrics gets predictions in rows")
-    assert of_size.startswith(f"per_device_train_batch_size is 8, the loader's batch_size {GLOBAL_BATCH_SIZE}; pass ")

@@ -55,20 +55,6 @@ def test_a_pattern_stands_for_what_it_does_in_python_and_for_all_below(
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
-    [
-        *(([*pattern], ["_day=1/c", "a"]) for pattern in ((), ("**",), ("*",))),
-        *((["_tmp", "*"], ["_tmp/x"]), (["_tmp", "_y", "z"], ["_tmp/_y/z"])),
-        *(([".b"], [".b"]), ([".*"], []), (["_*"], ["_day=1/c"])),
-    ],
-)
-def test_hidden_names_must_be_given(tmp_path: Path, pattern: list[str], found: list[str]) -> None:
-    names = {"a", ".b", "_day=1/c", "_day=1/_c", "_tmp/x", "_tmp/_y/z"}
-    assert [*list_files(_tree(tmp_path, names), pattern)] == found
-    assert sorted(name for name in names if matches(pattern, name)) == found
-
-
-@pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda day: day(2).chmod(0), "day=2 cannot be read: Permission denied; check its permissions"),

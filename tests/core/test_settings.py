@@ -62,26 +62,17 @@ def test_an_option_of_another_type_is_an_error_of_one_line(record: Any) -> None:
 
 
 ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
-CONFIG, COLLATE = LoaderConfig(batch_size=1), dataloader.JaggedCollate({})
+CONFIG = LoaderConfig(batch_size=1)
 
 
 @pytest.mark.parametrize(
     ("call", "line"),
     [
         (lambda x: dataloader.build_loader("x", CONFIG, rank=x, world_size=2), "rank must be of type int"),
-        (lambda x: dataloader.build_stream_loader("x", CONFIG, follow=x, **ALONE), "follow must be of type bool"),
-        (lambda x: dataloader.ElasticSampler(8, batch_size=1, rank=x, world_size=2), "rank must be of type int"),
         (lambda x: dataloader.ElasticSampler(8, batch_size=1, shuffle=x, **ALONE), "shuffle must be of type bool"),
-        (lambda x: dataloader.RandomBatches(CONFIG, num_batches=x), "num_batches must be of type int"),
-        (
-            lambda x: dataloader.PaddedBatches([], batch_size=1, collate=COLLATE, drop_last=x),
-            "drop_last must be of type bool",
-        ),
         (lambda x: dataloader.jagged(max_length=x), "max_length must be of type int | None"),
         (lambda x: dataloader.Replay([], speed=x), "speed must be of type float"),
-        (lambda x: training.StepTimer(every=x), "every must be of type int"),
         (lambda x: training.StepTimer(x), "writers must be of type Callable["),
-        (lambda x: training.StallWatch(x), "seconds must be of type float"),
         (lambda x: training.MemoryWatch("cuda", min_free_gib=x), "min_free_gib must be of type float"),
         (lambda x: training.RankingMetrics(x), "ks must be "),
     ],

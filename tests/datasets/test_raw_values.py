@@ -10,7 +10,6 @@ from evenrank.dataloader import LoaderConfig, Negatives, TimeWindows, build_load
 from evenrank.dataloader.balance import BalanceConfig, LinearCost
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import open_store
-from evenrank.datasets.store import Slices
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from tests.dataloader.batch_helpers import ids_of
 from tests.s3_server import S3
@@ -49,33 +48,18 @@ def test_the_first_rows_have_what_the_log_has_also_at_a_url(tmp_path: Path, s3: 
         open_store(data).head()
 
 
-def test_kept_ids_and_mapped_values_are_numbers_and_targets_are_counted(small_dataset: Path) -> None:
-    whole = open_store(small_dataset)
-    (index,) = np.flatnonzero(whole.lengths > 20)[:1]
-    begin = whole.begins[index] + 2
-    slices = Slices(*(np.array([value]) for value in (index, begin, begin + 12)))
-    store = whole.sliced(slices, np.array([3], dtype=np.int32))
-    (row,) = store.head()
-    assert row["user_id"] == whole.columns["user_id"][index]
-    assert row["item_id"] == whole.columns["item_id"][begin + 2 : begin + 12].tolist()
-    assert (row["length"], row["num_targets"]) == (12, 3)
-    key_map = KeyMap(num_embeddings=501, world_size=2, mode="hash_roundrobin")
-    (mapped,) = store.remapped({"item_id": key_map}).head()
-    assert mapped["item_id"] == key_map(np.array(row["item_id"])).tolist() != row["item_id"]
-
-
-KEY_MAPS = {"item_id": KeyMap(num_embeddings=501, world_size=2, mode="hash_roundrobin")}
+KEY_MAP = KeyMap(num_embeddings=501, world_size=2, mode="hash_roundrobin")
 
 
 @pytest.mark.parametrize(
     ("options", "balance"),
     [
-        ({"key_maps": KEY_MAPS, "max_history_length": 5}, None),
+        ({"key_maps": {"item_id": KEY_MAP}, "max_history_length": 5}, None),
         ({"negatives": Negatives(count=2)}, {"window": 2}),
         ({"max_num_candidates": 2, "order": TimeWindows(every="2w")}, {"pack": True, "max_tokens_per_rank": 150}),
     ],
 )
-def test_the_next_samples_of_a_rank_are_seen_before_they_come(
+def test_the_next_samples_of_a_rank_are_seen_before_they_come_with_the_ids_of_the_log(
     small_dataset: Path, options: dict[str, Any], balance: dict[str, Any] | None
 ) -> None:
     config, stored = LoaderConfig(batch_size=4, **options), open_store(small_dataset).columns

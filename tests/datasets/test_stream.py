@@ -13,7 +13,7 @@ from evenrank.datasets import open_store
 from evenrank.datasets.lanes import Span
 from evenrank.datasets.stream import Rest, open_stream
 from evenrank.datasets.unpack import read_row_group
-from tests.datasets.crafted import add_targets, change_table, set_columns, update_manifest, write_in_parts
+from tests.datasets.crafted import set_columns, write_in_parts
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +78,3 @@ def test_damaged_and_replaced_files_are_named(
         if expected:
             with pytest.raises(DataError, match=rf"^[^\n]*part-00001\.parquet {expected}"):
                 source.read(0, source.num_rows)
-
-
-def test_rows_have_numbers_of_targets_if_all_files_have_them(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    assert open_stream(parts, "train").read(0, 5).num_targets is None
-    change_table(dataset, lambda table: add_targets(table, table["length"].to_numpy() // 2))
-    expected, read = open_store(dataset).num_targets, open_stream(dataset, "train").read(3, 9).num_targets
-    assert expected is not None
-    assert read is not None
-    assert (read.tolist(), read.dtype) == (expected[3:9].tolist(), expected.dtype)
-    mixed = shutil.copytree(parts, tmp_path / "mixed")
-    path = mixed / "train" / "part-00001.parquet"
-    table = pq.read_table(path)
-    pq.write_table(add_targets(table, table["length"].to_numpy() * 0), path)
-    update_manifest(mixed)
-    with pytest.raises(DataError, match=r"part-00001.parquet: some files have a column 'num_targets' and some not"):
-        open_store(mixed)
-    with pytest.raises(DataError, match="mixed: some files have a column 'num_targets' and some not"):
-        open_stream(mixed, "train").read(0, 100)

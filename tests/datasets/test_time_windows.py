@@ -1,16 +1,12 @@
-import pickle
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.datasets import SequenceStore, open_store
+from evenrank.datasets import SequenceStore
 from evenrank.datasets.event_statistics import DAY_MS
-from evenrank.datasets.store import Slices
 from tests.dataloader.collate.stores import STORE
 from tests.datasets.crafted import windows_of
 
@@ -68,17 +64,3 @@ def test_windows_begin_at_multiples_of_their_length_or_at_the_start() -> None:
     assert (weeks.start_ms, weeks.count) == (0, 3)
     late = windows_of(store, every="12h", start="1970-01-15T06:00+06:00")
     assert (late.start_ms, late.count) == (14 * DAY_MS, 3)
-
-
-def test_slices_survive_pickling_and_stay_within_their_rows(small_dataset: Path) -> None:
-    store = open_store(small_dataset)
-    row = int(np.argmax(store.lengths))
-    begin, end = int(store.begins[row]), int(store.ends[row])
-    slices = Slices(*(np.array([value]) for value in (row, begin + 1, end - 2)))
-    cut = store.sliced(slices, np.array([3], dtype=np.int32))
-    again = pickle.loads(pickle.dumps(cut))
-    assert (len(again), again.lengths.tolist(), again.num_targets.tolist()) == (1, [end - begin - 3], [3])
-    assert again.rows_of(np.array([0])).tolist() == [row]
-    for wrong in ((row, begin - 1, end), (row, begin, end + 1), (row, end, begin), (len(store), begin, end)):
-        with pytest.raises(IndexError, match="slices must be within their rows"):
-            store.sliced(Slices(*(np.array([value]) for value in wrong)), np.array([0], dtype=np.int32))

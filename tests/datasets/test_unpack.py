@@ -1,6 +1,5 @@
 import math
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -48,18 +47,6 @@ def test_only_caches_that_nobody_else_can_write_are_used(
         open_store(dataset)
     dataset.chmod(0o777)  # who can write the dataset can change all of it anyway
     assert _entry(open_store(dataset)) == cached
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(dataset: Path) -> None:
-    # A limit on the size of files stands in for a full disk: writing fails in the same place.
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(DataError, match=r"^[^\n]*could not be written: File too large; free space, or clear that "):
-            open_store(dataset)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list((dataset / ".cache").iterdir())
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])

@@ -70,7 +70,6 @@ class Job:
             if stopped and (self._plan.fault != Fault.STOPPED_LONG or len(running) == 1):
                 os.kill(stopped[0].pid or 0, signal.SIGCONT)
             time.sleep(0.05)
-        # Those that they have started, such as the workers of a DataLoader, notice that a moment later.
         groups = {str(process.pid) for process in self.processes}
         everyone = (path.name for path in Path("/proc").glob("[0-9]*"))
         while left := [each for each in everyone if _state_and_group(each)[1] in groups]:
@@ -82,8 +81,7 @@ class Job:
         """Return the state that each rank of the job that resumes loads."""
         if self.num_steps == 0:
             return [{}] * num_ranks
-        states = [pickle.loads(base64.b64decode(steps[self.num_steps - 1]["state"])) for steps in self.steps]
-        return states if self._plan.loader not in worker.ELASTIC else states[:1] * num_ranks
+        return [pickle.loads(base64.b64decode(self.steps[0][self.num_steps - 1]["state"]))] * num_ranks
 
 
 def _state_and_group(process: int | str | None) -> tuple[str, str]:
@@ -120,10 +118,9 @@ def _check_ends(plan: Round, job: Job) -> None:
 
 def _epoch(plan: Round, data: Path) -> Samples:
     """Return the samples of an epoch without any balancing."""
-    shape = Shape(world_size=1, batch_size=8, workers=0) if plan.loader in worker.ELASTIC else plan.first
+    shape = Shape(world_size=1, batch_size=8, workers=0)
     injector = worker.Injector(dataclasses.replace(plan, fault=Fault.NONE), 0, data)
-    loaders = [worker.make_loader(plan, shape, rank, data, injector) for rank in range(shape.world_size)]
-    batches = (batch for loader in loaders for batch in loader)
+    batches = worker.make_loader(plan, shape, 0, data, injector)
     return Samples((sample, tuple(items)) for batch in batches for sample, items in worker.contents_of(batch))
 
 

@@ -19,22 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import one_line
-from evenrank.dataloader import JaggedCollate, LoaderConfig, build_loader, build_stream_loader, dense, jagged
+from evenrank.dataloader import LoaderConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.config import EXCHANGES
 from tests.dataloader.balance.costs import Ints, Lengths
 
 # What goes wrong on one rank, in one step. STOPPED is for a moment, STOPPED_LONG beyond the timeout; LOADER_RAISES is a
-# transform or a dataset; the last replaces the dataset by another one.
+# transform; the last replaces the dataset by another one.
 Fault = enum.StrEnum(
     "Fault", "NONE KILLED STOPPED STOPPED_LONG MODEL_RAISES ON_STEP_RAISES COST_RAISES LOADER_RAISES LEAVES OTHER_DATA"
 )
-ELASTIC = ("Loader", "StreamLoader")  # their states resume on any number of ranks, with any batch size
-LOADERS = (*ELASTIC, "StatefulDataLoader")
-NUM_OWN_SAMPLES = 150  # of the dataset behind a StatefulDataLoader
+LOADERS = ("Loader", "StreamLoader")
 TIMEOUT = timedelta(minutes=30)
 LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
 SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
@@ -76,7 +73,7 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
         return Shape(
             world_size=int(rng.integers(2 if device == "cuda" else 1, max_ranks + 1)),
             batch_size=int(rng.integers(3, 13)),
-            workers=int(rng.integers(0, 2 if loader == "StatefulDataLoader" else 3)),
+            workers=int(rng.integers(0, 3)),
         )
 
     first, resumed = draw_shape(), draw_shape()
@@ -86,7 +83,7 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
     return Round(
         loader=loader,
         first=first,
-        resumed=resumed if loader in ELASTIC else first,
+        resumed=resumed,
         balance={"strategy": strategy, "exchange": rng.choice(EXCHANGES[:2]), "lookahead": int(rng.integers(1, 5))},
         gradients=bool(rng.random() < 0.5),
         fault=fault,
@@ -135,34 +132,11 @@ class Injector:
             copy.rename(datasets["data"])
 
 
-class OwnSamples(torch.utils.data.Dataset[dict[str, Any]]):
-    """Anyone's samples: the id, and as many items as the id gives."""
-
-    def __init__(self, injector: Injector) -> None:
-        self._injector = injector
-
-    def __len__(self) -> int:
-        return NUM_OWN_SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self._injector.raise_if_due(Fault.LOADER_RAISES)
-        return {"sample_ids": index, "item_id": np.arange(index % 17 + 1)}
-
-
 def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector) -> Any:
     def transform(batch: Any, rng: np.random.Generator) -> Any:
         injector.raise_if_due(Fault.LOADER_RAISES)
         return batch
 
-    if plan.loader == "StatefulDataLoader":
-        return StatefulDataLoader(
-            OwnSamples(injector),
-            batch_size=shape.batch_size,
-            sampler=list(range(rank, NUM_OWN_SAMPLES, shape.world_size)),
-            collate_fn=JaggedCollate({"sample_ids": dense(), "item_id": jagged()}),
-            num_workers=shape.workers,
-            multiprocessing_context="fork" if shape.workers else None,
-        )
     build = build_loader if plan.loader == "Loader" else build_stream_loader
     config = LoaderConfig(batch_size=shape.batch_size, num_workers=shape.workers, prefetch=3, seed=plan.seed)
     return build(data, config, transform=transform, rank=rank, world_size=shape.world_size)

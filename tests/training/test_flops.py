@@ -13,7 +13,7 @@ from torchrec import EmbeddingCollection
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from evenrank.training import Flops, ModelFlops, Work, batch_work, causal_work, decoder_flops
+from evenrank.training import batch_work
 from evenrank.training.flops import hstu_flops, hstu_pairs, hstu_work
 from hstu.attention import Sequences
 from hstu.config import HSTUConfig, tables
@@ -100,23 +100,6 @@ def test_flops_of_the_example_are_those_that_torch_counts(
     mask[:, length - own :] &= torch.eye(length, dtype=torch.bool)[:, length - own :]
     masked = 4 * int((~mask).sum()) * CONFIG.layers * CONFIG.heads * CONFIG.head_dim
     assert (flops.forward + 4 * masked, flops.backward + 8 * masked) == _count(model, batch)
-
-
-def test_the_flops_of_work_can_be_worked_out_by_hand_and_stay_where_its_lengths_are() -> None:
-    flops = ModelFlops(per_token=10, per_pair=4, per_prediction=3).of(Work(tokens=5, pairs=7, predictions=2))
-    assert flops == Flops(linear_forward=56, linear_backward=112, attention_forward=28, attention_backward=56)
-    recomputed = flops.with_recomputed_scores()
-    assert recomputed.attention_forward + recomputed.attention_backward == 3.5 * 28
-    model = decoder_flops(**SHAPE, layers=3, ffn_hidden=40, head=(16, 9))
-    assert model == ModelFlops(
-        per_token=3 * 2 * (3 * 16 * 24 + 24 * 16 + 2 * 16 * 40), per_pair=3 * 4 * 24, per_prediction=2 * 16 * 9
-    )
-    work = causal_work(torch.tensor([7, 2]), predictions=9)
-    assert (work.tokens, work.pairs, work.predictions) == (9, 28 + 3, 9)
-    # On a device without values: reading one would fail, as it would wait for a GPU.
-    lengths = torch.zeros(3, dtype=torch.int64, device="meta")
-    total = hstu_flops(**SHAPE, layers=1).of(hstu_work(lengths, lengths, lengths, predictions=3)).total
-    assert isinstance(total, torch.Tensor)
 
 
 @pytest.mark.parametrize("interleave_actions", [False, True])

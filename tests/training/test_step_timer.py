@@ -175,20 +175,6 @@ def test_steps_that_are_handed_out_ahead_are_matched_and_too_many_are_an_error(m
     assert len(written) == 2
 
 
-def test_times_are_read_when_the_device_has_passed_them() -> None:
-    written = Written()
-    passed, timer = 0.0, StepTimer(written, every=2)
-    with mock.patch.object(timer._clock, "has_passed", lambda mark: mark <= passed):
-        for number in range(7):
-            _step(timer, number, compute=1, wait=1)
-            assert len(written) == 0
-        passed = 9.0  # which is in the fifth step, so that two blocks are complete
-        _step(timer, 7, compute=1, wait=1)
-        assert [metrics.step for metrics in written] == [0, 1, 2, 3]
-    timer.close()
-    assert written.spans() == [(0, None), *((number, ([1], [1])) for number in range(1, 8))]
-
-
 def _train(rank: int, world_size: int, every: int) -> Spans:
     """Train with DDP, where each rank computes for a second more than the one before; return the steps written."""
     written, model = Written(), DistributedDataParallel(nn.Linear(3, 1, bias=False))

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import JaggedBatch, dense
-from evenrank.dataloader.balance.ranks.process_group import Members, members_of
+from evenrank.dataloader.balance.ranks.process_group import members_of
 from evenrank.training import FiniteCheck, LossAverage, MemoryUsage, MemoryWatch, StallWatch, accumulate, scale_loss
-from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm, Arrivals, arrivals_line
+from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm, arrivals_line
 from tests.ranks import RankPool
 from tests.stopped_store import StoreServer, store_server
 
@@ -107,20 +107,6 @@ def test_a_stall_is_reported_although_the_store_does_not_answer(ranks: RankPool)
     with store_server() as server:
         (report,) = ranks.run(1, _stall_without_a_store, server)
     assert "rank 0 has had no heartbeat for 0.2 s, since heartbeat 1" in report
-
-
-def test_publishing_does_not_wait_for_training_that_waits_in_the_store() -> None:
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    shared = [PrefixStore("group", store) for store in (server, client)]
-    ranks = [Arrivals(Members(rank=rank, world_size=2, store=store)) for rank, store in enumerate(shared)]
-    training = threading.Thread(target=client.get, args=("comes late",))
-    training.start()
-    ranks[1].publish(3)
-    assert training.is_alive()
-    assert ranks[0].line(2) == "1 of 2 ranks have not arrived at heartbeat 3: 0 (at 0)"  # which has published nothing
-    server.set("comes late", "now")
-    training.join()
 
 
 @given(counts=st.lists(st.integers(0, 3), min_size=1, max_size=40))
