@@ -81,7 +81,7 @@ def _gradients(model: torch.nn.Module) -> list[Tensor]:
 def _train(rank: int, world_size: int, path: Path, strategy: str) -> tuple[list[list[Tensor]], list[int]]:
     """Return the gradients of each optimizer step, and the samples of each batch."""
     gradients, num_real = [], []
-    for num_steps, by_task in MODES:
+    for num_steps, by_task in MODES if strategy == "none" else MODES[-1:]:
         model = DistributedDataParallel(Model(501))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         with Balancer(_loader(path, 8, rank, world_size), BalanceConfig(cost=COST, strategy=strategy)) as balancer:
@@ -121,7 +121,7 @@ def test_balanced_gradients_equal_those_of_one_rank_with_all_samples(ranks: Rank
         results = ranks.run(WORLD_SIZE, _train, small_dataset, strategy)
         assert strategy != "none" or any(0 in num_real for _, num_real in results)
         for gradients, _ in results:
-            torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(gradients, expected[-len(gradients) :], rtol=1e-10, atol=1e-10)
 
 
 def test_the_loss_of_each_task_is_divided_by_its_own_loss_tokens_if_they_are_counted() -> None:
@@ -255,7 +255,7 @@ def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor], *, i
     balance = BalanceConfig(cost=LinearCost(interleave_actions=False))
     loader = build_loader(path, LoaderConfig(batch_size=64), rank=0, world_size=1, balance=balance)
     with torch.no_grad():
-        assert len([scale_loss(weight, batch) if in_step else batch for batch in loader]) > 2
+        assert len([scale_loss(weight * batch.loss_tokens, batch) if in_step else batch for batch in loader]) > 2
     for batch in loader:
 
         def closure(batch: JaggedBatch = batch) -> float:
