@@ -4,8 +4,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec import EmbeddingCollection
@@ -14,33 +12,10 @@ from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.training import batch_work
-from evenrank.training.flops import hstu_flops, hstu_pairs, hstu_work
-from hstu.attention import Sequences
+from evenrank.training.flops import hstu_flops, hstu_pairs
 from hstu.config import HSTUConfig, tables
-from hstu.layer import HSTUAttention, attention_flops
 from hstu.ranking import HSTURanking
 from hstu.retrieval import HSTURetrieval
-
-
-@settings(max_examples=40)
-@given(samples=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4))
-def test_pairs_are_those_of_the_mask_of_the_example(samples: list[tuple[int, int, int]]) -> None:
-    contextual, others, candidates = torch.tensor(samples).unbind(1)
-    history = contextual + others
-    lengths = history + candidates
-    sequences = Sequences(
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        num_contextual=contextual,
-        num_candidates=candidates,
-        num_tokens=int(lengths.sum()),
-        max_length=max(int(lengths.max()), 1),
-    )
-    assert hstu_pairs(history, contextual, candidates).tolist() == sequences.mask().sum((1, 2)).tolist()
-    work = hstu_work(history, contextual, candidates, predictions=7)
-    assert (work.tokens, work.pairs, work.predictions) == (sequences.num_tokens, sequences.mask().sum(), 7)
-    arguments = {"query": torch.empty(sequences.num_tokens, 2, 5), "sequences": sequences}
-    flops = attention_flops(HSTUAttention("padded", 8), arguments)
-    assert (flops.forward, flops.total) == (40 * sequences.mask().sum(), 3.5 * 40 * sequences.mask().sum())
 
 
 def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
