@@ -1,7 +1,7 @@
 import contextlib
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 import torch
@@ -17,6 +17,11 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch, StreamConfig, build
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, Model, balance, train
 from tests.ranks import RankPool
+
+
+class Place(TypedDict):
+    rank: int
+    world_size: int
 
 
 class Job:
@@ -45,11 +50,11 @@ class Job:
 
 
 def _data(kind: str, path: Path, rank: int, world_size: int) -> Any:
-    config, place = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), {"rank": rank, "world_size": world_size}
+    config, place = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), Place(rank=rank, world_size=world_size)
     if kind == "loader":
         return contextlib.nullcontext(build_loader(path, config, **place))
     if kind == "stream":
-        stream = build_stream_loader(path, config, StreamConfig(lanes=7, window_rows=1), **place)  # type: ignore[arg-type]
+        stream = build_stream_loader(path, config, StreamConfig(lanes=7, window_rows=1), **place)
         return Balancer(stream, BalanceConfig(cost=COST))
     return balance(path, rank, world_size)
 

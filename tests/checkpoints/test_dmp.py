@@ -136,8 +136,8 @@ def _fail(rank: int, world_size: int, path: Path, folder: Path) -> list[str]:
 
     save_dmp(folder, model, optimizer, {})
     calls: list[Callable[[], object]] = [
-        lambda: save_dmp(folder, model, torch.optim.Adam(model.parameters()), {}),  # type: ignore[arg-type]
-        lambda: save_dmp(folder, model, optimizer.optimizers[1][1], {}),  # type: ignore[arg-type]
+        lambda: save_dmp(folder, model, torch.optim.Adam(model.parameters()), {}),
+        lambda: save_dmp(folder, model, optimizer.optimizers[1][1], {}),
         lambda: save_dmp(folder, model, optimizer, {"rank": rank}),
         lambda: save_dmp(folder, model, optimizer, {"rank": {rank} if rank else rank}),
         lambda: load_dmp(folder, model, of_sgd),

@@ -15,8 +15,8 @@ def test_a_url_is_recognized_also_after_it_has_become_a_path() -> None:
     for path in ("log.csv", "/s3/x", "s3:x", "day=1/log.csv", "lognormal:mean=5,std=1", "C:/x", "FILE:///out"):
         assert not is_url(path)
         assert not is_url(Path(path))
-    for url in ("file:///out/my%20log.csv", Path("file:///out/my%20log.csv"), "File:///out/my%20log.csv"):
-        assert locate(url) == local_path(url) == Path("/out/my log.csv")
+    for of_file in ("file:///out/my%20log.csv", Path("file:///out/my%20log.csv"), "File:///out/my%20log.csv"):
+        assert locate(of_file) == local_path(of_file) == Path("/out/my log.csv")
     assert locate("out/mine") == Path("out/mine")
 
 

@@ -6,10 +6,15 @@ import pytest
 from evenrank.datasets.event_statistics import Statistics
 
 ALL: dict[str, Any] = {"split": "user:0.3", "by": "user", "events": {"train": 9_000, "eval": 1_000}, "users": 300}
-TIMES = {"first_ms": -1, "last_ms": 86_399_999, "largest_day_ms": 0, "largest_day_events": 9_999}
-BINS = {"hours_of_day": [6_000, *[0] * 22, 4_000], "bin_start_ms": 0, "bin_width_ms": 86_400_000, "bins": [1, 9_999]}
+TIMES: dict[str, Any] = {"first_ms": -1, "last_ms": 86_399_999, "largest_day_ms": 0, "largest_day_events": 9_999}
+BINS: dict[str, Any] = {
+    "hours_of_day": [6_000, *[0] * 22, 4_000],
+    "bin_start_ms": 0,
+    "bin_width_ms": 86_400_000,
+    "bins": [1, 9_999],
+}
 ITEMS: dict[str, Any] = {"items": 20, "ranks": [1, 20], "ranks_events": [7_500, 1], "top_events": 7_500}
-COLD = {"early_eval_events": 0, "eval_items": 10, "cold_items": 0, "cold_item_events": 0}
+COLD: dict[str, Any] = {"early_eval_events": 0, "eval_items": 10, "cold_items": 0, "cold_item_events": 0}
 STATISTICS = Statistics(**ALL, **TIMES, **BINS, **ITEMS, **COLD, eval_users=90, cold_users=90)
 EARLY, COLD_ITEMS, COLD_USERS = "eval events before the newest train event", "cold items of eval", "cold users of eval"
 

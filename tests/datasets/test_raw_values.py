@@ -22,9 +22,16 @@ ann,tea,2026-03-03T10:00:00.250Z,0,1.5
 """
 TIMES = [datetime(2026, 3, 2, 10, tzinfo=UTC), datetime(2026, 3, 3, 10, 0, 0, 250_000, tzinfo=UTC)]
 # The newest two events of each user.
-ANN = {"user_id": "ann", "city": "Oslo", "tags": ["a", "b"], "age": 30.0, "item_id": ["coffee", "tea"], "length": 3}
+ANN: dict[str, Any] = {
+    "user_id": "ann",
+    "city": "Oslo",
+    "tags": ["a", "b"],
+    "age": 30.0,
+    "item_id": ["coffee", "tea"],
+    "length": 3,
+}
 ANN |= {"action": [2, 0], "timestamp_ms": TIMES, "price": [2.0, 1.5]}
-BOB = {"user_id": "bob", "city": None, "tags": [], "age": 0.0, "item_id": ["rice"], "length": 1}
+BOB: dict[str, Any] = {"user_id": "bob", "city": None, "tags": [], "age": 0.0, "item_id": ["rice"], "length": 1}
 BOB |= {"action": [0], "timestamp_ms": [datetime(2026, 3, 1, 11, tzinfo=UTC)], "price": [None]}
 
 

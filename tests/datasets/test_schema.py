@@ -85,7 +85,8 @@ SAME_FILE = [["a", "a"], ["Sex", "sex"], ["stra\u00dfe", "strasse"], ["\u00e9", 
 
 
 def test_names_that_are_reserved_or_no_names_of_own_files_are_refused() -> None:
-    refused = {(n,): f"no feature can be called '{n}', because" for n in (*RESERVED, LABEL, SEMANTIC_ID, CANDIDATE_ID)}
+    refused: dict[tuple[str, ...], str] = {}
+    refused |= {(n,): f"no feature can be called '{n}', because" for n in (*RESERVED, LABEL, SEMANTIC_ID, CANDIDATE_ID)}
     refused |= {(name,): "is not a name; use letters, digits" for name in NO_FILE_NAMES}
     refused |= {(*names,): "differ at most by case; rename one|is not a name" for names in SAME_FILE}
     for names, message in refused.items():

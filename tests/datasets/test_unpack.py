@@ -61,7 +61,7 @@ def test_a_column_written_in_parts_is_that_of_numpy(tmp_path: Path, dtype: str, 
     content = path.read_bytes()
     assert content == (tmp_path / "theirs.npy").read_bytes()
     mapped = map_column(path, dtype, len(expected))
-    assert (mapped.dtype, mapped.tolist()) == (dtype, expected.tolist())
+    assert (str(mapped.dtype), mapped.tolist()) == (dtype, expected.tolist())
     assert not len(mapped) or not mapped.flags.writeable
     for wrong, length in (("int16", len(expected)), (dtype, len(expected) + 1), (dtype, 2**48)):
         with pytest.raises(DataError, match="is not a column of"):

@@ -160,7 +160,8 @@ def test_each_batch_has_the_loss_tokens_of_its_whole_optimizer_step_and_none_is_
     assert list(iterator) == []
     sums = torch.tensor([[0.5, 2**24], [0.25, 1]], dtype=torch.float32)  # of weights, which are added up in float64
     ((first, second),) = accumulate(steps_of([9, 9]), 2, task_tokens=lambda batch: sums[batch.step])
-    assert first.world_task_tokens is second.world_task_tokens is not None
+    assert first.world_task_tokens is second.world_task_tokens
+    assert first.world_task_tokens is not None
     assert first.world_task_tokens.tolist() == [0.75, 2**24 + 1]
 
 

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,15 +56,16 @@ def _weight_sum(batch: SequenceBatch) -> Tensor:
     return weights.double().sum().view(1)
 
 
-def _train(rank: int, world_size: int, path: Path) -> list[tuple[Tensor, float, float]]:
+def _train(rank: int, world_size: int, path: Path) -> list[list[Any]]:
     """Return gradients, mean loss and mean squared error of an epoch in one optimizer step, in each mode."""
     found = []
     for way, num_candidates, is_weighted in MODES:
         options = {"max_history_length": 99, "max_num_candidates": num_candidates, "label": "rating"}
         config = LoaderConfig(batch_size=7, **options, weight="w" if is_weighted else None)  # type: ignore[arg-type]
         model, average, metrics = Model(), LossAverage(), RegressionMetrics()
-        place, balance = {"rank": rank, "world_size": world_size}, BalanceConfig(cost=COST)
-        alone = build_loader(path, config, **place, balance=balance if way == "alone" else None)
+        balance = BalanceConfig(cost=COST)
+        of_way = balance if way == "alone" else None
+        alone = build_loader(path, config, rank=rank, world_size=world_size, balance=of_way)
         task_tokens = _weight_sum if is_weighted else None
         for batches in accumulate(alone if way == "alone" else Balancer(alone, balance), 99, task_tokens=task_tokens):
             for batch in batches:
@@ -84,7 +86,7 @@ def _train(rank: int, world_size: int, path: Path) -> list[tuple[Tensor, float, 
         gradient = model.embedding.weight.grad
         assert gradient is not None
         torch.distributed.all_reduce(gradient)
-        found.append((gradient / world_size, *average.compute(), metrics.compute()["mse"]))
+        found.append([gradient / world_size, *average.compute(), metrics.compute()["mse"]])
     return found
 
 
