@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import LoaderConfig, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import accumulate
@@ -130,35 +129,6 @@ def test_trainer_resumes_with_the_same_steps(ranks: RankPool, small_dataset: Pat
         assert resumed[0].losses == pytest.approx({later: losses[later] for later in losses if later > step}, rel=1e-5)
         assert resumed[0].epochs == pytest.approx({later: epochs[later] for later in losses if later > step})
         torch.testing.assert_close(resumed[-1].weights, whole[0].weights)
-
-
-def _refusals(rank: int, world_size: int, path: Path, folder: Path) -> list[str]:
-    """Resume in ways that cannot be exact; return what is said of each."""
-    _train(rank, world_size, path, folder, None, {"max_steps": 9})
-    said = []
-    attempts: list[tuple[int, dict[str, Any]]] = [
-        (1, {"gradient_accumulation_steps": 2}),
-        (9, {"gradient_accumulation_steps": 3}),  # at the end of the epoch, which are the steps of three
-        (1, {"ignore_data_skip": True}),
-        (1, {"restore_callback_states_from_checkpoint": True}),
-        (2, {}),
-    ]
-    state = folder / "checkpoint-2" / "trainer_state.json"
-    state.write_text(state.read_text().replace("LoaderPosition", "Other"))
-    for step, options in attempts:
-        try:
-            _train(rank, world_size, path, folder, step, options)
-        except (ConfigError, StateError) as error:
-            said.append(str(error))
-    return said
-
-
-def test_resuming_other_steps_is_refused(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
-    ((within, at_end, skip, without),) = ranks.run(1, _refusals, small_dataset, tmp_path)
-    assert within.startswith("the checkpoint is after 1 batches of epoch 0, 1 steps here after 2 of epoch 0; resume ")
-    assert at_end.startswith("the checkpoint is after 0 batches of epoch 1, 9 steps here after 0 of epoch 3; resume ")
-    assert skip.startswith("ignore_data_skip makes the Trainer lose count")
-    assert without.startswith("the checkpoint has no state of a loader")
 
 
 def _eval_loader(kind: str, path: Path, rank: int, world_size: int) -> Any:

@@ -45,19 +45,6 @@ input()
 outer(np.arange(3))
 print(*(sum(counts.values()) for f in (inner, outer) for counts in (f.stats.cache_misses, f.stats.cache_hits)))
 """
-# Stops while it compiles, with a child process that has inherited its open files.
-HOLD = """
-import os, signal
-import numpy as np
-from evenrank.core.nested import inner
-def stop(*arguments):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-    signal.pause()
-inner._compiler.compile = stop
-inner(np.arange(3))
-"""
 
 
 @pytest.fixture
@@ -81,16 +68,6 @@ def _start(package: Path, program: str) -> Any:
     site = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
     command = [sys.executable, "-B", "-S", "-c", site + program]
     return subprocess.Popen(command, env=environment | {"PATH": os.defpath}, cwd=folder, text=True, **pipes)
-
-
-def _line(process: Any) -> str:
-    return str(process.stdout.readline().strip())
-
-
-def _go_on(process: Any) -> None:
-    assert _line(process) == "ready"
-    process.stdin.write("\n")
-    process.stdin.flush()
 
 
 class Mixed(NamedTuple):
@@ -141,21 +118,15 @@ def test_machine_code_is_compiled_once_per_source_and_kept_where_nobody_else_can
     assert _mix(package).folder.parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
 
 
-def test_each_function_is_compiled_once_although_a_process_is_killed_while_it_compiles(package: Path) -> None:
-    holder = _start(package, HOLD)
-    child = int(_line(holder))
-    try:
-        waiting = [_start(package, COUNT) for _ in range(3)]
-        for process in waiting:
-            _go_on(process)
-        holder.kill()
-        said = [process.communicate(timeout=250) for process in waiting]
-        # A process that loads `outer` has no use for `inner`, which is part of it; the one that compiles says so.
-        assert sorted(said) == [("0 0 0 1\n", ""), ("0 0 0 1\n", ""), ("1 0 1 0\n", NOTICE)]
-    finally:
-        os.kill(child, 9)  # first, as it has the pipes of the holder open
-        holder.kill()
-        holder.communicate()
+def test_processes_that_start_together_compile_each_function_once_and_one_says_so(package: Path) -> None:
+    together = [_start(package, COUNT) for _ in range(3)]
+    for process in together:
+        assert process.stdout.readline() == "ready\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=250) for process in together]
+    # A process that loads `outer` has no use for `inner`, which is part of it.
+    assert sorted(said) == [("0 0 0 1\n", ""), ("0 0 0 1\n", ""), ("1 0 1 0\n", NOTICE)]
 
 
 def test_compiled_functions_use_only_names_of_files_with_compiled_functions() -> None:

@@ -28,28 +28,6 @@ def _resumed(folder: Path | str, position: int, mark: str) -> FolderLog:
     return log
 
 
-def test_a_log_has_the_records_of_its_files_in_the_order_of_names(tmp_path: Path) -> None:
-    log = FolderLog(tmp_path, MANIFEST)
-    assert log.end() == (0, False)
-    assert list(log.read(0, 0).columns)[-4:] == ["item_id", "action", "timestamp_ms", "dwell"]
-    add_file(tmp_path, "day=1/10-05.parquet", range(7, 20))
-    add_file(tmp_path, "day=1/10-00.parquet", range(7))
-    add_file(tmp_path, "day=2/00-00.parquet", [])
-    assert log.end() == (20, False)
-    add_file(tmp_path, "day=2/00-05.parquet", range(20, 22))
-    for first in range(22):
-        assert _users(log, first, 20) == list(range(first, 20))  # 22 are there, but nobody looked
-    end_log(tmp_path)
-    assert log.end() == LogEnd(22, True)
-    store = log.read(5, 22)
-    expected = table_of(range(5, 22))
-    for name in ("share", "segment"):
-        assert store.columns[name].tolist() == expected[name].to_pylist()
-    for name in ("item_id", "dwell", "action"):
-        assert store.columns[name].tolist() == expected[name].combine_chunks().flatten().to_pylist()
-    assert not store.columns["timestamp_ms"].any()  # the files have none
-
-
 def test_files_that_are_being_written_wait_and_so_do_those_after_them_until_their_writer_is_taken_for_dead(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,23 +200,6 @@ def test_rows_that_do_not_fit_the_log_are_refused_with_place_and_value(
         log.read(4, 10)
     with pytest.raises(DataError, match=f"^topic{fault}"):
         rows_of_table(table, MANIFEST, "topic")
-
-
-def test_rows_have_numbers_of_targets_if_all_files_have_them(tmp_path: Path) -> None:
-    for number, name in enumerate(("1", "2", "3")):
-        table = table_of(range(4 * number, 4 * number + 4))
-        targets = table.append_column("num_targets", pa.array([0, 1, 2, 3], pa.int16()))
-        pq.write_table(targets if name != "3" else table, tmp_path / f"{name}.parquet")
-    log = FolderLog(tmp_path, MANIFEST)
-    log.end()
-    stored = log.read(1, 7).num_targets
-    assert stored is not None
-    assert (stored.tolist(), str(stored.dtype)) == ([1, 2, 3, 0, 1, 2], "int32")
-    assert log.read(8, 9).num_targets is None
-    with pytest.raises(
-        DataError, match=r": some files have a column 'num_targets' and some not; write it to all or to"
-    ):
-        log.read(7, 9)
 
 
 def test_a_prefix_of_an_object_store_is_a_log_too(tmp_path: Path, s3: S3) -> None:

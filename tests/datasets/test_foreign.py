@@ -1,4 +1,3 @@
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +57,6 @@ def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(tmp_path: Pat
     moved = open_store(folder.rename(tmp_path / "moved"), columns=COLUMNS)
     assert len({each.manifest.content_hash for each in (store, swapped, changed, moved)}) == 3
     assert moved.manifest.content_hash == changed.manifest.content_hash
-
-
-def test_timestamps_missing_lists_and_lists_of_a_fixed_size_are_read(tmp_path: Path) -> None:
-    times = pa.array([[datetime.datetime(1970, 1, 2)] * 2, None, [datetime.datetime(1970, 1, 3)] * 2])
-    items = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))
-    seconds = pa.array([[0.5, None], None, [1, 2]], pa.list_(pa.float64(), 2))
-    table = pa.table({"i": items, "s": seconds, "t": times.cast(pa.list_(pa.timestamp("us")))})
-    pq.write_table(table, tmp_path / "a.parquet")
-    store = open_store(tmp_path, columns={"item_id": "i", "seconds": "s", "timestamp_ms": "t"})
-    assert store.lengths.tolist() == [2, 0, 2]
-    assert store.columns["item_id"].tolist() == [1, 2, 3, 4]
-    assert store.columns["seconds"].tolist() == [0.5, 0, 1, 2]  # a missing number is 0
-    assert store.columns["timestamp_ms"].tolist() == [86_400_000] * 2 + [2 * 86_400_000] * 2
 
 
 FINITE = "column 'seen' (watched) has "

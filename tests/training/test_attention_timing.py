@@ -1,11 +1,9 @@
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from evenrank.training import AttentionTracker, Flops, LayerTiming
 from tests.training.test_step_timer import Time, slow_time
@@ -95,24 +93,6 @@ def test_times_are_those_of_each_layer_alone_within_the_interval_and_there_are_n
         assert count_hooks() == (0 if start else 4)
         detached.detach()
         assert (detached.step(), count_hooks()) == ([], 0)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_checkpointing_computes_again_is_no_forward_pass_but_backward_time(reentrant: bool) -> None:
-    class Checkpointed(Attention):
-        def forward(self, query: Tensor, **others: Any) -> Tensor:
-            inner = super().forward
-            return checkpoint(lambda x: inner(x, **others), query, use_reentrant=reentrant)  # type: ignore[no-any-return]
-
-    around, within = Checkpointed(), Attention()
-    for layer, output, backward in (
-        (around, around, FORWARD + BACKWARD),
-        # Without reentrancy, the forward pass is repeated after the gradient has arrived.
-        (within, partial(checkpoint, within, use_reentrant=reentrant), BACKWARD + (0 if reentrant else FORWARD)),
-    ):
-        tracker = AttentionTracker(layer, Attention, device="cpu", start=0, stop=1)
-        (output(_inputs()) ** 2).sum().backward()
-        assert _spans(tracker.step()) == [("", 1, FORWARD, backward)]
 
 
 def test_speeds_are_total_flops_of_arguments_by_name_over_total_time() -> None:

@@ -237,9 +237,7 @@ def test_a_traced_model_scales_by_the_batch_that_it_runs_on(
         traced(batch_of())
     monkeypatch.delitem(sys.modules, "evenrank.training.loss")
     monkeypatch.delitem(vars(evenrank.training), "scale_loss", raising=False)  # as if no one had used it before
-    traced = trace(by_package=True)
-    assert "evenrank.training.loss" in sys.modules
-    assert traced(batch).tolist() == [4 / 8, 4 / 8]
+    assert trace(by_package=True)(batch).tolist() == [4 / 8, 4 / 8]
 
 
 @pytest.fixture(autouse=True)

@@ -118,18 +118,6 @@ def test_metrics_equal_their_definitions(kind: str, data: st.DataObject, cut: in
     assert str(_values(kind, metric)) == str(_values(kind, metric))
 
 
-def test_groups_of_one_class_are_left_out_ties_count_half_and_arguments_may_be_overwritten() -> None:
-    metric, groups = BinaryAUC(), torch.tensor([4, 4, 5, 5, 5, 6, 6])
-    scores = torch.tensor([[0.1], [0.9], [0.5], [0.5], [0.7], [0.3], [0.2]])
-    metric.update(scores, torch.tensor([[0], [1], [0], [1], [0], [1], [1]]), groups=groups)
-    groups.zero_()
-    scores.zero_()
-    assert metric.compute_grouped() == [(2 * 1 + 3 * 0.25) / 5]
-    sixth = torch.tensor([6], dtype=torch.int32)
-    metric.update(torch.tensor([[0.0]]), torch.tensor([[0]]), torch.tensor([5.0]), groups=sixth)
-    assert metric.compute_grouped() == [(2 * 1 + 3 * 0.25 + 7 * 1) / 12]
-
-
 @pytest.mark.parametrize("score", [math.nan, 0.5])
 def test_a_sample_with_nan_counts_for_nothing_if_its_weight_is_0_and_makes_metrics_nan_otherwise(score: float) -> None:
     scores, targets = torch.tensor([[0.3], [score], [0.1], [0.7]]), torch.tensor([[0.0], [math.nan], [1.0], [2.0]])

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import StepMetrics, summarize
 from evenrank.training import StepTimer, step_timer
 from tests.dataloader.balance.metrics.example_steps import step
@@ -154,25 +153,6 @@ def test_a_step_after_an_interruption_is_not_measured_and_a_batch_left_untrained
             timer.drop_untrained()
     of_first: Spans = [(0, None), (1, ([1], [0])), (2, ([2], [0]))]
     assert written.spans() == [*of_first, (0, ([10], [0])), (1, ([11], [0])), (2, None)]
-
-
-def test_steps_that_are_handed_out_ahead_are_matched_and_too_many_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_timer, "_MAX_UNTRAINED", 3)
-    written = Written()
-    timer = StepTimer(written, every=2)
-    for number in range(3):
-        timer(step(number))
-    for number in range(3):
-        Time.now += number
-        with timer.waiting():
-            pass
-        timer(step(number + 3))
-    with pytest.raises(ConfigError, match=r"4 steps were taken and not measured; call watch\(loss\) or waiting\(\) in"):
-        timer(step(6))
-    assert written.spans() == [(0, None), (1, ([1], [0]))]
-    with pytest.raises(ValueError, match="of the job"), timer:  # which writes nothing more
-        raise ValueError("of the job")
-    assert len(written) == 2
 
 
 def _train(rank: int, world_size: int, every: int) -> Spans:

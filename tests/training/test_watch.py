@@ -5,7 +5,6 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TextIO
 
 import pytest
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +22,6 @@ from evenrank.dataloader.balance.ranks.process_group import members_of
 from evenrank.training import FiniteCheck, LossAverage, MemoryUsage, MemoryWatch, StallWatch, accumulate, scale_loss
 from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm, arrivals_line
 from tests.ranks import RankPool
-from tests.stopped_store import StoreServer, store_server
 
 SECONDS = 0.2  # without a heartbeat; tests wait for reports, not for this long
 
@@ -90,23 +87,6 @@ def test_stacks_and_the_ranks_that_have_not_arrived_are_reported_in_each_stall(r
         line = rf"evenrank: rank 0: 1 of 2 ranks have not arrived at heartbeat {number + 2}: 1 \(at \d\)"
         assert re.fullmatch(line, report.splitlines()[-1])
         assert "in _stall_twice" in report
-
-
-def _stall_without_a_store(rank: int, world_size: int, server: StoreServer) -> str:
-    dist.destroy_process_group()
-    store = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=1))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    pipe = Pipe()
-    with StallWatch(SECONDS, file=pipe.writer) as watch:
-        server.stop()
-        watch.beat()
-        return pipe.report("in _stall_without_a_store")
-
-
-def test_a_stall_is_reported_although_the_store_does_not_answer(ranks: RankPool) -> None:
-    with store_server() as server:
-        (report,) = ranks.run(1, _stall_without_a_store, server)
-    assert "rank 0 has had no heartbeat for 0.2 s, since heartbeat 1" in report
 
 
 @given(counts=st.lists(st.integers(0, 3), min_size=1, max_size=40))
