@@ -80,13 +80,10 @@ ROWS = [
         "uniform:high=9223372036854775807", "Uniform: high must be at least 0 and at most 9223372036854774784, got..."
     ),
     drawn("zipf:low=0", "...low + shift must be at least 1, got low=0 shift=0; pass shift=1 for values from 0"),
-    drawn("zipf:exponent=-1", "Zipf: exponent must be at least 0 and at most 100, got -1.0"),
     drawn("clipped-zipf:exponent=1", "ClippedZipf: exponent must be above 1 and at most 100, got 1.0"),
     drawn("histogram:column=length", "histogram needs path ...; write histogram:path=..."),
     drawn("lognormal:mean=nan", "Lognormal: mean must be above 0 and finite, got nan"),
-    drawn("lognormal:std=inf", "Lognormal: std must be at least 0 and finite, got inf"),
     drawn("lognormal:mean=1e-308,std=1e308", "...std must be at most 10^100 times the mean, got mean=1e-308..."),
-    drawn("normal:mean=nan", "Normal: mean must be finite, got nan"),
     config(
         lambda _: draw_actions(Uniform(low=1 << 31, high=1 << 31), np.random.default_rng(0), 2),
         "...actions must be between 0 and 2147483647, got 2147483648 to 2147483648...",
@@ -100,7 +97,6 @@ ROWS = [
     histogram([2, 1], [1, 1], "...must ascend from at least 0 and its counts be at least 1..."),
     histogram([1, 2], [1], "...as many counts as values and at least one, got 2 values and 1 counts..."),
     mixed(samples(5), [0, 1], "...weights must be positive numbers..."),
-    mixed(samples(5), [float("nan"), 1], "...weights must be positive numbers..."),
     mixed(samples(5), [1e9, 1], "dataset 1 of the mixture has 5 samples and gets 0 of an epoch's 10..."),
     mixed(samples(1, [0]), [1, 1], "dataset 0 of the mixture has 0 samples..."),
     config(
@@ -112,9 +108,7 @@ ROWS = [
     data(
         lambda _: open_stream("no://bucket/data", "train"), "no://bucket/data cannot be opened: Unrecognized filesys..."
     ),
-    config(lambda _: TimeWindows(every="0d"), EVERY.format("0d")),
     config(lambda _: TimeWindows(every="1y"), EVERY.format("1y")),
-    config(lambda _: TimeWindows(every="1 d"), EVERY.format("1 d")),
     config(
         lambda _: TimeWindows(every="1d", start="today"), "...start must be a time in ISO 8601, such as 2015-01-06..."
     ),
@@ -148,7 +142,6 @@ ROWS = [
     ),
     manifest("{", "<folder>/manifest.json is not valid JSON..."),
     manifest('{"schema_version": 99}', "...schema version 99, this version of evenrank reads 2..."),
-    manifest("[]", "...schema version None..."),
     manifest('{"schema_version": 2}', "...has a missing or malformed field..."),
     data(
         lambda scene: read_manifest(scene.folder / "no"), "<folder>/no is not a dataset: no such folder; make one wi..."
@@ -164,7 +157,6 @@ ROWS = [
         "...incomplete_seconds must be above 0...",
     ),
     log("...vocabulary_sizes must have item_id, they have action...", {"action": 3}),
-    log("...label...", {"item_id": 3, "label": 2}),
     log("...vocabulary_sizes['item_id'] must be at least 1, got 0", {"item_id": 0}),
     log("...extra_events['dwell'] must be one of ..., got 'text'...", {"item_id": 3}, extra_events={"dwell": "text"}),
 ]
