@@ -119,27 +119,6 @@ def test_computing_is_all_from_one_step_to_the_last_gradient_of_the_next_or_to_t
     assert written.spans() == [(0, None), *((number, ([compute], [wait])) for number in (1, 2))]
 
 
-def test_the_last_measured_steps_are_kept_for_a_fit() -> None:
-    timer = StepTimer(every=2)
-    assert not timer.takes_steps
-    timer.keep(3, world_size=1)
-    assert timer.takes_steps
-    assert timer.kept().seconds.shape == (0, 1)
-    for number in range(8):
-        _step(timer, number, compute=number, wait=1)
-        if number == 4:
-            timer.restart()
-    kept = timer.kept()
-    assert kept.seconds.tolist() == [[4], [6], [7]]
-    assert kept.loads.tolist() == [[5]] * 3
-    assert kept.tokens.tolist() == kept.squares.tolist() == [[1]] * 3
-    timer.keep(1, world_size=1)  # for another loader
-    assert len(timer.kept().seconds) == 0
-    for number in (8, 9):
-        _step(timer, number, compute=number, wait=1)
-    assert timer.kept().seconds.tolist() == [[9]]
-
-
 def test_a_step_after_an_interruption_is_not_measured_and_a_batch_left_untrained_is_not_written() -> None:
     written = Written()
     with StepTimer(written, every=2) as timer:
