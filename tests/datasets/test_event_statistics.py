@@ -4,7 +4,7 @@ from evenrank.datasets.event_statistics import Statistics
 
 ALL: dict[str, Any] = {"split": "user:0.3", "by": "user", "events": {"train": 9_000, "eval": 1_000}, "users": 300}
 TIMES: dict[str, Any] = {"first_ms": -1, "last_ms": 86_399_999, "largest_day_ms": 0, "largest_day_events": 9_999}
-BINS: dict[str, Any] = {"hours_of_day": [6_000, *[0] * 22, 4_000], "bin_start_ms": 0, "bin_width_ms": 86_400_000}
+BINS: dict[str, Any] = {
     "hours_of_day": [6_000, *[0] * 22, 4_000],
     "bin_start_ms": 0,
     "bin_width_ms": 86_400_000,
