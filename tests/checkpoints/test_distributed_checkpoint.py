@@ -1,7 +1,7 @@
 import contextlib
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 import torch
@@ -17,6 +17,11 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch, StreamConfig, build
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, Model, balance, train
 from tests.ranks import RankPool
+
+
+class Place(TypedDict):
+    rank: int
+    world_size: int
 
 
 class Job:
@@ -44,63 +49,47 @@ class Job:
         self.optimizer.step()
 
 
-def _open(kind: str, path: Path, rank: int, world_size: int) -> tuple[Any, Job | None]:
-    """Return the data of a job and, except for a stream and for a Loader alone, its model."""
-    warnings.simplefilter("ignore")  # of torch.distributed.checkpoint about its own internals
-    if kind in ("DDP", "FSDP2"):
-        return balance(path, rank, world_size), Job(kind)
-    config = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size)
+def _data(kind: str, path: Path, rank: int, world_size: int) -> Any:
+    config, place = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), Place(rank=rank, world_size=world_size)
     if kind == "loader":
-        return contextlib.nullcontext(build_loader(path, config, rank=rank, world_size=world_size)), None
-    stream = StreamConfig(lanes=7, window_rows=1)
-    loader = build_stream_loader(path, config, stream, rank=rank, world_size=world_size)
-    return Balancer(loader, BalanceConfig(cost=COST)), None
+        return contextlib.nullcontext(build_loader(path, config, **place))
+    if kind == "stream":
+        stream = build_stream_loader(path, config, StreamConfig(lanes=7, window_rows=1), **place)
+        return Balancer(stream, BalanceConfig(cost=COST))
+    return balance(path, rank, world_size)
 
 
-def _skip(batch: SequenceBatch) -> None:
-    pass
-
-
-def _train_and_save(rank: int, world_size: int, path: Path, kind: str, folder: Path, count: int) -> Any:
-    opened, job = _open(kind, path, rank, world_size)
-    step = job.step if job else _skip
-    with opened as data:
+def _train(rank: int, world_size: int, path: Path, kind: str, folder: Path, count: int | None) -> list[list[int]]:
+    """Train some steps and save, or load; return the samples before that, after it, and of the next epoch."""
+    warnings.simplefilter("ignore")  # of torch.distributed.checkpoint about its own internals
+    has_model = kind in ("DDP", "FSDP2")
+    with _data(kind, path, rank, world_size) as data:
+        job = Job(kind) if has_model else None
+        step = job.step if job else lambda batch: None
+        saved, trained = {"data": data} | ({"job": job} if job else {}), list[int]()
+        if count is None:
+            load(saved, checkpoint_id=folder)
         steps = iter(data)
-        trained = train(steps, step, count)
-        save({"data": data} | ({"job": job} if job else {}), checkpoint_id=folder)
-        return trained, train(steps, step)
-
-
-def _load_and_train(rank: int, world_size: int, path: Path, kind: str, folder: Path) -> Any:
-    opened, job = _open(kind, path, rank, world_size)
-    step = job.step if job else _skip
-    with opened as data:
-        load({"data": data} | ({"job": job} if job else {}), checkpoint_id=folder)
-        length = len(data) if job else None
-        return train(data, step), train(data, step), length
-
-
-def _all(parts: Any) -> list[int]:
-    return sorted(sample for part in parts for sample in part)
+        if count is not None:
+            trained = train(steps, step, count)
+            save(saved, checkpoint_id=folder)
+        return [trained, train(steps, step), train(data, step)]
 
 
 @pytest.mark.parametrize(
     ("kind", "saving", "loading", "step"),
-    [
-        *(("DDP", 2, 3, 3), ("DDP", 3, 1, 0), ("FSDP2", 2, 4, 4)),
-        *(("stream", 2, 3, 4), ("stream", 3, 1, 0), ("loader", 2, 3, 4)),
-    ],
+    [("DDP", 2, 3, 3), ("DDP", 3, 1, 0), ("FSDP2", 2, 4, 4), ("stream", 2, 3, 4), ("loader", 2, 3, 4)],
 )
 def test_job_resumes_with_each_sample_once(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, kind: str, saving: int, loading: int, step: int
 ) -> None:
-    before = ranks.run(saving, _train_and_save, small_dataset, kind, tmp_path, step)
-    after = ranks.run(loading, _load_and_train, small_dataset, kind, tmp_path)
-    trained, rest = _all(part for part, _ in before), _all(part for _, part in before)
+    before = ranks.run(saving, _train, small_dataset, kind, tmp_path, step)
+    after = ranks.run(loading, _train, small_dataset, kind, tmp_path, None)
+    (trained, rest, following), (_, resumed, again) = (
+        [sorted(sample for of_rank in job for sample in of_rank[part]) for part in range(3)] for job in (before, after)
+    )
     assert len(trained) == step * GLOBAL_BATCH_SIZE
-    assert _all(part for part, _, _ in after) == rest  # as without the stop
+    assert resumed == rest  # as without the stop
     everything = sorted(trained + rest)
-    assert len(everything) == len(set(everything))
-    if kind in ("DDP", "FSDP2"):
-        assert _all(part for _, part, _ in after) == everything  # the next epoch
-        assert {length for _, _, length in after} == {-(-len(everything) // GLOBAL_BATCH_SIZE)}  # of a whole epoch
+    assert len(everything) == len({*everything})
+    assert following == again == everything

@@ -4,7 +4,7 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,29 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.checkpoints.resuming import COST, Model, balance, environment_of, ids_of
 from tests.ranks import RankPool
 
-ROOT = Path(__file__).resolve().parents[2]
-
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 environments = pytest.importorskip("lightning.pytorch.plugins.environments")
 ElasticResume = pytest.importorskip("evenrank.training.trainers.lightning_callback").ElasticResume
 
+Seen = dict[int, list[list[int]]]  # the samples of each step, by epoch
+
 
 class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc]
-    def __init__(self) -> None:
+    """Records the samples of each epoch of the loader, and may fail once."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
-        self.model = Model()
-        self.seen: dict[int, list[list[int]]] = {}  # per epoch and step
+        self.model, self.seen, self.fails_at = Model(), Seen(), fails_at
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.setdefault(self.current_epoch, []).append(ids_of(batch))
+        if self.global_step == self.fails_at:
+            raise ZeroDivisionError
+        self.seen.setdefault(batch.epoch, []).append(ids_of(batch))
         loss: torch.Tensor = self.model(batch)
         return loss
 
@@ -43,133 +45,83 @@ class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc
 
 def _entry_points(group: str) -> list[EntryPoint]:
     """Return ours, as where this version is installed."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    metadata = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    declared = tomllib.loads(metadata.read_text())["project"]["entry-points"]
     return [EntryPoint(name, value, group) for name, value in declared.get(group, {}).items()]
 
 
-IS_INSTALLED = patch("lightning.fabric.utilities.registry.entry_points", _entry_points)
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> Iterator[None]:
-    with IS_INSTALLED:
-        yield
-
-
-def _fit(
-    rank: int,
-    world_size: int,
-    path: Path,
-    folder: Path,
-    batch_size: int,
-    checkpoint: str | None,
-    has_callback: bool = True,
-) -> dict[int, list[list[int]]]:
-    warnings.simplefilter("ignore")  # Lightning's advice on workers, precision and the like
-    checkpoints = lightning.callbacks.ModelCheckpoint(
-        dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
-    )
-    module = Recommender()
-    with (
-        IS_INSTALLED,
-        patch.dict(os.environ, environment_of(rank, world_size)),
-        balance(path, rank, world_size, batch_size) as balancer,
-    ):
-        cluster = environments.TorchElasticEnvironment()
+def _fit(module: Recommender, loader: Any, folder: Path, checkpoint: Path | None, options: Any, **saving: Any) -> Seen:
+    """Train, with checkpoints named by the keywords in a run that begins."""
+    named = {"save_top_k": -1, "auto_insert_metric_name": False}
+    callbacks = [
+        lightning.callbacks.ModelCheckpoint(folder, filename=name, **named, **when) for name, when in saving.items()
+    ]
+    with patch("lightning.fabric.utilities.registry.entry_points", _entry_points):
         trainer = lightning.Trainer(
             accelerator="cpu",
-            devices=world_size,
-            strategy=lightning.strategies.DDPStrategy(cluster_environment=cluster, process_group_backend="gloo"),
-            max_epochs=2,
-            callbacks=[*[ElasticResume()] * has_callback, *[checkpoints] * (checkpoint is None)],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=checkpoint is None,
             enable_progress_bar=False,
             enable_model_summary=False,
-            use_distributed_sampler=False,
+            **options | {"callbacks": options["callbacks"] + (callbacks if checkpoint is None else [])},
         )
-        trainer.fit(module, balancer, ckpt_path=checkpoint)
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.fit(module, loader, ckpt_path=checkpoint and str(checkpoint))
     return module.seen
 
 
-def _samples(by_rank: Any, epoch: int, steps: slice) -> list[int]:
+def _fit_on_ranks(
+    rank: int, world_size: int, path: Path, folder: Path, checkpoint: Path | None, has_callback: bool = True
+) -> Seen:
+    warnings.simplefilter("ignore")  # Lightning's advice on workers, precision and the like
+    with patch.dict(os.environ, environment_of(rank, world_size)), balance(path, rank, world_size, 12) as balancer:
+        cluster = environments.TorchElasticEnvironment()
+        strategy = lightning.strategies.DDPStrategy(cluster_environment=cluster, process_group_backend="gloo")
+        options = {"devices": world_size, "strategy": strategy, "max_epochs": 2, "use_distributed_sampler": False}
+        callbacks = [ElasticResume()] if has_callback else []
+        saving = {"{step}": {"every_n_train_steps": 1}}
+        return _fit(Recommender(), balancer, folder, checkpoint, options | {"callbacks": callbacks}, **saving)
+
+
+def _samples(by_rank: list[Seen], epoch: int, steps: slice = slice(None)) -> list[int]:
     return sorted(sample for seen in by_rank for step in seen[epoch][steps] for sample in step)
 
 
 def test_trainer_resumes_with_each_sample_once(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
-    before = ranks.run(2, _fit, small_dataset, tmp_path, 12, None)
-    num_steps = len(before[0][0])
-    everything = _samples(before, 0, slice(None))
-    assert len(everything) == len(set(everything)) > 150
-    assert [len(before[0][epoch]) for epoch in range(2)] == [num_steps, num_steps]
-    for step, world_size in ((1, 3), (4, 2), (num_steps - 1, 3), (num_steps + 2, 2)):
+    before = ranks.run(2, _fit_on_ranks, small_dataset, tmp_path, None)
+    num_steps, everything = len(before[0][0]), _samples(before, 0)
+    assert len(everything) == len({*everything}) > 150
+    assert len(before[0][1]) == num_steps
+    for step, world_size in ((1, 3), (num_steps - 1, 3), (num_steps + 2, 2)):
         epoch, trained = divmod(step, num_steps)
-        after = ranks.run(world_size, _fit, small_dataset, tmp_path, 12, str(tmp_path / f"{step}.ckpt"))
-        assert _samples(after, epoch, slice(None)) == _samples(before, epoch, slice(trained, None)), step
+        after = ranks.run(world_size, _fit_on_ranks, small_dataset, tmp_path, tmp_path / f"{step}.ckpt")
+        assert _samples(after, epoch) == _samples(before, epoch, slice(trained, None)), step
         assert [*after[0]] == [*range(epoch, 2)]
-        if epoch == 0:  # the next epoch has its full length
-            assert _samples(after, 1, slice(None)) == everything
-
-
-def test_resuming_on_other_ranks_without_the_callback_is_one_error_on_every_rank(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
-    seen = ranks.run(2, _fit, small_dataset, tmp_path, 12, None, False)
-    num_steps = len(seen[0][0])
-    for step in (2, num_steps):
-        resume: Any = (_fit, small_dataset, tmp_path, 12, str(tmp_path / f"{step}.ckpt"), False)
-        first, *others = ranks.try_run(3, *resume) if step == 2 else ranks.try_run(1, *resume)
+        assert _samples(after, 1)[: len(everything)] == everything or epoch == 1  # the next epoch has its full length
+    # Without the callback, resuming on other ranks is an error, and on the same ranks nothing is lost.
+    for step, world_size in ((2, 3), (num_steps, 1)):
+        resume = (_fit_on_ranks, small_dataset, tmp_path, tmp_path / f"{step}.ckpt", False)
+        first, *others = ranks.try_run(world_size, *resume)
         assert first.type_name == "ConfigError"
-        assert re.search(
-            r"Lightning goes on after batch \d+ of \d+, .* after batch \d+; pass .*ElasticResume", first.message
-        )
+        fault = r"Lightning goes on after batch \d+ of \d+, .* after batch \d+; pass .*ElasticResume"
+        assert re.search(fault, first.message)
         assert [other.message for other in others] == [first.message] * len(others)
-    # On the same ranks nothing is lost.
-    assert _samples(ranks.run(2, *resume), 1, slice(None)) == _samples(seen, 1, slice(None))
-
-
-WINDOWS: Any = {"order": TimeWindows(every="2w"), "max_num_candidates": 2}
-ALONE: Any = {"rank": 0, "world_size": 1}
+    assert _samples(ranks.run(2, *resume), 1) == everything
 
 
 def _loader(kind: str, path: Path, batch_size: int) -> Any:
-    balancing = BalanceConfig(cost=COST)
+    alone: Any = {"rank": 0, "world_size": 1}
+    packing: Any = {"pack": True, "max_tokens_per_rank": 150} if kind == "packed" else {}
+    balancing = BalanceConfig(cost=COST, **packing)
     if kind == "stream, exchanged":
         stream = StreamConfig(lanes=5, window_rows=2)
-        return Balancer(build_stream_loader(path, LoaderConfig(batch_size=batch_size), stream, **ALONE), balancing)
-    if "packed" in kind:
-        balancing = BalanceConfig(cost=COST, pack=True, max_tokens_per_rank=150)
-    options: Any = {"batch_size": batch_size, "max_history_length": 60} | (WINDOWS if "windows" in kind else {})
+        return Balancer(build_stream_loader(path, LoaderConfig(batch_size=batch_size), stream, **alone), balancing)
+    windows: Any = {"order": TimeWindows(every="2w"), "max_num_candidates": 2} if "windows" in kind else {}
+    config = LoaderConfig(batch_size=batch_size, max_history_length=60, **windows)
     if "exchanged" in kind:
-        return Balancer(build_loader(path, LoaderConfig(**options), **ALONE), balancing)
-    return build_loader(path, LoaderConfig(**options), balance=balancing, **ALONE)
-
-
-class Failing(Recommender):
-    """Records the samples of each epoch of the loader, and fails once."""
-
-    def __init__(self, fails_at: int | None) -> None:
-        super().__init__()
-        self.fails_at = fails_at
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_step == self.fails_at:
-            raise ZeroDivisionError
-        self.seen.setdefault(batch.epoch, []).append(ids_of(batch))
-        loss: torch.Tensor = self.model(batch)
-        return loss
-
-
-class Messages(logging.Handler):
-    """Keeps what evenrank logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        return Balancer(build_loader(path, config, **alone), balancing)
+    return build_loader(path, config, balance=balancing, **alone)
 
 
 def _fit_alone(
@@ -177,58 +129,35 @@ def _fit_alone(
     folder: Path,
     kind: str,
     limits: Mapping[str, int],
+    caplog: pytest.LogCaptureFixture,
     *,
     batch_size: int = 24,
     checkpoint: str | None = None,
     fails_at: int | None = None,
     has_callback: bool = True,
-) -> tuple[dict[int, list[list[int]]], list[str]]:
-    """Train in this process; return the samples of each step by epoch of the loader, and what is said."""
+) -> tuple[Seen, list[str]]:
+    """Train in this process; return the samples, and what is said."""
+    caplog.clear()
     saving = {
         "step-{step}": {"every_n_train_steps": 1},
         "end-{epoch}": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
         "failed": {"every_n_epochs": 100, "save_on_exception": True},
     }
-    module, messages = Failing(fails_at), Messages()
-    logging.getLogger("evenrank").addHandler(messages)
-    with warnings.catch_warnings(record=True, action="always") as warned:
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            callbacks=[
-                *[ElasticResume()] * has_callback,
-                *(
-                    lightning.callbacks.ModelCheckpoint(
-                        folder, filename=name, save_top_k=-1, auto_insert_metric_name=False, **options
-                    )
-                    for name, options in saving.items()
-                    if checkpoint is None
-                ),
-            ],
-            default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=checkpoint is None,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **limits,
-        )
-        with contextlib.suppress(ZeroDivisionError):
-            trainer.fit(module, _loader(kind, path, batch_size), ckpt_path=checkpoint and str(folder / checkpoint))
-    logging.getLogger("evenrank").removeHandler(messages)
-    return module.seen, messages.texts + [str(each.message) for each in warned]
+    options = {"devices": 1, "callbacks": [ElasticResume()] if has_callback else [], **limits}
+    with warnings.catch_warnings(record=True, action="always") as warned, caplog.at_level(logging.INFO, "evenrank"):
+        loader, path_of = _loader(kind, path, batch_size), checkpoint and folder / checkpoint
+        seen = _fit(Recommender(fails_at), loader, folder, path_of or None, options, **saving)
+    return seen, caplog.messages + [str(each.message) for each in warned]
 
 
 @pytest.mark.parametrize("kind", ["epochs", "packed", "windows", "windows, exchanged", "stream, exchanged"])
 def test_every_checkpoint_of_every_loader_resumes_with_what_is_left(
-    small_dataset: Path, tmp_path: Path, kind: str
+    small_dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    def fit(limits: Mapping[str, int], **options: Any) -> dict[int, list[list[int]]]:
-        seen, messages = _fit_alone(small_dataset, tmp_path, kind, limits, **options)
+    def fit(limits: Mapping[str, int], **options: Any) -> Seen:
+        seen, messages = _fit_alone(small_dataset, tmp_path, kind, limits, caplog, **options)
         assert not [message for message in messages if "was left at" in message]
         return seen
-
-    def samples(seen: Mapping[int, list[list[int]]]) -> dict[int, list[int]]:
-        return {epoch: sorted(sample for step in steps for sample in step) for epoch, steps in seen.items()}
 
     loader = _loader(kind, small_dataset, 24)
     whole = {epoch: [ids_of(batch) for batch in loader] for epoch in range(3)}
@@ -238,24 +167,12 @@ def test_every_checkpoint_of_every_loader_resumes_with_what_is_left(
     fit({"max_epochs": 1}, fails_at=2)
     steps = {"step-1": 1, "failed": 2, f"step-{lengths[0]}": lengths[0], "end-0": lengths[0], "end-1": sum(lengths[:2])}
     for name, done in steps.items():
-        left, offset = {}, 0
+        left, offset = Seen(), 0
         for epoch, of_epoch in whole.items():
             if rest := of_epoch[max(done - offset, 0) :]:
                 left[epoch] = rest
             offset += len(of_epoch)
         # Iterations, by which Lightning counts with `max_steps`, are of the same batches, epochs of any.
         assert fit({"max_steps": offset, "max_epochs": -1}, checkpoint=f"{name}.ckpt") == left, name
-        assert samples(fit({"max_epochs": 3}, checkpoint=f"{name}.ckpt", batch_size=16)) == samples(left), name
-
-
-def test_without_the_callback_a_job_says_what_it_loses(small_dataset: Path, tmp_path: Path) -> None:
-    arguments: Any = (small_dataset, tmp_path, "windows", {"max_epochs": 3})
-    _fit_alone(*arguments)
-    _, alone = _fit_alone(*arguments, has_callback=False)
-    _, resumed = _fit_alone(*arguments, has_callback=False, checkpoint="step-2.ckpt")
-    with pytest.raises(ConfigError, match=r"does not load the loader's state .* pass .*ElasticResume"):
-        _fit_alone(*arguments, has_callback=False, checkpoint="end-0.ckpt")
-    remedy = "in Lightning, pass the Trainer callbacks=[ElasticResume()]"
-    for messages in (alone, resumed):
-        assert any(message.startswith("epoch 1 was left at position") and remedy in message for message in messages)
-    assert any("Please add the following callbacks" in message and "ElasticResume" in message for message in resumed)
+        resumed = fit({"max_epochs": 3}, checkpoint=f"{name}.ckpt", batch_size=16)
+        assert {epoch: _samples([resumed], epoch) for epoch in resumed} == {e: _samples([left], e) for e in left}, name

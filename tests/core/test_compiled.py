@@ -4,23 +4,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from importlib import import_module
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
-import numba
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from evenrank.core import compiled as loops
-from evenrank.core.compiled import PACKAGE_FOLDER, compiled, interpreted
-from evenrank.core.hashing import mix64, mix_word
+from evenrank.core.compiled import PACKAGE_FOLDER
 
-NOTICE = "compiling, once per machine, about 25 s"
-
+NOTICE = "compiling, once per machine, about 25 s\n"
 NESTED = """
 from evenrank.core.compiled import compiled
 from evenrank.core.hashing import mix_word
@@ -41,7 +34,7 @@ MIX = """
 import numpy as np
 from evenrank.core.nested import twice
 from evenrank.core.compiled import cache_folder
-print(twice(np.uint64(7)), cache_folder())
+print(twice(np.uint64(7)), cache_folder(), sum(twice.stats.cache_misses.values()))
 """
 # Waits for a line, so that all processes begin at the same time; prints how often it compiled and loaded each function.
 COUNT = """
@@ -51,29 +44,6 @@ print("ready", flush=True)
 input()
 outer(np.arange(3))
 print(*(sum(counts.values()) for f in (inner, outer) for counts in (f.stats.cache_misses, f.stats.cache_hits)))
-"""
-# Compiles at a signal, then loads what another process compiled, and says what it was told about it.
-TWO = """
-import numpy as np
-from evenrank.core.nested import inner, outer
-for function in (inner, outer):
-    print("ready", flush=True)
-    input()
-    function(np.arange(3))
-print("done", flush=True)
-"""
-# Stops while it compiles, with a child process that has inherited its open files.
-HOLD = """
-import os, signal
-import numpy as np
-from evenrank.core.nested import inner
-def stop(*arguments):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-    signal.pause()
-inner._compiler.compile = stop
-inner(np.arange(3))
 """
 
 
@@ -85,82 +55,78 @@ def package(tmp_path: Path) -> Path:
         shutil.copytree(PACKAGE_FOLDER / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PACKAGE_FOLDER / "__init__.py", package)
     (package / "core" / "nested.py").write_text(NESTED)
+    (tmp_path / "temporary").mkdir()
     return package
 
 
 def _start(package: Path, program: str) -> Any:
     folder = package.parent
-    (folder / "temporary").mkdir(exist_ok=True)
     environment = {"PYTHONPATH": str(folder), "HOME": str(folder / "home"), "TMPDIR": str(folder / "temporary")}
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    # Without the `site` module, so that the copy is imported rather than the installed package.
+    # Without the `site` module, so that the copy is imported rather than the installed package; without .pyc files,
+    # which Python takes for current if a source was changed twice within a second.
     site = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
-    return subprocess.Popen(
-        # Without .pyc files, which Python takes for current if a source was changed twice within a second.
-        [sys.executable, "-B", "-S", "-c", site + program],
-        env=environment | {"PATH": os.defpath},
-        cwd=folder,
-        text=True,
-        **pipes,
-    )
+    command = [sys.executable, "-B", "-S", "-c", site + program]
+    return subprocess.Popen(command, env=environment | {"PATH": os.defpath}, cwd=folder, text=True, **pipes)
 
 
-def _line(process: Any) -> str:
-    return str(process.stdout.readline().strip())
+class Mixed(NamedTuple):
+    hash: str
+    folder: Path
+    misses: str
+    notice: str
 
 
-def _finish(process: Any) -> list[str]:
+def _mix(package: Path) -> Mixed:
+    process = _start(package, MIX)
     output, errors = process.communicate(timeout=250)
     assert process.returncode == 0, errors
-    return str(output).split()
+    mixed, folder, misses = output.split()
+    return Mixed(mixed, Path(folder), misses, errors)
 
 
-def _mix(package: Path) -> list[str]:
-    """Return a hash by compiled functions, and the folder of their machine code."""
-    return _finish(_start(package, MIX))
-
-
-@compiled
-def _spin(flag: NDArray[np.int64], turns: NDArray[np.int64], max_turns: int) -> bool:
-    """Count turns until another thread sets the flag; False if that does not happen within `max_turns`."""
-    while turns[0] < max_turns:
-        turns[0] += 1  # a store, so that the compiler loads the flag again in each turn
-        if flag[0] != 0:
-            return True
-    return False
-
-
-def test_a_compiled_function_releases_the_gil() -> None:
-    flag, turns = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    assert not _spin(flag, turns, 1)
-    was_set: list[bool] = []
-    # A thread that held the GIL would keep this one from setting the flag, and use up all its turns.
-    spinning = threading.Thread(target=lambda: was_set.append(_spin(flag, turns, 10_000_000_000)))
-    spinning.start()
-    while turns[0] < 1000 and spinning.is_alive():
-        pass
-    flag[0] = 1
-    spinning.join()
-    assert was_set == [True]
-    assert _spin.__name__ == "_spin"
-    assert (_spin.__doc__ or "").startswith("Count turns")
-
-
-def test_numba_can_be_told_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert compiled(import_module) is import_module
-
-
-def test_machine_code_is_compiled_again_after_a_change_in_another_file(package: Path) -> None:
-    before = _mix(package)
-    assert _mix(package) == before
+def test_machine_code_is_compiled_once_per_source_and_kept_where_nobody_else_can_write(
+    package: Path, tmp_path: Path
+) -> None:
+    in_package, private = package / "__pycache__", tmp_path / "home" / ".cache" / "evenrank"
+    first = _mix(package)
+    assert (first.folder.parent, first.misses, first.notice) == (in_package, "1", NOTICE)
+    assert _mix(package) == first._replace(misses="0", notice="")
     hashing = package / "core" / "hashing.py"
     source = hashing.read_text()
     hashing.write_text(source.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
-    assert _mix(package)[0] != before[0]
-    assert len(list((package / "__pycache__").glob("compiled-*"))) == 1  # that of the earlier code is removed
+    assert _mix(package).hash != first.hash  # of a function in another file, which uses it
+    assert len(list(in_package.glob("compiled-*"))) == 1  # that of the earlier code is removed
     hashing.write_text(source)
-    assert _mix(package) == before
+    assert _mix(package)[:2] == first[:2]
+    # A user who cannot write the package begins with what is compiled there, also in the image of a container.
+    (first.folder / "lock").write_text("no process can lock this, even of root")
+    for path in (package / "core").glob("*.py"):
+        os.utime(path, (1_500_000_000, 1_500_000_000))
+    assert _mix(package) == Mixed(first.hash, private / first.folder.name, "0", "")
+    (first.folder / "lock").unlink()
+    if os.geteuid() == 0:  # what another user has written there is not run
+        os.chown(first.folder, 12_345, -1)
+        assert _mix(package).folder == private / first.folder.name
+    shutil.rmtree(in_package)
+    in_package.write_text("no folder can be created here, even by root")
+    shutil.rmtree(private)
+    assert _mix(package).folder.parent == private
+    assert private.stat().st_mode & 0o077 == 0
+    assert list(private.rglob("*.nbc"))
+    private.chmod(0o777)
+    assert _mix(package).folder.parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
+
+
+def test_processes_that_start_together_compile_each_function_once_and_one_says_so(package: Path) -> None:
+    together = [_start(package, COUNT) for _ in range(3)]
+    for process in together:
+        assert process.stdout.readline() == "ready\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=250) for process in together]
+    # A process that loads `outer` has no use for `inner`, which is part of it.
+    assert sorted(said) == [("0 0 0 1\n", ""), ("0 0 0 1\n", ""), ("1 0 1 0\n", NOTICE)]
 
 
 def test_compiled_functions_use_only_names_of_files_with_compiled_functions() -> None:
@@ -176,115 +142,5 @@ def test_compiled_functions_use_only_names_of_files_with_compiled_functions() ->
                 folder = PACKAGE_FOLDER.joinpath(*node.module.split(".")[1:])
                 for alias in node.names:  # a name of a file, or a file of a folder
                     imported = {folder.with_suffix(".py"), folder / f"{alias.name}.py"}
-                    assert (alias.asname or alias.name) not in used or imported & compiled_files, (
-                        f"{path}: {alias.name}"
-                    )
-
-
-def test_machine_code_is_cached_only_in_folders_that_nobody_else_can_write(package: Path, tmp_path: Path) -> None:
-    (package / "__pycache__").write_text("no folder can be created here, even by root")
-    private = tmp_path / "home" / ".cache" / "evenrank"
-    folder = Path(_mix(package)[1])
-    assert folder.parent == private
-    assert private.stat().st_mode & 0o077 == 0
-    assert list(folder.rglob("*.nbc"))
-    private.chmod(0o777)
-    assert Path(_mix(package)[1]).parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_machine_code_of_another_user_is_not_used_in_place(package: Path, tmp_path: Path) -> None:
-    installed = Path(_mix(package)[1])
-    os.chown(installed, os.geteuid() + 12_345, -1)
-    assert Path(_mix(package)[1]) == tmp_path / "home" / ".cache" / "evenrank" / installed.name
-
-
-def test_a_user_who_cannot_write_the_package_begins_with_what_is_compiled_there(package: Path, tmp_path: Path) -> None:
-    hashed, installed = _mix(package)
-    (Path(installed) / "lock").write_text("no process can lock this, even of root")
-    for source in (package / "core").glob("*.py"):  # as in the image of a container
-        os.utime(source, (1_500_000_000, 1_500_000_000))
-    user = _start(package, MIX + "print(sum(twice.stats.cache_misses.values()))")
-    assert _finish(user) == [hashed, str(tmp_path / "home" / ".cache" / "evenrank" / Path(installed).name), "0"]
-
-
-def test_each_function_is_compiled_once_although_a_process_is_killed_while_it_compiles(package: Path) -> None:
-    holder = _start(package, HOLD)
-    child = int(_line(holder))
-    try:
-        waiting = [_start(package, COUNT) for _ in range(3)]
-        assert [_line(process) for process in waiting] == ["ready"] * 3
-        for process in waiting:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        holder.kill()
-        counts = [_finish(process) for process in waiting]
-        # A process that loads `outer` has no use for `inner`, which is part of it.
-        assert sorted(counts) == [["0", "0", "0", "1"], ["0", "0", "0", "1"], ["1", "0", "1", "0"]]
-    finally:
-        os.kill(child, 9)  # first, as it has the pipes of the holder open
-        holder.kill()
-        holder.communicate()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(loops, "cache_folder", lambda: tmp_path)
-    return tmp_path
-
-
-def test_without_a_cache_a_process_compiles_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached: Any = compiled(lambda number: number + 1)
-    lost: Any = compiled(lambda number: number + 2)
-    assert cached(4) == 5
-    assert len(list(folder.glob("*/*.nbc"))) == 1
-    shutil.rmtree(folder)
-    folder.write_text("no folder can be created here, even by root")
-    assert lost(4) == 6
-    monkeypatch.undo()
-    monkeypatch.setattr(loops, "PACKAGE_FOLDER", Path("/proc/evenrank"))
-    monkeypatch.setattr(loops, "user_folders", lambda: iter([Path("/proc/evenrank")]))
-    assert loops.cache_folder.__wrapped__() is None
-    monkeypatch.setattr(loops, "cache_folder", lambda: None)
-    assert compiled(lambda number: number + 3)(4) == 7
-
-
-def test_a_process_that_compiles_says_so_once_unless_another_one_has(package: Path) -> None:
-    first, second = (_start(package, TWO) for _ in range(2))
-
-    def step(process: Any) -> None:
-        assert _line(process) == "ready"
-        process.stdin.write("\n")
-        process.stdin.flush()
-
-    step(first)  # compiles `inner`
-    assert _line(first) == "ready"
-    step(second)  # loads `inner`
-    step(second)  # compiles `outer` while the first process, which has said so, is alive
-    assert _line(second) == "done"
-    assert (second.communicate(timeout=250)[1], second.returncode) == ("", 0)
-    assert first.communicate("\n", timeout=250) == ("done\n", f"{NOTICE}\n")
-    shutil.rmtree(next((package / "__pycache__").glob("compiled-*")))
-    assert [_start(package, MIX).communicate(timeout=250)[1] for _ in range(2)] == [f"{NOTICE}\n", ""]
-
-
-def test_functions_that_are_defined_within_interpreted_stay_plain_python(folder: Path) -> None:
-    with interpreted():
-        inner: Any = compiled(lambda number: number + 1)
-        assert inner(4) == 5
-    assert isinstance(inner, FunctionType)
-    assert compiled(inner)(4) == 5
-    assert len(list(folder.glob("*/*.nbc"))) == 1
-
-
-def test_plain_python_wraps_words_around_as_compiled_loops_do() -> None:
-    words = np.array([0, 1, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
-    with interpreted():
-        assert [mix_word.py_func(word) for word in words] == mix64(words).tolist()  # type: ignore[attr-defined]
-
-
-def test_a_call_with_a_constant_compiles_no_version_of_its_own(folder: Path) -> None:
-    inner: Any = compiled(lambda number: number + 1)
-    outer: Any = compiled(lambda number: inner(number) + inner(5))
-    assert outer(4) == 11
-    assert len(inner.signatures) == 1
+                    is_used = (alias.asname or alias.name) in used
+                    assert not is_used or imported & compiled_files, f"{path}: {alias.name}"

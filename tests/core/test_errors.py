@@ -19,13 +19,9 @@ def test_an_error_is_one_printable_line_whatever_its_message_contains(kind: type
     assert str(error) == first_line(error) == one_line(error) == ESCAPED
     assert str(kind(f"rank 1 failed: {error}")) == f"rank 1 failed: {ESCAPED}"
     copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind
-    assert str(copy) == ESCAPED
-
-
-def test_errors_are_caught_by_the_builtin_they_resemble() -> None:
+    assert (type(copy), str(copy)) == (kind, ESCAPED)
     resembled = {ConfigError: ValueError, RankError: RuntimeError, errors.MissingPackageError: ImportError}
-    assert all(issubclass(error, builtin) for error, builtin in resembled.items())
+    assert issubclass(kind, resembled.get(kind, Exception))
 
 
 class _WithoutTextError(Exception):
@@ -39,13 +35,11 @@ class _WithoutTextError(Exception):
         (OSError("disk  is\nfull"), "disk  is", "OSError: disk is full"),
         (ValueError(f"\n \n{HOSTILE}"), "a", r"ValueError: a b\x1b[31m \u202e\x00\udcff"),
         (KeyError(), "KeyError", "KeyError"),
-        (RuntimeError("\n"), "RuntimeError", "RuntimeError"),
         (_WithoutTextError(), "_WithoutTextError", "_WithoutTextError"),
     ],
 )
 def test_an_error_of_others_becomes_one_line_with_its_type(error: Exception, first: str, line: str) -> None:
-    assert first_line(error) == first
-    assert one_line(error) == line
+    assert (first_line(error), one_line(error)) == (first, line)
 
 
 def test_controls_are_escaped_and_other_text_is_kept() -> None:

@@ -1,7 +1,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -24,22 +23,15 @@ TWO = Valid(lambda value: len(value) == 2, "two of them")
 @pytest.mark.parametrize(
     ("kind", "value", "fault"),
     [
-        (int, 3, None),
         (int, True, (None, True, "")),
-        (float, 3, None),
         (float, np.float64(3), None),
-        (Path, "a", None),
-        (Any, object, None),
         (Literal[1, "a"], "a", None),
         (Literal[1, "a"], True, (None, True, "")),
         (Count, 0, (Bounds(at_least=1), 0, "")),
-        (Count, "1", (None, "1", "")),
         (Count | None, None, None),
         (Count | None, 0, (Bounds(at_least=1), 0, "")),
         (Annotated[Count | None, TWO], None, None),
         (tuple[Count, ...], (1, 0), (Bounds(at_least=1), 0, "")),
-        (tuple[Count, ...], (), None),
-        (tuple[Count, str], (1, "a"), None),
         (tuple[Count, str], (1, 1), (None, 1, "")),
         (tuple[int, int], (1, 2, 3), (None, (1, 2, 3), "")),
         (Sequence[Count], [2, 1], None),

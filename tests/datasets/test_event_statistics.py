@@ -1,38 +1,18 @@
-import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
+from evenrank.datasets.event_statistics import Statistics
 
-from evenrank.core.errors import DataError
-from evenrank.datasets.event_statistics import Statistics, read_statistics
-from evenrank.datasets.schema import Manifest, read_manifest
-
-STATISTICS = Statistics(
-    split="user:0.3",
-    by="user",
-    events={"train": 9_000, "eval": 1_000},
-    users=300,
-    items=20,
-    first_ms=-1,
-    last_ms=86_399_999,
-    largest_day_ms=0,
-    largest_day_events=9_999,
-    hours_of_day=[6_000, *[0] * 22, 4_000],
-    bin_start_ms=0,
-    bin_width_ms=86_400_000,
-    bins=[1, 9_999],
-    ranks=[1, 20],
-    ranks_events=[7_500, 1],
-    top_events=7_500,
-    early_eval_events=0,
-    eval_items=10,
-    cold_items=0,
-    cold_item_events=0,
-    eval_users=90,
-    cold_users=90,
-)
+ALL: dict[str, Any] = {"split": "user:0.3", "by": "user", "events": {"train": 9_000, "eval": 1_000}, "users": 300}
+TIMES: dict[str, Any] = {"first_ms": -1, "last_ms": 86_399_999, "largest_day_ms": 0, "largest_day_events": 9_999}
+BINS: dict[str, Any] = {
+    "hours_of_day": [6_000, *[0] * 22, 4_000],
+    "bin_start_ms": 0,
+    "bin_width_ms": 86_400_000,
+    "bins": [1, 9_999],
+}
+ITEMS: dict[str, Any] = {"items": 20, "ranks": [1, 20], "ranks_events": [7_500, 1], "top_events": 7_500}
+COLD: dict[str, Any] = {"early_eval_events": 0, "eval_items": 10, "cold_items": 0, "cold_item_events": 0}
+STATISTICS = Statistics(**ALL, **TIMES, **BINS, **ITEMS, **COLD, eval_users=90, cold_users=90)
 EARLY, COLD_ITEMS, COLD_USERS = "eval events before the newest train event", "cold items of eval", "cold users of eval"
 
 
@@ -51,63 +31,3 @@ def test_statistics_are_described_in_words() -> None:
         COLD_ITEMS: "0 of 10, in 0 or 0.0 % of its events (expected: rare items)",
         COLD_USERS: "90 of 90 (expected: the split is by user)",
     }
-    without_eval = dataclasses.replace(STATISTICS, split="none", by="", events={"train": 10_000}).describe()
-    assert list(without_eval) == list(STATISTICS.describe())[:8]
-
-
-@pytest.mark.parametrize(
-    ("share", "shown"), [(None, ""), (0.0, ""), (0.5, "50 %"), (0.012345, "1.2 %"), (1e-6, "0.0001 %")]
-)
-def test_what_loaders_cut_off_is_described_with_its_share(share: float | None, shown: str) -> None:
-    line = dataclasses.replace(STATISTICS, cut_share=share).describe().get("cut off", "")
-    rest = " of train is before the newest 512 events of its rows, which loaders leave out (max_history_length)"
-    assert line == (shown and f"{shown}{rest}")
-
-
-@pytest.mark.parametrize(
-    ("by", "label", "count", "verdict"),
-    [
-        ("user", EARLY, 5, "5 (expected: the split is by user, not by time)"),
-        ("last", EARLY, 5, "5 (LEAK in time; inherent to leave-last, --split time:TIMESTAMP has none)"),
-        ("time", EARLY, 5, "5 (LEAK in time; the logs overlap)"),
-        ("time", EARLY, 0, "0 (expected: no leak in time)"),
-        ("user", COLD_ITEMS, 100, "7 of 10, in 100 or 10.0 % of its events (expected: rare items)"),
-        ("last", COLD_ITEMS, 101, "(warning: untrained embeddings; --k-core leaves out rare items)"),
-        ("time", COLD_ITEMS, 101, "(expected: new since the split)"),
-        ("user", COLD_USERS, 89, "89 of 90 (LEAK: the others are in train)"),
-        ("last", COLD_USERS, 0, "0 of 90 (expected: all have a history in train)"),
-        ("last", COLD_USERS, 1, "1 of 90 (warning: no history in train)"),
-        ("time", COLD_USERS, 5, "5 of 90 (expected: new since the split)"),
-    ],
-)
-def test_the_verdict_depends_on_the_split(by: str, label: str, count: int, verdict: str) -> None:
-    field = {EARLY: "early_eval_events", COLD_ITEMS: "cold_item_events", COLD_USERS: "cold_users"}[label]
-    changes: dict[str, Any] = {"by": by, "cold_items": 7, field: count}
-    assert dataclasses.replace(STATISTICS, **changes).describe()[label].endswith(verdict)
-
-
-def _manifest(folder: Path, **options: Any) -> Manifest:
-    manifest = read_manifest(folder)
-    return dataclasses.replace(manifest, options={**manifest.options, **options})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"users": "3"},
-        {"users": None},
-        {"users": 0},
-        {"by": "item"},
-        {"last_ms": 1e300},
-        {"hours_of_day": [10_000]},
-        {"bins": [1]},
-        {"more": 1},
-        {"events": 10_000},
-    ],
-)
-def test_malformed_statistics_are_refused(small_dataset: Path, wrong: dict[str, Any]) -> None:
-    right = dataclasses.asdict(STATISTICS)
-    assert read_statistics(_manifest(small_dataset, statistics=json.loads(json.dumps(right)))) == STATISTICS
-    for statistics in ({**right, **wrong}, None, {}):
-        with pytest.raises(DataError, match=r"the manifest of synthetic has no valid statistics .*; preprocess the"):
-            read_statistics(_manifest(small_dataset, statistics=statistics))

@@ -1,7 +1,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,14 +14,13 @@ pytest.importorskip("polars", reason="data is made with Polars, which hosts that
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, preprocess
 
 LOG = "".join(f"{user},{10 * user + index},{1_600_000_000 + 100 * index}\n" for user in (3, 5) for index in range(6))
-NAMES = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
 
 
 def _write(folder: Path, log: str = LOG, **options: Any) -> Path:
     path = folder / "log.csv"
     path.write_text(f"user,item,time\n{log}")
     defaults: dict[str, Any] = {"ids": "keep", "split": "leave-last:1", "requests": RequestRule(seconds=200)}
-    custom = TabularConfig(events=(path,), **NAMES)  # type: ignore[arg-type]
+    custom = TabularConfig(events=(path,), user_column="user", item_column="item", timestamp_column="time")
     preprocess(PreprocessConfig(dataset="custom", out=folder / "data", custom=custom, **{**defaults, **options}))
     return folder / "data"
 
@@ -32,101 +30,50 @@ def _items(data: Path | str, max_num_candidates: int = 2) -> dict[str, list[tupl
     found = {}
     for store in Requests().open(data, open_store, max_num_candidates)[1]:
         assert store.num_targets is not None
-        events = store.ends - store.num_targets
-        items = [store.columns["item_id"][part].tolist() for part in map(slice, store.begins, store.ends)]
-        found[store.split] = [(row[:n], row[n:]) for row, n in zip(items, events - store.begins, strict=True)]
+        rows = zip(store.begins, store.ends - store.num_targets, store.ends, strict=True)
+        items = store.columns["item_id"]
+        found[store.split] = [(items[a:b].tolist(), items[b:c].tolist()) for a, b, c in rows]
     return found
 
 
-def test_requests_are_slices_of_the_rows_with_all_events_by_time(tmp_path: Path) -> None:
+def test_requests_are_slices_of_the_rows_with_all_events_by_time(tmp_path: Path, s3: S3) -> None:
     expected = [
-        ([], [30, 31]),
-        ([], [50, 51]),
-        ([30, 31], [32, 33]),
-        ([50, 51], [52, 53]),
-        ([30, 31, 32, 33], [34, 35]),
-        ([50, 51, 52, 53], [54, 55]),
+        *(([], [30, 31]), ([], [50, 51]), ([30, 31], [32, 33]), ([50, 51], [52, 53])),
+        *(([30, 31, 32, 33], [34, 35]), ([50, 51, 52, 53], [54, 55])),
     ]
     assert _items(_write(tmp_path)) == {"train": [], "eval": expected}
     assert _items(tmp_path / "data", 9)["eval"] == expected  # up to the user's next request
     assert _items(tmp_path / "data", 1)["eval"] == [(history, row[:1]) for history, row in expected]
-    assert _items(_write(tmp_path, split="none")) == {"train": expected}
-
-
-def test_requests_of_a_dataset_at_a_url_are_those_of_its_folder(tmp_path: Path, s3: S3) -> None:
-    data = _write(tmp_path)
-    s3.put(data, "requests")
-    assert _items(s3.url("requests")) == _items(data)
-
-
-def test_filters_of_events_count_before_requests(tmp_path: Path) -> None:
-    log = LOG + "5,30,1600000050\n7,30,1600000000\n"
-    items = _items(_write(tmp_path, log, split="none", filters=Filters(min_item_events=2)), 9)
-    assert items == {"train": [([], [30]), ([], [30]), ([], [30])]}  # of the users 3, 7 and 5
-
-
-def test_histories_that_are_divided_are_refused(tmp_path: Path) -> None:
+    s3.put(tmp_path / "data", "requests")
+    assert _items(s3.url("requests"))["eval"] == expected
+    filters = Filters(min_item_events=2)
+    filtered = _write(tmp_path, f"{LOG}5,30,1600000050\n7,30,1600000000\n", split="none", filters=filters)
+    assert _items(filtered, 9) == {"train": [([], [30])] * 3}  # of the users 3, 7 and 5
     data = _write(tmp_path, split="none", filters=Filters(window=4))
-    with pytest.raises(
-        ConfigError, match=f"^requests need all events of a user in one row, but {data} divides those of us"
-    ):
+    with pytest.raises(ConfigError, match=f"^requests need all events of a user in one row, but {data} divides those"):
         _items(data)
-    second = tmp_path / "second.csv"
-    second.write_text("user,item,time\n3,38,1600000250\n3,39,1600000900\n")
-    with pytest.raises(
-        ConfigError, match="divides those of user 3; preprocess it without --window, hashed ids, `--unkno"
-    ):
-        _items(_write(tmp_path, split=f"file:{second}"))
-    second.write_text("user,item,time\n3,38,1600000800\n3,39,1600000900\n")
-    items = _items(_write(tmp_path, split=f"file:{second}"))
-    assert len(items["train"]) == 3  # of user 5
-    assert items["eval"][-1] == ([*range(30, 36)], [38, 39])
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        *(("history_end", value) for value in (1, -1, 1 << 62)),
-        *(("user_id", value) for value in (2, 4, 1 << 62)),
-        ("request_ts_ms", 0),
-    ],
-)
-def test_requests_that_are_of_no_event_are_refused(tmp_path: Path, column: str, value: int) -> None:
+def test_requests_of_no_event_or_twice_of_one_and_files_that_are_malformed_are_refused(tmp_path: Path) -> None:
     path = _write(tmp_path) / "requests.parquet"
     table = pq.read_table(path)
-    values = table[column].to_numpy().copy()
-    values[1] = value
-    pq.write_table(table.set_column(table.schema.names.index(column), column, pa.array(values)), path)
-    with pytest.raises(
-        DataError, match=f"^{path} has a request of user .* ms, of which the dataset has no event; preproc"
+
+    def second(name: str, value: int | float) -> pa.Table:
+        values = [*table[name].to_pylist()[:1], value, *table[name].to_pylist()[2:]]
+        return table.set_column(table.schema.names.index(name), name, pa.array(values))
+
+    no_event = "has a request of user .* ms, of which the dataset has no event; preproc"
+    wrong = [("history_end", 1), ("history_end", -1), ("history_end", 1 << 62)]
+    wrong += [("user_id", 2), ("user_id", 4), ("user_id", 1 << 62), ("request_ts_ms", 0)]
+    for each, fault in (
+        *((second(*change), no_event) for change in wrong),
+        (pa.concat_tables([table, table.slice(2, 1)]), no_event),
+        (table.drop_columns("history_end"), "has 0 columns 'history_end'; preprocess the dataset again"),
+        (second("history_end", 0.5), "column 'history_end' must be int64 without nulls, it has type double"),
     ):
+        pq.write_table(each, path)
+        with pytest.raises(DataError, match=f"^{path}:? {fault}"):
+            _items(tmp_path / "data")
+    path.unlink()
+    with pytest.raises(DataError, match=f"^{path} is missing; preprocess the dataset again, with `evenrank preproc"):
         _items(tmp_path / "data")
-
-
-def test_two_requests_at_an_event_are_refused(tmp_path: Path) -> None:
-    path = _write(tmp_path) / "requests.parquet"
-    table = pq.read_table(path)
-    pq.write_table(pa.concat_tables([table, table.slice(2, 1)]), path)
-    with pytest.raises(DataError, match="of which the dataset has no event"):
-        _items(tmp_path / "data")
-
-
-def test_files_that_are_missing_or_malformed_are_refused_in_a_line(tmp_path: Path) -> None:
-    data = _write(tmp_path, requests=None)
-    path = data / "requests.parquet"
-    with pytest.raises(
-        DataError, match=f"^{path} is missing; preprocess the dataset again, with `evenrank preprocess --req"
-    ):
-        _items(data)
-    path.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=f"^{path} cannot be read as Parquet "):
-        _items(data)
-    columns = {name: np.zeros(1, dtype=np.int64) for name in ("user_id", "request_ts_ms")}
-    pq.write_table(pa.table(columns), path)
-    with pytest.raises(DataError, match=f"^{path} has 0 columns 'history_end'; preprocess the dataset again"):
-        _items(data)
-    pq.write_table(pa.table({**columns, "history_end": [0.5]}), path)
-    with pytest.raises(
-        DataError, match=f"^{path}: column 'history_end' must be int64 without nulls, it has type double"
-    ):
-        _items(data)

@@ -1,13 +1,11 @@
 import itertools
-from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.core.errors import ConfigError
-from evenrank.datasets.order import EpochSchedule, Samples, permute
+from evenrank.datasets.order import EpochSchedule, permute
+from tests.datasets.test_mixture import samples
 
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000))
@@ -25,19 +23,15 @@ def test_permutations_never_change() -> None:
     assert permute(np.array([0, 10**10 - 1]), 10**10, seed=0, epoch=0).tolist() == [1230013334, 8594654745]
 
 
-def test_epochs_and_seeds_shuffle_independently() -> None:
+def test_epochs_and_seeds_shuffle_independently_and_evenly() -> None:
     orders = [permute(np.arange(5000), 5000, seed=seed, epoch=epoch) for seed in (0, 1) for epoch in (0, 1)]
     for order, other in itertools.combinations(orders, 2):
         # Two independent permutations agree at about one position, and are uncorrelated.
         assert np.count_nonzero(order == other) < 10
         assert abs(np.corrcoef(order, other)[0, 1]) < 0.06
-
-
-def test_samples_are_spread_evenly_over_positions() -> None:
     # The position of sample 3 of 16 over many epochs is uniform (chi-squared with 15 degrees of freedom).
     positions = [int(np.flatnonzero(permute(np.arange(16), 16, seed=5, epoch=e) == 3)[0]) for e in range(1600)]
-    counts = np.bincount(positions, minlength=16)
-    assert ((counts - 100) ** 2 / 100).sum() < 40
+    assert ((np.bincount(positions, minlength=16) - 100) ** 2 / 100).sum() < 40
 
 
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 9), st.booleans(), st.data())
@@ -54,18 +48,9 @@ def test_steps_cover_every_remaining_position_once_and_in_order(
     assert all(len(positions) <= batch_size for positions in parts)
     if schedule.num_steps:
         assert schedule.position_after(schedule.num_steps - 1) == end
-    sizes: Any = {"num_samples": 10, "world_size": 1, "batch_size": 2}
-    with pytest.raises(ConfigError, match=r"^EpochSchedule: world_size must be at least 1, got 0"):
-        EpochSchedule(**sizes | {"world_size": 0})
-    with pytest.raises(ConfigError, match="start must be between 0 and num_samples = 10, got 11"):
-        EpochSchedule(**sizes, start=11)
 
 
 def test_rows_left_out_are_skipped() -> None:
-    samples = _samples(9, [2, 3, 7])
-    assert len(samples) == 6
-    assert samples.rows(np.arange(6)).tolist() == [0, 1, 4, 5, 6, 8]
-
-
-def _samples(num_rows: int, left_out: list[int] | None = None) -> Samples:
-    return Samples(num_rows=num_rows, left_out=np.array(left_out or [], dtype=np.int64))
+    of_nine = samples(9, [2, 3, 7])
+    assert len(of_nine) == 6
+    assert of_nine.rows(np.arange(6)).tolist() == [0, 1, 4, 5, 6, 8]

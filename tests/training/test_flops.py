@@ -4,47 +4,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec import EmbeddingCollection
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from evenrank.training import Flops, ModelFlops, Work, batch_work, causal_work, decoder_flops
-from evenrank.training.flops import hstu_flops, hstu_pairs, hstu_work
-from hstu.attention import Sequences
+from evenrank.training import batch_work
+from evenrank.training.flops import hstu_flops, hstu_pairs
 from hstu.config import HSTUConfig, tables
-from hstu.layer import HSTUAttention, attention_flops
 from hstu.ranking import HSTURanking
 from hstu.retrieval import HSTURetrieval
-
-
-@settings(max_examples=40)
-@given(samples=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4))
-def test_pairs_are_those_of_the_mask_of_the_example(samples: list[tuple[int, int, int]]) -> None:
-    contextual, others, candidates = torch.tensor(samples).unbind(1)
-    history = contextual + others
-    lengths = history + candidates
-    sequences = Sequences(
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        num_contextual=contextual,
-        num_candidates=candidates,
-        num_tokens=int(lengths.sum()),
-        max_length=max(int(lengths.max()), 1),
-    )
-    assert hstu_pairs(history, contextual, candidates).tolist() == sequences.mask().sum((1, 2)).tolist()
-    work = hstu_work(history, contextual, candidates, predictions=7)
-    assert (work.tokens, work.pairs, work.predictions) == (sequences.num_tokens, sequences.mask().sum(), 7)
-    arguments = {"query": torch.empty(sequences.num_tokens, 2, 5), "sequences": sequences}
-    flops = attention_flops(HSTUAttention("padded", 8), arguments)
-    assert flops.forward == 4 * 2 * 5 * sequences.mask().sum()
-    assert flops.total == 3.5 * flops.forward
 
 
 def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
@@ -60,7 +31,7 @@ OPTIONS: dict[str, Any] = {"max_length": 20, "position_buckets": 8, "attention":
 CONFIG = HSTUConfig(**SHAPE, **OPTIONS, embedding_dim=8, layers=3)
 
 
-def _batch(lengths: Mapping[str, list[int]], candidates: list[int], labels: list[int] | None) -> SequenceBatch:
+def batch_of(lengths: Mapping[str, list[int]], candidates: list[int], labels: list[int] | None) -> SequenceBatch:
     """Return a batch of zeros with lengths [B] per key, and labels per row or none."""
     rows = np.array(list(lengths.values()))
     loss_tokens = int((np.array(lengths["item_id"]) - 1).clip(0).sum()) if labels is None else sum(labels)
@@ -77,34 +48,26 @@ def _batch(lengths: Mapping[str, list[int]], candidates: list[int], labels: list
     )
 
 
-# 4 samples of a user, 3 items and 2 or 3 actions each.
+# 4 samples of a user, 3 items and 2 or 3 actions each: candidates without and with actions, labels, and retrieval.
 @pytest.mark.parametrize(
     ("actions", "candidates", "labels", "sees_history"),
-    [
-        pytest.param(2, 1, 1, True, id="candidates"),
-        pytest.param(3, 1, 1, True, id="candidates with actions"),
-        pytest.param(3, 0, 3, False, id="labels of the history"),
-        pytest.param(3, 0, None, False, id="retrieval"),
-    ],
+    [(2, 1, 1, True), (3, 1, 1, True), (3, 0, 3, False), (3, 0, None, False)],
 )
 def test_flops_of_the_example_are_those_that_torch_counts(
     actions: int, candidates: int, labels: int | None, sees_history: bool
 ) -> None:
     lengths = {"user_id": [1] * 4, "item_id": [3] * 4, "action": [actions] * 4}
-    batch = _batch(lengths, [candidates] * 4, None if labels is None else [labels] * 4)
+    batch = batch_of(lengths, [candidates] * 4, None if labels is None else [labels] * 4)
     sizes = {"user_id": 3, "item_id": 5, "action": 4}
     embeddings = EmbeddingCollection(tables=tables(sizes, CONFIG, retrieval=labels is None))
-    model: nn.Module
+    model: nn.Module = HSTURanking(embeddings, CONFIG, num_tasks=2)
+    head = [CONFIG.hidden, CONFIG.hidden, 2]
     if labels is None:
         model = HSTURetrieval(embeddings, CONFIG, num_items=5, num_negatives=6)
         head = [CONFIG.hidden, CONFIG.embedding_dim, 6]
-    else:
-        model = HSTURanking(embeddings, CONFIG, num_tasks=2)
-        head = [CONFIG.hidden, CONFIG.hidden, 2]
     embedding = (CONFIG.embedding_dim, CONFIG.hidden, CONFIG.hidden)
-    flops = hstu_flops(**SHAPE, layers=CONFIG.layers, embedding=embedding, head=head).of(
-        batch_work(batch, interleave_actions=True, contextual=("user_id",))
-    )
+    work = batch_work(batch, interleave_actions=True, contextual=("user_id",))
+    flops = hstu_flops(**SHAPE, layers=CONFIG.layers, embedding=embedding, head=head).of(work)
     # The padded reference computes all pairs of a sample, whether a token sees the other or not.
     length, own = 4 + actions, candidates * (2 if actions == 3 else 1)
     mask = torch.ones(length, length, dtype=torch.bool).tril()
@@ -114,69 +77,18 @@ def test_flops_of_the_example_are_those_that_torch_counts(
     assert (flops.forward + 4 * masked, flops.backward + 8 * masked) == _count(model, batch)
 
 
-class _Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs, self.outputs = nn.Linear(16, 3 * 2 * 12), nn.Linear(2 * 12, 16)
-        self.ffn = nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16))
-        self.head = nn.Linear(16, 9)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = self.inputs(tokens).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(SDPBackend.MATH):  # torch's counter does not know the fused kernel of the CPU
-            attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(self.ffn(self.outputs(attended.transpose(1, 2).flatten(2))))  # type: ignore[no-any-return]
-
-
-def test_decoder_flops_are_those_that_torch_counts_but_for_masked_pairs() -> None:
-    samples, length = 3, 7
-    model = decoder_flops(**SHAPE, layers=1, ffn_hidden=40, head=(16, 9))
-    flops = model.of(causal_work(torch.full((samples,), length), predictions=samples * length))
-    masked = 2 * 12 * samples * length * (length - 1) // 2
-    counted = _count(_Decoder(), torch.randn(samples, length, 16, requires_grad=True))
-    assert (flops.forward + 4 * masked, flops.backward + 8 * masked) == counted
-
-
-def test_recomputed_scores_make_attention_cost_three_and_a_half_times_its_forward_pass() -> None:
-    flops = ModelFlops(per_token=10, per_pair=4, per_prediction=3).of(Work(tokens=5, pairs=7, predictions=2))
-    assert flops == Flops(linear_forward=56, linear_backward=112, attention_forward=28, attention_backward=56)
-    assert flops.total == 3 * flops.forward == 252
-    recomputed = flops.with_recomputed_scores()
-    assert recomputed.attention_forward + recomputed.attention_backward == 3.5 * 28
-    assert recomputed.linear_backward == flops.linear_backward
-
-
 @pytest.mark.parametrize("interleave_actions", [False, True])
 @pytest.mark.parametrize("actions", [[3, 5, 0], [4, 7, 0]], ids=["of the history", "of all items"])
 def test_the_work_of_a_batch_has_the_tokens_that_costs_count(interleave_actions: bool, actions: list[int]) -> None:
     lengths = {"gender": [1, 1, 0], "genres": [0, 2, 0], "item_id": [4, 7, 0], "action": actions}
     candidates = [1, 2, 0]
     keys: Any = {"interleave_actions": interleave_actions, "contextual": ("gender", "genres")}
-    batch = _batch(lengths, candidates, candidates)
+    batch = batch_of(lengths, candidates, candidates)
     work = batch_work(batch, **keys)
     assert batch_work(batch.replace(labels=None, float_labels=batch.labels), **keys) == work
     cost = HSTUCost(**SHAPE, layers=1, **keys)
     arrays = {key: np.array(values) for key, values in lengths.items()}
     tokens = torch.from_numpy(cost.tokens(arrays))
-    candidate_tokens = torch.from_numpy(cost.candidate_tokens(arrays, np.array(candidates)))
-    assert work.tokens == tokens.sum()
-    assert work.pairs == hstu_pairs(tokens - candidate_tokens, torch.tensor([1, 3, 0]), candidate_tokens).sum()
-    assert work.predictions == 3
-
-
-def test_a_missing_key_or_a_size_of_zero_is_an_error() -> None:
-    batch = _batch({"item_id": [2, 0], "action": [2, 0]}, [0, 0], None)
-    with pytest.raises(ConfigError, match="needs the key 'age'; batches have item_id, action"):
-        batch_work(batch, interleave_actions=True, contextual=["age"])
-    with pytest.raises(ConfigError, match="heads must be at least 1, got 0"):
-        hstu_flops(hidden=4, heads=0, head_dim=4, layers=1)
-    with pytest.raises(ConfigError, match="ffn_hidden must be at least 1, got 0"):
-        decoder_flops(hidden=4, heads=1, head_dim=4, layers=1, ffn_hidden=0)
-
-
-def test_counts_stay_where_the_lengths_are() -> None:
-    """On a device without values: reading one would fail, as it would wait for a GPU."""
-    lengths = torch.zeros(3, dtype=torch.int64, device="meta")
-    flops = hstu_flops(hidden=4, heads=1, head_dim=4, layers=1).of(hstu_work(lengths, lengths, lengths, predictions=3))
-    assert isinstance(flops.total, Tensor)
-    assert flops.total.device.type == "meta"
+    of_candidates = torch.from_numpy(cost.candidate_tokens(arrays, np.array(candidates)))
+    pairs = hstu_pairs(tokens - of_candidates, torch.tensor([1, 3, 0]), of_candidates).sum()
+    assert (work.tokens, work.pairs, work.predictions) == (tokens.sum(), pairs, 3)

@@ -2,13 +2,14 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.datasets import read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
@@ -16,55 +17,20 @@ from evenrank.training import LossAverage, RegressionMetrics, accumulate, scale_
 from tests.dataloader.balance.costs import COST
 from tests.ranks import RankPool
 
-WORLD_SIZE, NUM_USERS, NUM_ITEMS = 3, 41, 9
-WAYS = ("alone", "Balancer")
-Event = tuple[int, float | None, float]  # item, rating, weight
-Step = tuple[list[Tensor], list[float], dict[str, float]]  # gradients, mean loss, metrics
-
-
-def _users() -> list[list[Event]]:
-    """Return the events of users; some have no rating at all, many have ratings of none but some events."""
-    rng = random.Random(0)
-    return [
-        [
-            (rng.randrange(1, NUM_ITEMS), rng.random() if rng.random() < user % 5 / 4 else None, rng.random())
-            for _ in range(rng.randrange(1, 30))
-        ]
-        for user in range(NUM_USERS)
+WORLD_SIZE, NUM_ITEMS = 3, 9
+MODES = [(way, *mode) for way in ("alone", "Balancer") for mode in ((0, False), (2, False), (2, True))]
+_RNG = random.Random(0)
+# Of each user, the events: item, rating, weight. Some have no rating at all, many have ratings of none but some events.
+USERS = [
+    [
+        (_RNG.randrange(1, NUM_ITEMS), _RNG.random() if _RNG.random() < user % 5 / 4 else None, _RNG.random())
+        for _ in range(_RNG.randrange(1, 30))
     ]
+    for user in range(41)
+]
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("missing")
-    rows = [
-        f"{user},{item},{place},{'' if rating is None else rating},{weight}\n"
-        for user, events in enumerate(_users())
-        for place, (item, rating, weight) in enumerate(events)
-    ]
-    (folder / "log.csv").write_text("user,item,time,rating,w\n" + "".join(rows))
-    log = TabularConfig(
-        events=(folder / "log.csv",),
-        user_column="user",
-        item_column="item",
-        timestamp_column="time",
-        timestamp_unit="s",
-        label="rating:float?",
-        weight="w",
-    )
-    config = PreprocessConfig(
-        dataset="custom", out=folder / "out", custom=log, split="none", ids="keep", allow_empty=True
-    )
-    preprocess(config)
-    return folder / "out"
-
-
-def test_events_without_a_label_are_counted(dataset: Path) -> None:
-    ratings = [rating for events in _users() for _, rating, _ in events]
-    assert read_manifest(dataset).options["audit"]["events without rating (kept)"] == ratings.count(None) > 0
-
-
-class _Model(torch.nn.Module):
+class Model(torch.nn.Module):
     """Predicts the rating of an item; in float64, so that the order of sums does not matter."""
 
     def __init__(self) -> None:
@@ -84,73 +50,69 @@ def _items(batch: SequenceBatch, num_candidates: int) -> Tensor:
     return torch.cat([row[len(row) - num_candidates if num_candidates else 0 :] for row in of_rows])
 
 
-def _train(
-    rank: int, world_size: int, path: Path, way: str, num_candidates: int, is_weighted: bool
-) -> tuple[Step, set[int]]:
-    """Return what all ranks together get for an epoch in one optimizer step, and the places of known labels."""
-    config = LoaderConfig(
-        batch_size=7,
-        max_history_length=99,
-        max_num_candidates=num_candidates,
-        label="rating",
-        weight="w" if is_weighted else None,
-    )
-    model, average, metrics = _Model(), LossAverage(), RegressionMetrics()
-    if way == "alone":
-        loader: Loader[SequenceBatch] | Balancer[SequenceBatch] = build_loader(
-            path, config, rank=rank, world_size=world_size, balance=BalanceConfig(cost=COST)
-        )
-    else:
-        loader = Balancer(build_loader(path, config, rank=rank, world_size=world_size), BalanceConfig(cost=COST))
-
-    def task_tokens(batch: SequenceBatch) -> Tensor:
-        assert batch.weights is not None
-        tokens: Tensor = batch.weights.values().double().sum().view(1)
-        return tokens
-
-    known = set()
-    for batches in accumulate(loader, 99, task_tokens=task_tokens if is_weighted else None):
-        for batch in batches:
-            assert batch.float_labels is not None
-            assert batch.known is not None
-            labels = batch.float_labels.values()
-            is_known = ~labels.isnan()
-            weights = batch.weights.values() if batch.weights is not None else is_known
-            scores = model(_items(batch, num_candidates))
-            losses = (scores - labels.nan_to_num()) ** 2 * weights
-            loss_sum = losses.sum().view(1)
-            scale_loss(loss_sum + model.embedding.weight.sum() * 0, batch).sum().backward()
-            average.update(loss_sum, batch, task_tokens=task_tokens(batch) if is_weighted else None)
-            metrics.update(scores[:, None], labels[:, None], weights)
-            starts = batch.float_labels.lengths().cumsum(0) - batch.float_labels.lengths()
-            places = batch.known.values() + starts.repeat_interleave(batch.known.lengths())
-            assert places.tolist() == is_known.nonzero()[:, 0].tolist()
-            known.add(batch.loss_tokens)
-            assert batch.loss_tokens == len(places)
-    gradient = model.embedding.weight.grad
-    assert gradient is not None
-    torch.distributed.all_reduce(gradient)
-    return ([gradient / world_size], average.compute(), metrics.compute()), known
+def _weight_sum(batch: SequenceBatch) -> Tensor:
+    assert batch.weights is not None
+    weights: Tensor = batch.weights.values()
+    return weights.double().sum().view(1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("num_candidates", "is_weighted"), [(0, False), (2, False), (2, True)])
-def test_an_event_without_a_label_is_no_target(
-    ranks: RankPool, dataset: Path, way: str, num_candidates: int, is_weighted: bool
-) -> None:
-    model = _Model()
-    terms = []
-    for events in _users():
-        if len(events) >= num_candidates:
+def _train(rank: int, world_size: int, path: Path) -> list[list[Any]]:
+    """Return gradients, mean loss and mean squared error of an epoch in one optimizer step, in each mode."""
+    found = []
+    for way, num_candidates, is_weighted in MODES:
+        options = {"max_history_length": 99, "max_num_candidates": num_candidates, "label": "rating"}
+        config = LoaderConfig(batch_size=7, **options, weight="w" if is_weighted else None)  # type: ignore[arg-type]
+        model, average, metrics = Model(), LossAverage(), RegressionMetrics()
+        balance = BalanceConfig(cost=COST)
+        of_way = balance if way == "alone" else None
+        alone = build_loader(path, config, rank=rank, world_size=world_size, balance=of_way)
+        task_tokens = _weight_sum if is_weighted else None
+        for batches in accumulate(alone if way == "alone" else Balancer(alone, balance), 99, task_tokens=task_tokens):
+            for batch in batches:
+                assert batch.float_labels is not None
+                assert batch.known is not None
+                labels, lengths = batch.float_labels.values(), batch.float_labels.lengths()
+                is_known = ~labels.isnan()
+                weights = is_known if batch.weights is None else batch.weights.values()
+                scores = model(_items(batch, num_candidates))
+                loss_sum = ((scores - labels.nan_to_num()) ** 2 * weights).sum().view(1)
+                scale_loss(loss_sum + model.embedding.weight.sum() * 0, batch).sum().backward()
+                average.update(loss_sum, batch, task_tokens=task_tokens and task_tokens(batch))
+                metrics.update(scores[:, None], labels[:, None], weights)
+                starts = lengths.cumsum(0) - lengths
+                places = batch.known.values() + starts.repeat_interleave(batch.known.lengths())
+                assert places.tolist() == is_known.nonzero()[:, 0].tolist()
+                assert batch.loss_tokens == len(places)
+        gradient = model.embedding.weight.grad
+        assert gradient is not None
+        torch.distributed.all_reduce(gradient)
+        found.append([gradient / world_size, *average.compute(), metrics.compute()["mse"]])
+    return found
+
+
+def test_an_event_without_a_label_is_counted_and_no_target(ranks: RankPool, tmp_path: Path) -> None:
+    rows = [
+        f"{user},{item},{place},{'' if rating is None else rating},{weight}\n"
+        for user, events in enumerate(USERS)
+        for place, (item, rating, weight) in enumerate(events)
+    ]
+    (tmp_path / "log.csv").write_text("user,item,time,rating,w\n" + "".join(rows))
+    names = {"user_column": "user", "item_column": "item", "timestamp_column": "time", "timestamp_unit": "s"}
+    log = TabularConfig(events=(tmp_path / "log.csv",), **names, label="rating:float?", weight="w")  # type: ignore[arg-type]
+    out = tmp_path / "out"
+    preprocess(PreprocessConfig(dataset="custom", out=out, custom=log, split="none", ids="keep", allow_empty=True))
+    ratings = [rating for events in USERS for _, rating, _ in events]
+    assert read_manifest(out).options["audit"]["events without rating (kept)"] == ratings.count(None) > 0
+    results = ranks.run(WORLD_SIZE, _train, out)
+    for number, (_, num_candidates, is_weighted) in enumerate(MODES):
+        model, terms = Model(), []
+        for events in (events for events in USERS if len(events) >= num_candidates):
             for item, rating, weight in events[-num_candidates:]:
                 if rating is not None:
                     weight = float(np.float32(weight)) if is_weighted else 1.0
                     terms.append((weight, weight * (model(torch.tensor([item]))[0] - float(np.float32(rating))) ** 2))
-    loss = torch.stack([term for _, term in terms]).sum() / sum(weight for weight, _ in terms)
-    loss.backward()
-    expected = model.embedding.weight.grad
-    for (gradients, means, metrics), known in ranks.run(WORLD_SIZE, _train, dataset, way, num_candidates, is_weighted):
-        torch.testing.assert_close(gradients, [expected])
-        assert means == [pytest.approx(loss.item())]
-        assert metrics["mse"] == pytest.approx(loss.item())
-        assert len(known) > 1
+        loss = torch.stack([term for _, term in terms]).sum() / sum(weight for weight, _ in terms)
+        loss.backward()
+        for gradient, mean, mse in (of_rank[number] for of_rank in results):
+            torch.testing.assert_close(gradient, model.embedding.weight.grad)
+            assert (mean, mse) == pytest.approx([loss.item()] * 2)

@@ -4,78 +4,36 @@ import pytest
 import torch
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import computed_peaks, device_peaks, peaks_by_name
+from evenrank.training import device_peaks, peaks_by_name
 
 
 @pytest.mark.parametrize(
     ("name", "bf16", "bandwidth"),
     [
         ("NVIDIA H100 80GB HBM3", 989.4, 3.35),
-        ("NVIDIA H100 PCIe", 756, 2),
         ("NVIDIA H200", 989.4, 4.8),
-        ("NVIDIA H20", 148, 4),
-        ("NVIDIA A100-SXM4-40GB", 312, 1.555),
         ("A100-SXM4-40GB", 312, 1.555),
-        ("NVIDIA A100 80GB PCIe", 312, 1.935),
-        ("NVIDIA A10", 125, 0.6),
         ("NVIDIA A10G", 70, 0.6),
         ("NVIDIA L4", 121, 0.3),
-        ("NVIDIA L40", 181.05, 0.864),
         ("NVIDIA L40S", 362.05, 0.864),
-        ("NVIDIA B300 SXM6 AC", 2250, 8),
         ("NVIDIA GeForce RTX 4090", 165.2, 1.008),
-        ("AMD Instinct MI300X", 1307.4, 5.3),
+        # Parts of a device, and devices with similar names, are not taken for it.
+        *((name, None, None) for name in ("GRID A100-10C", "NVIDIA H200 MIG 3g.71gb", "NVIDIA GeForce RTX 4090 D")),
     ],
 )
-def test_devices_are_found_by_the_name_that_torch_returns(name: str, bf16: float, bandwidth: float) -> None:
+def test_devices_are_found_by_the_name_that_torch_returns(name: str, bf16: float | None, bandwidth: float) -> None:
     peaks = peaks_by_name(name)
-    assert peaks is not None
-    assert peaks.flops(torch.bfloat16) == peaks.flops(torch.float16) == pytest.approx(bf16 * 1e12)
-    assert peaks.bandwidth == pytest.approx(bandwidth * 1e12)
+    assert (peaks is None) == (bf16 is None)
+    if peaks is not None and bf16 is not None:
+        assert peaks.flops(torch.bfloat16) == peaks.flops(torch.float16) == pytest.approx(bf16 * 1e12)
+        assert peaks.bandwidth == pytest.approx(bandwidth * 1e12)
 
 
-@pytest.mark.parametrize("name", ["GRID A100-10C", "NVIDIA H200 MIG 3g.71gb", "NVIDIA GeForce RTX 4090 D"])
-def test_parts_of_a_device_and_devices_with_similar_names_are_not_taken_for_it(name: str) -> None:
-    assert peaks_by_name(name) is None
-
-
-# Multiprocessors and the boost clock of the datasheet's figures. One that counts sparsity would be twice the computed.
-@pytest.mark.parametrize(
-    ("name", "capability", "count", "clock"),
-    [
-        ("Tesla V100-SXM2-16GB", (7, 0), 80, 1.53e9),
-        ("Tesla T4", (7, 5), 40, 1.59e9),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9),
-        ("NVIDIA A10", (8, 6), 72, 1.695e9),
-        ("NVIDIA L40S", (8, 9), 142, 2.52e9),
-        ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.83e9),
-        ("NVIDIA H200", (9, 0), 132, 1.83e9),
-        ("NVIDIA B200", (10, 0), 148, 1.85e9),
-    ],
-)
-def test_the_table_agrees_with_clocks(name: str, capability: tuple[int, int], count: int, clock: float) -> None:
-    known, computed = peaks_by_name(name), computed_peaks(capability, count, clock)
-    assert known is not None
-    assert (known.bf16 is None, known.tf32 is None) == (computed.bf16 is None, computed.tf32 is None)
-    assert known.fp32 == pytest.approx(computed.fp32, rel=0.15)  # its clock can be higher
-    for peak in ("fp16", "fp8", "tf32"):
-        if getattr(known, peak) is not None:
-            assert getattr(known, peak) == pytest.approx(getattr(computed, peak), rel=0.02)
-
-
-def test_each_dtype_has_its_peak_or_an_error() -> None:
-    h200, t4 = peaks_by_name("NVIDIA H200"), peaks_by_name("Tesla T4")
+def test_each_dtype_has_its_peak() -> None:
+    h200 = peaks_by_name("NVIDIA H200")
     assert h200 is not None
-    assert t4 is not None
     peaks = [h200.flops(torch.float32), h200.flops(torch.float32, tf32=True), h200.flops(torch.float8_e4m3fn)]
     assert peaks == pytest.approx([66.9e12, 494.7e12, 1978.9e12])
-    for dtype, tf32, name in ((torch.bfloat16, False, "bfloat16"), (torch.float32, True, "TF32")):
-        with pytest.raises(ConfigError, match=rf"no peak is known for {name} .*pass it in FLOP/s"):
-            t4.flops(dtype, tf32=tf32)
-    with pytest.raises(ConfigError, match=r"compute capability is 13\.7, .*pass the device's peak in FLOP/s"):
-        computed_peaks((13, 7), 100, 2e9)
-    with pytest.raises(ConfigError, match="no peaks are known of the device cpu; pass a CUDA device"):
-        device_peaks("cpu")
 
 
 def test_an_unknown_device_is_computed_from_its_multiprocessors_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
