@@ -69,7 +69,9 @@ def _write_files(files: dict[str, str], suffix: str, types: dict[str, str]) -> N
 
 def _typed(text: str, types: dict[str, str]) -> pl.DataFrame:
     frame = pl.read_csv(io.StringIO(text), schema_overrides=dict.fromkeys(types, pl.String))
-    return frame.with_columns(_parsed(pl.col(name), dtype).alias(name) for name, dtype in types.items() if name in frame)
+    return frame.with_columns(
+        _parsed(pl.col(name), dtype).alias(name) for name, dtype in types.items() if name in frame
+    )
 
 
 def _parsed(text: pl.Expr, dtype: str) -> pl.Expr:
@@ -171,7 +173,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dataset, which a run that fails keeps."""
     folder = tmp_path_factory.mktemp("earlier")
     (folder / "log.csv").write_text("user,item,time\n1,2,1600000000\n")
-    custom = TabularConfig(events=(folder / "log.csv",), user_column="user", item_column="item", timestamp_column="time")
+    custom = TabularConfig(
+        events=(folder / "log.csv",), user_column="user", item_column="item", timestamp_column="time"
+    )
     preprocess(PreprocessConfig(dataset="custom", out=folder / "out", custom=custom, split="none"))
     return folder / "out"
 
