@@ -72,7 +72,7 @@ def _expected(events: list[Event], split: str, filters: Filters, eval_users: set
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.integers(1, 8), st.sampled_from([0, 1, 2, 3, 2**40]), st.integers(0, 100 * HOUR)),

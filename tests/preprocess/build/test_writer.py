@@ -82,8 +82,10 @@ _DIVISIONS = [
 _BAD = ("1,2,x", '1,2,"y, ""z"""', "1,2", "1,2,,4", "", "1,2,-5", "1,2,\r\x00")
 
 
-@pytest.mark.parametrize("as_table", [False, True])
-@pytest.mark.parametrize("filters", [Filters(), Filters(min_user_events=3, min_item_events=4, window=7, stride=5)])
+@pytest.mark.parametrize(
+    ("filters", "as_table"),
+    [(Filters(), True), (Filters(min_user_events=3, min_item_events=4, window=7, stride=5), False)],
+)
 def test_the_bytes_do_not_depend_on_how_the_work_is_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: Filters, as_table: bool
 ) -> None:
