@@ -55,7 +55,9 @@ def test_the_split_of_a_user_does_not_depend_on_other_users(tmp_path: Path) -> N
     def eval_users(num_users: int, **options: Any) -> set[int]:
         synthetic = SyntheticConfig(num_users=num_users)
         preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=synthetic, **options))
-        train, evaluated = ({row["user_id"] for row in read_rows(tmp_path / "out" / name)} for name in ("train", "eval"))
+        train, evaluated = (
+            {row["user_id"] for row in read_rows(tmp_path / "out" / name)} for name in ("train", "eval")
+        )
         assert train | evaluated == set(range(1, num_users + 1))
         assert not train & evaluated
         return evaluated

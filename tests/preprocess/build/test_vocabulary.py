@@ -96,7 +96,9 @@ def test_ids_are_numbered_by_first_appearance_and_unknown_values_follow_their_ru
             of_column = expected_vocabulary(kept, column, known[column])
             if rules[column] == "oov":
                 of_column = of_column[: len(known[column])]
-                expected = [(*e[:column], e[column] if e[column] in known[column] else None, *e[column + 1 :]) for e in expected]
+                expected = [
+                    (*e[:column], e[column] if e[column] in known[column] else None, *e[column + 1 :]) for e in expected
+                ]
             assert vocabulary(folder / "tuesday", name) == of_column
             sizes = [version.size for version in manifest.ids[name].versions]
             assert sizes == sorted({len(known[column]), len(of_column)})

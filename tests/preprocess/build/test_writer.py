@@ -125,7 +125,9 @@ def test_the_bytes_do_not_depend_on_how_the_work_is_divided(
     assert [(name, int(line), text) for name, line, _, text in rejects] == [
         ("log.csv", place + 2, line) for place, line in bad.items()
     ]
-    prices = {number: item / 4 for number, item in read_vocabulary(tmp_path / "out", "item_id").items() if (item or 0) >= 100}
+    prices = {
+        number: item / 4 for number, item in read_vocabulary(tmp_path / "out", "item_id").items() if (item or 0) >= 100
+    }
     assert len(prices) > 20
     if as_table:
         table = pl.read_parquet(tmp_path / "out" / "item_features.parquet")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import DataError
 from evenrank.core.hashing import mix64
 from evenrank.preprocess.read import keys as key_table
-from evenrank.preprocess.read.keys import KeyTable, TextValues, by_bucket, encode_keys, keys_of, text_keys
+from evenrank.preprocess.read.keys import KeyTable, TextValues, by_bucket, encode_keys, text_keys
 
 words = st.integers(-(2**63), 2**63 - 1)
 
@@ -56,11 +56,6 @@ def test_keys_of_texts_depend_on_all_their_bytes_and_on_nothing_else(texts: list
     assert [text_keys(pl.Series([text]))[0] for text in texts] == keys.tolist()
     sliced = pl.concat([pl.Series(["other"]), pl.Series(texts, dtype=pl.String)]).slice(1)
     assert text_keys(sliced).tolist() == keys.tolist()
-
-
-def test_integers_are_their_own_keys() -> None:
-    assert keys_of(pl.Series([3, -(2**63)], dtype=pl.Int64)).tolist() == [3, -(2**63)]
-    assert keys_of(pl.Series([3, 2**64 - 1], dtype=pl.UInt64)).tolist() == [3, -1]
 
 
 @pytest.mark.parametrize("num_bits", [0, 3])
