@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -107,20 +108,18 @@ def test_without_a_limit_it_is_half_of_what_is_free_and_one_task_always_runs(mon
 def test_tasks_that_do_not_fit_wait(tmp_path: Path) -> None:
     memory = Memory(1.3, 170_000_000, 28)
     for fit in (3, 1):
-        running, most, lock, together = [0], [0], threading.Lock(), threading.Barrier(fit)
+        running, most, together = list[int](), list[int](), threading.Barrier(fit)
 
-        def count(task: int) -> None:
-            with lock:
-                running[0] += 1
-                most[0] = max(most[0], running[0])
-            together.wait(60)  # noqa: B023
-            with lock:
-                running[0] -= 1
+        def count(task: int, *, running: Any = running, most: Any = most, together: Any = together) -> None:
+            running.append(task)
+            most.append(len(running))
+            together.wait(60)
+            running.remove(task)
 
         assert memory.num_tasks == fit
         with threads(8, tmp_path, memory=memory) as engine:
             list(engine.map(count, range(39), stage=f"{fit}"))
-        assert most[0] == fit
+        assert max(most) == fit
         memory.take("a table", 400_000_000)
 
 

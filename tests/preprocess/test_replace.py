@@ -141,7 +141,7 @@ def test_the_current_folder_and_loops_of_links_are_never_replaced(here: Path) ->
     ):
         with pytest.raises(DataError, match=message):
             preprocess(dataclasses.replace(_config(Path(out)), overwrite=True))
-    with pytest.raises(DataError, match="^loop cannot be read: Too many levels of symbolic links; check"):
+    with pytest.raises(DataError, match=r"^loop cannot be read: Too many levels of symbolic links; check"):
         preprocess(dataclasses.replace(_config("out"), split="file:loop"))
     assert [path.name for path in here.iterdir()] == ["loop"]
 

@@ -51,7 +51,9 @@ def test_many_users_are_grouped_and_too_many_events_refused(monkeypatch: pytest.
     assert sorted(sequences.user_ids.tolist()) == sorted(users.tolist())
     monkeypatch.setattr(sequences_module, "_MAX_EVENTS", 3)
     build_sequences(_columns(users[:3]), lambda keys: keys)
-    with pytest.raises(DataError, match="^4 events are of users whose hashes begin alike, more than 3; preprocess few"):
+    with pytest.raises(
+        DataError, match=r"^4 events are of users whose hashes begin alike, more than 3; preprocess few"
+    ):
         build_sequences(_columns(users[:4]), lambda keys: keys)
 
 

@@ -48,7 +48,7 @@ def test_a_file_has_the_users_whose_hashes_begin_alike(tmp_path: Path, monkeypat
         assert numbers == ([0, 1, 2, 3] if name == "train" else sorted(set(numbers)))
         assert [{_hash(user) >> 62 for user in of_file} for of_file in ids] == [{number} for number in numbers]
         assert ids == [sorted(of_file, key=_hash) for of_file in ids]
-        everybody += sum(ids, [])
+        everybody += [user for of_file in ids for user in of_file]
     assert len(manifest.splits["eval"].files) < 4  # there is no file without rows
     assert sorted(everybody) == list(range(1, 151))
 

@@ -10,7 +10,6 @@ from decimal import Decimal
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pyarrow as pa

@@ -103,14 +103,12 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     names = ("item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "user_active_degree")
     names += ("follow_user_num_range", "fans_user_num_range", "register_days_range")
     rows = decode(tmp_path / "out", read_rows(tmp_path / "out" / "train"), features=True)
-    number = range(len(logs))
-    of_1 = ("high_active", "(0,10]", "0", "61-90")
-    assert {row["user_id"]: tuple(row[name] for name in names) for row in rows} == {
-        1: ([100 + n for n in number], [0 for n in number], [1_650_000_000_000 + n for n in number])
-        + ([0 for n in number], [1000 for n in number], *of_1),
-        4: ([7], [1 + 4 + 16 + 64 + 128], [10**11], [2**53 + 1], [0], None, None, None, None),
-        2: ([2**63 - 1], [2 + 8 + 32], [253_402_300_799_999], [-1], [34])
-        + ("full_active", "(250,500]", "[1,10)", "181-365"),
+    count = len(logs)
+    events = [range(100, 100 + count), [0] * count, range(1_650_000_000_000, 1_650_000_000_000 + count)]
+    assert {row["user_id"]: [row[name] for name in names] for row in rows} == {
+        1: [*map(list, events), [0] * count, [1000] * count, "high_active", "(0,10]", "0", "61-90"],
+        4: [[7], [1 + 4 + 16 + 64 + 128], [10**11], [2**53 + 1], [0], None, None, None, None],
+        2: [[2**63 - 1], [42], [253_402_300_799_999], [-1], [34], "full_active", "(250,500]", "[1,10)", "181-365"],
     }
     assert manifest.vocabulary_sizes["action"] == 256
     assert [source.path for source in manifest.sources] == [*logs, users]

@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import polars as pl
 import pytest
@@ -34,8 +33,8 @@ WRITTEN: dict[str, Callable[[datetime], object]] = {
 def test_times_of_this_time_are_read_in_any_unit(
     tmp_path_factory: pytest.TempPathFactory, moments: list[datetime], unit: str, name: str
 ) -> None:
-    path, is_date = tmp_path_factory.mktemp("times") / name, unit == "date"
-    moments = [m.replace(microsecond=0, **(dict(hour=0, minute=0, second=0) if is_date else {})) for m in moments]
+    path, to_the_day = tmp_path_factory.mktemp("times") / name, {"hour": 0, "minute": 0, "second": 0}
+    moments = [moment.replace(microsecond=0, **(to_the_day if unit == "date" else {})) for moment in moments]  # type: ignore[arg-type]
     frame = pl.DataFrame({"note": 1, "time": [WRITTEN[unit](moment) for moment in moments]})
     frame.write_csv(path) if path.suffix == ".csv" else frame.write_parquet(path)
     table = open_table(path, ["time"])
