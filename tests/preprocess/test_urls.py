@@ -79,16 +79,6 @@ def test_a_dataset_at_a_url_is_the_local_one_in_a_folder_of_its_version(s3: S3, 
         assert len(open_store(s3.url("equal"))) == read_manifest(s3.url("equal")).splits["train"].rows
 
 
-def test_the_file_of_bad_rows_is_a_part_of_a_dataset_at_a_url(s3: S3, tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("user_id,item_id\n1,2\nbad\n1,3\n")
-    log = TabularConfig(events=(tmp_path / "log.csv",), timestamp_unit="row")
-    options: dict[str, Any] = {"custom": log, "on_error": "skip", "rejects": True, "split": "none"}
-    for _ in range(2):  # so that it is replaced, without `overwrite`
-        preprocess(PreprocessConfig(dataset="custom", out=s3.url("with-rejects"), allow_empty=True, **options))
-    content = s3.read(f"with-rejects/{_version(s3, 'with-rejects')}/rejects.csv")
-    assert content == b'file,line,reason,text\n"log.csv",3,"expected 2 fields, got 1","bad"\n'
-
-
 def test_where_nothing_may_be_deleted_the_new_version_is_complete_and_the_old_one_stays(
     s3: S3, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,14 +285,6 @@ def test_copies_that_a_killed_run_left_count_only_if_they_are_what_is_there_now(
     preprocess(_log_config(f"{bucket}{pattern}", tmp_path / "expected"))
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "expected")
     assert s3.num_reads(f"{bucket.name}/c.csv") == (pattern != "/b.csv")  # which is as it was
-    if pattern == "/b.csv":  # nor is a copy read of what is gone
-        with monkeypatch.context() as patch:
-            patch.setattr(Job, "run", end)
-            with pytest.raises(UnfinishedError):
-                preprocess(config)
-        s3.files.delete_file(f"{BUCKET}/{bucket.name}/b.csv")
-        with pytest.raises(DataError, match=rf"^s3://{BUCKET}/{bucket.name}/b.csv cannot be read: No such file"):
-            preprocess(config)
 
 
 def test_an_object_that_is_replaced_while_it_is_fetched_is_an_error(

@@ -1,8 +1,9 @@
 """Small logs as files, and the ids that preprocessing gives them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import polars as pl
@@ -27,9 +28,9 @@ def write_log(path: Path, log: Sequence[Event], *, dtype: Any = None) -> Path:
     return path
 
 
-def number(out: Path, *paths: Path, **options: Any) -> Manifest:
-    """Preprocess logs, without a split."""
-    custom = TabularConfig(events=paths, **NAMES)
+def number(out: Path, *paths: Path, log: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Manifest:
+    """Preprocess logs, without a split; `log` are further options of a TabularConfig."""
+    custom = TabularConfig(events=paths, **NAMES, **log)
     options = {"split": "none", **options}
     return preprocess(PreprocessConfig(dataset="custom", out=out, custom=custom, **options))
 

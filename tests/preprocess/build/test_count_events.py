@@ -100,26 +100,6 @@ def test_every_event_is_counted_once(events: list[Event], split: str, filters: F
     assert sum(statistics.ranks_events) == sum(statistics.bins)
 
 
-def test_every_split_has_the_events_of_the_log_once(here: Path) -> None:
-    # 300 events on each of 7 days, the last of which is the second log, of 499 users with 4 or 5 events.
-    events = [(n % 499, n % 50, 1_704_067_200 + n * 86_400 // 300) for n in range(2100)]
-    Path("users.txt").write_text("0\n1\n2\n9999\n")
-    second = [f"{user},{item},{time}" for user, item, time in events[1800:]]
-    Path("second.csv").write_text("\n".join(["user_id,item_id,timestamp", *second]))
-    for split, num_eval in (
-        ("leave-last:2", 998),
-        ("time:2024-01-06", 600),
-        ("time:last:1d", 300),
-        ("file:users.txt", 15),
-        ("file:second.csv", 300),
-        ("none", 0),
-    ):
-        statistics = _preprocess(here, events[:1800] if split == "file:second.csv" else events, split)
-        assert (statistics.num_events, statistics.bins, statistics.bin_width_ms) == (2100, [300] * 7, DAY_MS)
-        assert (statistics.events.get("eval", 0), statistics.events["train"]) == (num_eval, 2100 - num_eval)
-        assert statistics.users == 499
-
-
 @pytest.mark.parametrize(
     ("days", "width_days"),
     [(0, 1 / 24), (4, 1 / 24), (5, 1), (300, 7), (8000, 91), (145_600, 3640), (2_915_000, 36_400)],

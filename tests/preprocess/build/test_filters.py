@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ from evenrank.preprocess.build.buckets import Buckets, num_range_bits, write_run
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.build.splits import cut_windows, k_core, keep_lengths
 from evenrank.preprocess.engine import threads
-from tests.preprocess.build.id_logs import number, write_log
-from tests.preprocess.decoded import bytes_in
 
 DTYPES = {"user_id": "int64", "item_id": "int64"}
 
@@ -50,18 +47,6 @@ def test_the_k_core_matches_its_definition(
     kept = [event for bucket in left for event in zip(*(bucket[name].tolist() for name in DTYPES), strict=True)]
     assert num_removed == len(events) - len(kept)
     assert sorted(kept) == sorted(_k_core_by_definition(events, users, items))
-
-
-def test_a_log_without_the_users_that_are_left_out_gives_the_same_bytes(tmp_path: Path) -> None:
-    # Each user has an item that nobody else has.
-    log: list[Any] = [(f"u{u}", f"i{i}", t) for u in range(1, 6) for t, i in enumerate((u, *[9] * (u - 1)))]
-    kept = [event for event in log if event[0] in ("u2", "u3", "u4")]
-    number(tmp_path / "all", write_log(tmp_path / "log.csv", log), filters=Filters(min_length=2, max_length=4))
-    number(tmp_path / "kept", write_log(tmp_path / "log.csv", kept))
-    filtered, expected = (bytes_in(tmp_path / name) for name in ("all", "kept"))
-    del filtered["manifest.json"], expected["manifest.json"]
-    assert filtered == expected
-    assert len(filtered) == 3  # rows, and two vocabularies
 
 
 def test_users_that_a_killed_run_left_out_are_counted_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Features of items: files of all formats, encoded, written, and led back to the raw values; and their lookup."""
+"""Features of users and items as loaders read them, and their lookup; golden/features.toml has files of every kind."""
 
 import json
 from pathlib import Path
@@ -7,86 +7,28 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.datasets import open_store, read_manifest
+from evenrank.datasets import open_store
 from evenrank.datasets.schema import Manifest
-from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from evenrank.preprocess.read.features import FeatureLookup, Features
 from tests.datasets.crafted import update_manifest
-from tests.preprocess.build.id_logs import NAMES, write_log
-from tests.preprocess.decoded import decode, read_rows
+from tests.preprocess.build.id_logs import number, write_log
+from tests.preprocess.decoded import read_rows
 
 LOG = [("ann", "x", 0), ("ann", "y", 1), ("bob", "z", 2), ("bob", "x", 3), ("eve", "x", 4)]
-ITEMS = '{"item":"x","brand":"B","price":1.5}\n{"item":"y","brand":null}\n{"item":"q","brand":"A","price":2}\n'
+ITEMS = [{"item": "x", "brand": "B", "price": 1.5}, {"item": "y", "brand": None}, {"item": "q", "brand": "A"}]
 
 
-def run(folder: Path, items: Path | None, *columns: str, table: bool = False) -> Manifest:
-    features: dict[str, Any] = {"item_features": items, "item_columns": columns} if items else {}
-    features |= {"item_features_as": "table"} if table else {}
-    custom = TabularConfig(events=(write_log(folder / "log.csv", LOG),), **NAMES, **features)
-    return preprocess(PreprocessConfig(dataset="custom", out=folder / "out", custom=custom, split="none"))
-
-
-TEXTS = st.text("ab,\"'é[ ", max_size=3)
-TAGS = st.one_of(st.none(), st.lists(st.one_of(st.none(), TEXTS), max_size=3))
-FLOATS = st.one_of(st.none(), st.floats(1 - 2**24, 2**24 - 1, width=32))
-FEATURES = st.tuples(st.one_of(st.none(), TEXTS), TAGS, FLOATS, st.one_of(st.none(), st.integers(-9, 9)))
-TYPES = {"item": pl.String, "brand": pl.String, "tags": pl.List(pl.String), "price": pl.Float64, "year": pl.Int64}
-
-
-@settings(max_examples=20)
-@given(
-    items=st.dictionaries(st.sampled_from("xyzq"), FEATURES, min_size=1),
-    suffix=st.sampled_from([".jsonl", ".parquet", ".csv"]),
-)
-def test_the_table_of_items_joined_with_its_vocabularies_is_the_raw_file(
-    tmp_path_factory: pytest.TempPathFactory, items: dict[str, Any], suffix: str
-) -> None:
-    folder = tmp_path_factory.mktemp("items")
-    rows = [dict(zip(TYPES, (item, *features), strict=True)) for item, features in items.items()]
-    file = folder / f"items{suffix}"
-    if suffix == ".csv":  # whose fields begin with [ only if they are JSON, and have no other separators than |
-        to_plain = str.maketrans("[, ", "(..")
-        for row in rows:
-            row["tags"] = row["tags"] and [tag and tag.translate(to_plain) for tag in row["tags"]]
-        joined = pl.col(pl.List(pl.String)).list.join("|", ignore_nulls=True)
-        pl.DataFrame(rows, schema=TYPES).with_columns(joined).write_csv(file)
-    elif suffix == ".parquet":
-        pl.DataFrame(rows, schema=TYPES).write_parquet(file)
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    manifest = run(folder, file, "brand", "tags:list", "price:float", "year:id", table=True)
-    expected = {
-        row["item"]: {
-            "brand": row["brand"] or None,
-            "tags": [tag for tag in row["tags"] or () if tag],
-            "price": row["price"] or 0,
-            "year": row["year"],
-        }
-        for row in rows
-        if row["item"] != "q"  # which has no event
-    }
-    table = pl.read_parquet(folder / "out" / "item_features.parquet")
-    assert table["item_id"].to_list() == sorted(table["item_id"].unique())
-    decoded = decode(folder / "out", table.to_dicts(), features=True)
-    assert {row.pop("item_id"): row for row in decoded} == expected
-    assert read_manifest(folder / "out") == manifest
-    for name in ("brand", "tags", "year"):
-        vocabulary = pl.read_parquet(folder / "out" / f"vocabulary_{name}.parquet")
-        raw = [row[name] for row in expected.values()]
-        occurring = [value for values in raw for value in (values if name == "tags" else [values])]
-        assert vocabulary["count"].to_list() == [occurring.count(value) for value in vocabulary["value"]]
-        assert vocabulary["value"].to_list() == sorted(vocabulary["value"])
-        assert manifest.vocabulary_sizes[name] == len(vocabulary) + 1
+def run(folder: Path, *columns: str, items: list[dict[str, Any]] = ITEMS, kept_as: str = "events") -> Manifest:
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    features = {"item_features": folder / "items.jsonl", "item_columns": columns, "item_features_as": kept_as}
+    return number(folder / "out", write_log(folder / "log.csv", LOG), log=features if columns else {})
 
 
 def test_loaders_read_features_and_refuse_ids_outside_their_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "items.jsonl").write_text(ITEMS)
-    manifest = run(tmp_path, tmp_path / "items.jsonl", "brand", "price:float")
+    manifest = run(tmp_path, "brand", "price:float")
     config = LoaderConfig(batch_size=3, order="rows", extra_events=("brand", "price"))
     (batch,) = build_loader(tmp_path / "out", config, rank=0, world_size=1)
     rows = read_rows(tmp_path / "out" / "train")
@@ -101,18 +43,11 @@ def test_loaders_read_features_and_refuse_ids_outside_their_vocabulary(tmp_path:
 def test_a_change_of_the_table_is_another_content_and_replaces_the_dataset(tmp_path: Path) -> None:
     hashes = []
     for price in (1.5, 2, 1.5):
-        (tmp_path / "items.jsonl").write_text(json.dumps({"item": "x", "price": price}) + "\n")
-        manifest = run(tmp_path, tmp_path / "items.jsonl", "price:float", table=True)
+        manifest = run(tmp_path, "price:float", items=[{"item": "x", "price": price}], kept_as="table")
         assert [source.path for source in manifest.sources] == ["log.csv", "items.jsonl"]
         hashes.append(manifest.content_hash)
     assert hashes[0] == hashes[2] != hashes[1]
-    path = tmp_path / "out" / "manifest.json"
-    raw = json.loads(path.read_text())
-    for wrong, message in (({"path": "../x"}, "malformed field"), ({"sha256": "0" * 64}, "has content hash")):
-        path.write_text(json.dumps({**raw, "item_features": {**raw["item_features"], **wrong}}))
-        with pytest.raises(DataError, match=message):
-            read_manifest(tmp_path / "out")
-    assert run(tmp_path, None).item_features is None
+    assert run(tmp_path).item_features is None
     assert not (tmp_path / "out" / "item_features.parquet").exists()
 
 

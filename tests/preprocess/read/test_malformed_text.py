@@ -15,12 +15,9 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from evenrank.preprocess.read import log as logs
 from evenrank.preprocess.read import text as text_files
 from evenrank.preprocess.read.table import FAULT, Table
 from evenrank.preprocess.read.tabular import open_table
-from tests.preprocess.read.parts import read_part
-from tests.preprocess.read.test_public import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, read, write
 
 NASTY = [b"\0", b"\r", b"\n", b"\r\n", b'"', b'""', b",", b":", b"::", b"\t", b" ", b"\xef\xbb\xbf", b"\xff", b"\xc3"]
 NASTY += ["é".encode(), "\u2028".encode(), "\x85".encode(), b"\f", b"\v", b"\x1c", b"\x1f\x8b", b"-", b"+", b".", b"'"]
@@ -52,10 +49,12 @@ def _read_lines(content: bytes) -> Iterator[tuple[int, str]]:
         yield number, line.rstrip(b"\r").decode(errors="replace")
 
 
-def _quoted_fields(line: str, separator: str) -> list[str] | None:
+def _fields(line: str, separator: str) -> list[str] | None:
     """Return the fields of a line, or None if it is empty, contains a NUL byte, or a quoted field does not end well."""
     if not line or "\0" in line:
         return None
+    if len(separator) > 1:
+        return line.split(separator)
     fields, position = [], 0
     while True:
         if line.startswith('"', position):
@@ -85,13 +84,6 @@ def _compressed(content: bytes, suffix: str, half: int) -> bytes:
     }
     compress = compressors.get(suffix, bytes)
     return compress(content[:half]) + compress(content[half:])
-
-
-def _table_fields(line: str, separator: str) -> list[str] | None:
-    """Return the fields of a line, or None if it is malformed."""
-    if len(separator) > 1:
-        return line.split(separator) if line and "\0" not in line else None
-    return _quoted_fields(line, separator)
 
 
 def _check_rows(table: Table, expected: list[tuple[int, str, tuple[str | None, ...] | None]], content: bytes) -> None:
@@ -127,7 +119,7 @@ def _check_table(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPat
     _in_small_blocks(rng, monkeypatch, len(content))
     expected: list[tuple[int, str, tuple[str | None, ...] | None]] = []
     for number, line in list(_read_lines(content))[1:]:
-        row = _table_fields(line, separator)
+        row = _fields(line, separator)
         is_good = row is not None and len(row) == 4 and "\ufffd" not in row[0] + row[3]
         expected.append((number, line, (row[0], row[3]) if row and is_good else None))
     _check_rows(open_table(path, ("user", "time")), expected, content)
@@ -180,39 +172,9 @@ def _json_text(value: object) -> str | None:
     return value if isinstance(value, str) or value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _check_log(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a log is read as if all of it were text, and that exactly its bad rows are found."""
-    name = rng.choice(["ml-1m", "ml-20m", "kuairand-pure"])
-    separator, log = {"ml-1m": (b"::", "ratings.dat"), "ml-20m": (b",", "ratings.csv")}.get(name, (b",", PURE.files[0]))
-    good = [separator.join(row) for row in ([b"1", b"2", b"3", b"4"], [b"-5", b"0", b"1.0", b"253402300799"])]
-    header = b"userId,movieId,rating,timestamp\n" if name == "ml-20m" else b""
-    write(folder, {"users.dat": ("1::F::1::10::48067",)})
-    if name == "kuairand-pure":
-        good, header = [GOOD.encode(), GOOD.replace(",0,", ",1,").encode()], LOG_HEADER.encode() + b"\n"
-        write(folder, {PURE.files[1]: (LOG_HEADER, GOOD), PURE.files[2]: (USERS_HEADER, *USERS)})
-    content = _malformed(rng, header, good)
-    if name == "ml-1m":  # whose first line tells the number of columns
-        content = good[0] + b"\n" + content
-    (folder / log).parent.mkdir(exist_ok=True)
-    (folder / log).write_bytes(content)
-    _in_small_blocks(rng, monkeypatch, len(content))
-    rules = {"user_id": "keep", "item_id": rng.choice(["keep", "dense"])}
-    part = read(name, folder, rules).parts[0]
-    found = read_part(part)
-    with monkeypatch.context() as patched:
-        patched.setattr(logs, "_numbers", lambda *_: {})
-        as_text = read_part(read(name, folder, rules).parts[0])
-    assert found.good.equals(as_text.good), content
-    assert found[1:] == as_text[1:], content
-    lines = dict(list(_read_lines(content))[bool(header) :])
-    assert len(found.good) + len(found.bad) == len(lines)
-    assert all(lines[row.line] == row.text for row in found.bad), content
-
-
 CHECKS = {
     "table": (_check_table, 14),
     "json": (_check_json, 8),
-    "log": (_check_log, 6),
 }
 
 

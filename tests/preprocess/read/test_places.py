@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.read.places import JSON, PARQUET, TEXT, find_files, format_of, partition_values
+from evenrank.preprocess.read.places import find_files
 from evenrank.preprocess.read.tabular import open_table
 
 FILES = ("a.csv", "b.csv.gz", "day=1/p.csv", "day=2/sub/q.csv", "_tmp/x.csv", ".hidden.csv", "_SUCCESS", "notes.csv")
@@ -53,14 +53,6 @@ def test_files_are_found_in_order_and_named_alike_wherever_they_are(
     assert [file.source for path in given for file in find_files([path]).values()] == sources.split()
 
 
-def test_the_name_tells_the_format() -> None:
-    for suffixes, expected in ((".csv .TSV .txt .dat", TEXT), (".json .jsonl .ndjson", JSON)):
-        for suffix in suffixes.split():
-            for compression in ("", ".gz", ".zst", ".BZ2"):
-                assert format_of(Path(f"log{suffix}{compression}")) == expected
-    assert format_of(Path("log.parquet")) == PARQUET
-
-
 def test_a_file_that_holds_nothing_is_left_out_of_a_folder_compressed_or_not(tmp_path: Path) -> None:
     codecs: dict[str, Callable[..., bytes]] = {
         "gz": gzip.compress,
@@ -75,11 +67,6 @@ def test_a_file_that_holds_nothing_is_left_out_of_a_folder_compressed_or_not(tmp
     names = ["damaged.csv.gz", "some.csv.bz2", "some.csv.gz", "some.csv.zst"]
     assert [path.name for path in find_files([tmp_path])] == names
     assert [path.name for path in find_files([tmp_path / "none.csv.gz"])] == ["none.csv.gz"]
-
-
-def test_folders_add_columns() -> None:
-    name = "a/day=1/city=S%C3%A3o%2FPaulo/x=__HIVE_DEFAULT_PARTITION__/y=1=2/z=/log.csv"
-    assert partition_values(name) == {"day": "1", "city": "São/Paulo", "x": None, "y": "1=2", "z": ""}
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])

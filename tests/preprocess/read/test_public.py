@@ -17,12 +17,8 @@ import requests
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess import PreprocessConfig, preprocess
-from evenrank.preprocess.read.features import Interactions
-from evenrank.preprocess.read.log import read_tabular
 from evenrank.preprocess.read.public import CATALOG, PublicArchive, ensure_raw_files
-from evenrank.preprocess.read.table import BadRow
 from tests.preprocess.decoded import bytes_in, decode, read_rows
-from tests.preprocess.read.parts import read_part
 
 LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
@@ -64,13 +60,6 @@ def write(folder: Path, files: dict[str, tuple[str, ...]]) -> Path:
 
 
 PURE = CATALOG["kuairand-pure"]
-KEEP = {"user_id": "keep", "item_id": "keep"}
-
-
-def read(name: str, folder: Path, rules: dict[str, str] = KEEP) -> Interactions:
-    return read_tabular(CATALOG[name].log_in(folder), rules, {})
-
-
 PARTS_OF_27K = [f"{dates}_27k_part{number}" for dates in ("4_08_to_4_21", "4_22_to_5_08") for number in (1, 2)]
 DATES = {"Pure": ["4_08_to_4_21_pure", "4_22_to_5_08_pure"], "1K": ["4_08_to_4_21_1k", "4_22_to_5_08_1k"]}
 # The folder, the logs and the features of each dataset.
@@ -112,30 +101,6 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     }
     assert manifest.vocabulary_sizes["action"] == 256
     assert [source.path for source in manifest.sources] == [*logs, users]
-
-
-GOOD = log_line()
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (log_line(flags="0,0,0,0,0,0,2"), "long_view is not 0 or 1"),
-        *((log_line(flags=f"{value},0,0,0,0,0,0"), "is_click is not 0 or 1") for value in ("-1", "256", "")),
-        (log_line(profile=2), "is_profile_enter is not 0 or 1"),
-        (log_line(time=-1), "time_ms is not a time in whole milliseconds since 1970 up to the year 9999"),
-        (log_line(user="x1"), "user_id is not an integer in -2^63..2^63-1"),
-        (log_line(video=-1), "video_id must not be negative"),
-        (log_line(play="1.5"), "play_time_ms is not an integer in -2^63..2^63-1"),
-        (GOOD.rsplit(",", 1)[0], "expected 19 fields, got 18"),
-    ],
-)
-def test_bad_rows_are_found_with_their_reason(tmp_path: Path, line: str, reason: str) -> None:
-    files = {PURE.files[0]: (LOG_HEADER, GOOD, line, GOOD), PURE.files[1]: (LOG_HEADER, GOOD)}
-    first, second = read("kuairand-pure", write(tmp_path, files | {PURE.files[2]: (USERS_HEADER, *USERS)})).parts
-    events = read_part(first)
-    assert (len(events.good), events.bad) == (2, [BadRow(line=3, text=line, reason=reason)])
-    assert len(read_part(second).bad) == 0
 
 
 RATINGS = b"userId,movieId,rating,timestamp\n1,2,3.0,4\n"
