@@ -4,17 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.schema import read_manifest
+from evenrank.core.errors import DataError
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, job, preprocess
 from tests.preprocess.build.id_logs import NAMES
 from tests.preprocess.decoded import bytes_in as all_bytes_in
-from tests.preprocess.decoded import decode, read_rows
 from tests.s3_server import S3
 
 BEGIN, DAY = 1_700_000_000, 86_400
@@ -111,40 +108,6 @@ def test_a_day_that_is_there_already_changes_nothing_and_what_was_added_is_descr
     assert run(tmp_path / "out", empty, append=True) == ["0 events, 0 users, 0 items, 1 file"]
 
 
-def test_days_may_differ_in_what_files_decide_but_not_in_the_unit_of_times(tmp_path: Path) -> None:
-    write_days(tmp_path, [[]])
-    header, row = "user,item,time,action,price", f"7,3,{BEGIN}001,1,0.5\n"
-    (first := tmp_path / "first.csv").write_text(f"{header}\n{row}")
-    run(tmp_path / "out", first)
-    (tmp_path / "empty.csv").write_text(f"{header}\n")
-    (tmp_path / "more.csv").write_text(f"{header}\n{row}".replace(",", ";").replace(str(BEGIN), str(BEGIN + DAY)))
-    pl.read_csv(first).with_columns(pl.col("time") + 2 * DAY * 1000).write_parquet(tmp_path / "last.parquet")
-    days = [tmp_path / name for name in ("empty.csv", "more.csv", "last.parquet")]
-    for day in days:
-        run(tmp_path / "out", day, append=True)
-    run(tmp_path / "once", first, *days)
-    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "once")
-    (tmp_path / "seconds.csv").write_text(f"{header}\n7,3,{BEGIN + 3 * DAY},1,0.5\n")
-    with pytest.raises(ConfigError, match=r"^timestamp_unit is 's', and was 'ms' when .*out was made; append with the"):
-        run(tmp_path / "out", tmp_path / "seconds.csv", append=True)
-
-
-def test_values_of_features_that_changed_are_in_all_files_and_keep_their_ids(tmp_path: Path) -> None:
-    first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]])
-    run(tmp_path / "out", first)
-    before = read_manifest(tmp_path / "out")
-    (tmp_path / "users.csv").write_text("user,city\n1,Bonn\n2,city 2\n")
-    (tmp_path / "items.csv").write_text("item,brand\n1,a brand\n7,brand 3\n")
-    run(tmp_path / "out", second, append=True)
-    after = read_manifest(tmp_path / "out")
-    assert after.context_labels["city"] == (*before.context_labels["city"], "Bonn")
-    rows = decode(tmp_path / "out", read_rows(tmp_path / "out" / "train"), features=True)
-    expected = {1: ("Bonn", ["a brand"]), 2: ("city 2", ["brand 3"]), 3: (None, [None])}
-    assert {row["user_id"]: (row["city"], row["brand"]) for row in rows} == expected
-    assert all(after.ids[name].extends(ids.version) for name, ids in before.ids.items())
-    assert after.ids.keys() == {"user_id", "item_id", "city", "brand"}
-
-
 def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
     first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1)]])
     run(s3.url("appended"), first)
@@ -154,59 +117,12 @@ def test_a_dataset_at_a_url_is_continued(tmp_path: Path, s3: S3) -> None:
     assert without_versions(s3.read("appended/manifest.json")) == bytes_in(tmp_path / "once")["manifest.json"]
 
 
-def test_events_that_are_not_later_and_what_was_damaged_are_refused(tmp_path: Path) -> None:
-    first, second, third = write_days(tmp_path, [[(1, 1, 5, 1)], [(3, 5, 1, 1)], [(4, 5, 1, 1)]])
-    run(tmp_path / "out", second)
-    before = bytes_in(tmp_path / "out")
-    other = second.with_name("other.csv")
-    other.write_bytes(second.read_bytes())
-    for path in (first, other):
-        for on_error, begin in (("fail", r"csv: "), ("skip", "no events could be read: ")):
-            given = {"on_error": on_error, "rejects": on_error == "skip"}
-            with pytest.raises(DataError, match=f"{begin}.*1 bad row, first line 2 .*: time is not after 2023-11-15T"):
-                run(tmp_path / "out", path, append=True, **given)
-    assert bytes_in(tmp_path / "out") == before
+def test_a_damaged_dataset_is_not_continued(tmp_path: Path) -> None:
+    first, second = write_days(tmp_path, [[(1, 1, 5, 1)], [(3, 5, 1, 1)]])
+    run(tmp_path / "out", first)
     part = next((tmp_path / "out" / "train").iterdir())
     part.write_bytes(part.read_bytes()[:-1] + b"x")
+    before = bytes_in(tmp_path / "out")
     with pytest.raises(DataError, match=r"part-00000\.parquet does not match its manifest"):
-        run(tmp_path / "out", third, append=True)
-
-
-def test_late_events_are_bad_rows_which_can_be_skipped(tmp_path: Path) -> None:
-    first, second = write_days(tmp_path, [[(1, 1, 5, 1), (2, 7, 6, 1)], [(3, 5, 1, 1), (2, 4, 2, 1)]], user="u")
-    run(tmp_path / "out", first)
-    run(tmp_path / "once", first, second)
-    late = f"u1,9,{BEGIN + 6},1,0\n"  # at the time of the last event
-    second.write_text(second.read_text() + late)
-    run(tmp_path / "out", second, append=True)
-    audit = read_manifest(tmp_path / "out").options["audit"]
-    (skipped,) = (name for name in audit if name.endswith("all skipped"))
-    assert skipped.startswith(f"day-1.csv: 1 bad row, first line 4 ({late[:-1]!r}): time is not after 2023-11-14T22:13")
-    appended, once = (
-        {n: d for n, d in bytes_in(tmp_path / name).items() if "." not in n[:9]} for name in ("out", "once")
-    )
-    assert appended == once
-
-
-_FEW, _MANY, _FAR = ([(1, item, 1, 1) for item in items] for items in ([20], range(20), [999]))
-
-
-def test_ids_that_auto_keeps_are_still_counted(tmp_path: Path) -> None:
-    # In the second case, ids that were numbered stay so.
-    for name, days, ids in (("same", [_MANY, _FEW, _MANY], ""), ("later", [_FEW, _MANY], "dense")):
-        first, *others = write_days(tmp_path / name, days, user="u")
-        run(tmp_path / name / "out", first, ids="")
-        for path in others:
-            run(tmp_path / name / "out", path, append=True, ids="")
-        run(tmp_path / name / "once", first, *others, ids=ids)
-        assert bytes_in(tmp_path / name / "out") == bytes_in(tmp_path / name / "once")
-    assert read_manifest(tmp_path / "same" / "out").ids["item_id"].distinct == 21
-
-
-def test_another_choice_of_auto_is_refused(tmp_path: Path) -> None:
-    first, second = write_days(tmp_path, [_MANY, _FAR], user="u")
-    run(tmp_path / "out", first, ids="")
-    with pytest.raises(DataError, match=r"^the ids of item_id were kept, .* 21 values up to 999; append with --ids"):
-        run(tmp_path / "out", second, append=True, ids="")
-    run(tmp_path / "out", second, append=True, ids="user=dense,item=keep")
-    assert read_manifest(tmp_path / "out").ids["item_id"].rule == "keep"
+        run(tmp_path / "out", second, append=True)
+    assert bytes_in(tmp_path / "out") == before

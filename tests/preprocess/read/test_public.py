@@ -8,9 +8,10 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import md5
 from pathlib import Path
+from typing import cast
 
 import pytest
 import requests
@@ -131,51 +132,47 @@ def _tar(members: dict[str, bytes], other: str = "", kind: bytes = tarfile.REGTY
     return buffer.getvalue()
 
 
-@dataclass
-class Server:
-    url: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)  # contents by path
-    has_ranges: bool = True  # whether Range headers are honoured
-    max_bytes: int | None = None  # body bytes to send before the connection is closed; None: all
-    requests: list[tuple[str, str | None]] = field(default_factory=list)  # path and Range header of each so far
+class _Server(http.server.ThreadingHTTPServer):
+    """Serves one archive, perhaps without ranges, or only the first bytes before the connection is closed."""
+
+    archive, has_ranges, max_bytes = b"", True, 1 << 30
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.ranges: list[str] = []  # that were requested
 
     def dataset(self, archive: bytes, of: str = "ml-20m") -> PublicArchive:
-        name = CATALOG[of].archive
-        self.files[f"/{name}"] = archive
-        return replace(CATALOG[of], url=f"{self.url}/{name}", md5=md5(archive).hexdigest())
+        self.archive = archive
+        url = f"http://127.0.0.1:{self.server_port}/{CATALOG[of].archive}"
+        return replace(CATALOG[of], url=url, md5=md5(archive).hexdigest())
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        served, start = cast(_Server, self.server), 0
+        served.ranges.append(self.headers["Range"])
+        if self.path == "/nothing.zip":
+            self.send_error(404)
+            return
+        size = len(served.archive)
+        if served.has_ranges:
+            start = int(served.ranges[-1].removeprefix("bytes=").removesuffix("-"))
+        self.send_response(200 if not served.has_ranges else 206 if start < size else 416)
+        self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        self.send_header("Content-Length", str(max(0, size - start)))
+        self.end_headers()
+        self.wfile.write(served.archive[start:][: served.max_bytes])
+
+    def log_message(self, *args: object) -> None:
+        pass
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    served = Server()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requested_range = self.headers["Range"]
-            served.requests.append((self.path, requested_range))
-            if self.path not in served.files:
-                self.send_error(404)
-                return
-            data, status, start = served.files[self.path], 200, 0
-            if requested_range and served.has_ranges:
-                start = int(requested_range.removeprefix("bytes=").removesuffix("-"))
-                status = 206 if start < len(data) else 416
-            self.send_response(status)
-            if status == 206:
-                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-            self.send_header("Content-Length", str(len(data) - start))
-            self.end_headers()
-            self.wfile.write(data[start:][: served.max_bytes])
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.url = f"http://127.0.0.1:{httpd.server_port}"
-    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
-    yield served
-    httpd.shutdown()
-    httpd.server_close()
+def server() -> Iterator[_Server]:
+    with _Server() as served:
+        threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True).start()
+        yield served
+        served.shutdown()
 
 
 ONE = {"ml-20m/ratings.csv": RATINGS}
@@ -201,15 +198,15 @@ BROKEN = "could not be unpacked .* check that the archive is complete"
         ("kuairand-pure", _tar(PURE_FILES, "x", tarfile.SYMTYPE), "contains 'x', a link or a device"),
     ],
 )
-def test_an_invalid_archive_raises(tmp_path: Path, server: Server, of: str, archive: bytes, message: str) -> None:
+def test_an_invalid_archive_raises(tmp_path: Path, server: _Server, of: str, archive: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         ensure_raw_files(server.dataset(archive, of=of), tmp_path / "raw")
     assert "\n" not in str(caught.value)
     assert [path.name for path in (tmp_path / "raw").iterdir()] == [CATALOG[of].archive]
 
 
-def test_a_server_that_does_not_send_the_file_is_named(tmp_path: Path, server: Server) -> None:
-    dataset = replace(CATALOG["ml-20m"], url=f"{server.url}/nothing.zip")
+def test_a_server_that_does_not_send_the_file_is_named(tmp_path: Path, server: _Server) -> None:
+    dataset = replace(CATALOG["ml-20m"], url=f"http://127.0.0.1:{server.server_port}/nothing.zip")
     with pytest.raises(DataError, match="could not be downloaded: the server returned status 404; check"):
         ensure_raw_files(dataset, tmp_path / "raw")
     with pytest.raises(DataError, match=r"the server cannot be reached; check the network, or put ml-20m.zip, or a"):
@@ -243,7 +240,7 @@ UNPACKED = {"ml-20m.zip": LARGE_ZIP, "ml-20m/ratings.csv": LARGE}
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])
-def test_an_interrupted_download_is_completed(tmp_path: Path, server: Server, has_ranges: bool) -> None:
+def test_an_interrupted_download_is_completed(tmp_path: Path, server: _Server, has_ranges: bool) -> None:
     server.has_ranges, server.max_bytes = has_ranges, 300_000
     dataset = server.dataset(LARGE_ZIP)
     with pytest.raises(DataError, match="connection was interrupted, and the next attempt resumes from there; check"):
@@ -252,13 +249,13 @@ def test_an_interrupted_download_is_completed(tmp_path: Path, server: Server, ha
     assert name == "ml-20m.zip.partial"
     assert 0 < len(received) <= 300_000
     assert LARGE_ZIP.startswith(received)
-    server.max_bytes = None
+    server.max_bytes = 1 << 30
     ensure_raw_files(dataset, tmp_path / "raw")
     assert bytes_in(tmp_path / "raw") == UNPACKED
-    assert server.requests == [("/ml-20m.zip", "bytes=0-"), ("/ml-20m.zip", f"bytes={len(received)}-")]
+    assert server.ranges == ["bytes=0-", f"bytes={len(received)}-"]
 
 
-def test_a_partial_file_is_used_if_it_is_complete_and_removed_if_it_is_wrong(tmp_path: Path, server: Server) -> None:
+def test_a_partial_file_is_used_if_it_is_complete_and_removed_if_it_is_wrong(tmp_path: Path, server: _Server) -> None:
     dataset = server.dataset(LARGE_ZIP)
     for number, content in enumerate((LARGE_ZIP, b"of another file", b"longer than the archive" * 100_000)):
         raw = tmp_path / f"{number}"
@@ -272,7 +269,7 @@ def test_a_partial_file_is_used_if_it_is_complete_and_removed_if_it_is_wrong(tmp
         assert bytes_in(raw) == UNPACKED
 
 
-def test_ctrl_c_keeps_only_the_partial_file(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_only_the_partial_file(tmp_path: Path, server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ml-20m.zip.partial").write_bytes(LARGE_ZIP[:100])
     receive = requests.Response.iter_content
 
@@ -287,13 +284,13 @@ def test_ctrl_c_keeps_only_the_partial_file(tmp_path: Path, server: Server, monk
 
 
 def test_one_of_several_concurrent_calls_downloads_and_shows_progress_on_request(
-    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: _Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = server.dataset(LARGE_ZIP)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(ensure_raw_files, [dataset] * 4, [tmp_path / "raw"] * 4))
     assert bytes_in(tmp_path / "raw") == UNPACKED
-    assert len(server.requests) == 1
+    assert len(server.ranges) == 1
     assert capsys.readouterr() == ("", "")
     ensure_raw_files(dataset, tmp_path / "other", show_progress=True)
     assert "400k/400k" in capsys.readouterr().err

@@ -43,12 +43,8 @@ def test_units_are_told_apart_by_size_and_1970_ends_with_its_last_second() -> No
         assert (unit_of(limit - 1), unit_of(limit)) == (below, above)
     new_year_1971 = 365 * 86_400_000
     check_era({"a.csv": (0, new_year_1971)}, "iso")
-    with pytest.raises(
-        DataError, match=r"^the last event of b.csv is at 1970-12-31T23:59:59Z, read as ISO 8601; che"
-    ):
+    with pytest.raises(DataError, match=r"^the last event of b.csv is at 1970-12-31T23:59:59Z, read as ISO 8601; che"):
         check_era({"a.csv": (0, 1 << 41), "b.csv": (0, new_year_1971 - 1)}, "iso")
-    with pytest.raises(
-        DataError, match=r"; it is at 2014-12-31T23:53:20Z with --timestamp-unit s, or pass --allow"
-    ):
+    with pytest.raises(DataError, match=r"; it is at 2014-12-31T23:53:20Z with --timestamp-unit s, or pass --allow"):
         check_era({"a.csv": (0, 1_420_070)}, "us")
     assert utc_text(253_402_300_799_999) == "9999-12-31T23:59:59Z"
