@@ -37,6 +37,7 @@ _COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".bz2": bz2.compress,
     ".zst": partial(pa.compress, codec="zstd", asbytes=True),
 }
+_FOLDER = "a [0] {b,c} l* ** ? $HOME ~ ü"  # where logs and datasets are: names of folders do not matter
 _RULES: dict[str, Callable[..., Any]] = {"filters": Filters, "requests": RequestRule}
 _EXPECTED = ("show", "bad", "audit", "manifest", "values", "error", "train", "eval", "requests_of", "table")
 _FILES = {"requests_of": "requests.parquet", "table": "item_features.parquet"}
@@ -150,8 +151,12 @@ def _golden() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("case", "name", "suffix"), [*_golden()])
-def test_the_dataset_of_a_log_is_the_known_one(here: Path, case: dict[str, Any], name: str, suffix: str) -> None:
+def test_the_dataset_of_a_log_is_the_known_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], name: str, suffix: str
+) -> None:
     run = case["runs"][name]
+    (folder := tmp_path / _FOLDER).mkdir()
+    monkeypatch.chdir(folder)
     if "error" not in run:
         _check(_run(case, name, suffix), case.get("options", {}) | run, suffix)
         return

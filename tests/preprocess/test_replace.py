@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,14 +23,11 @@ from evenrank.datasets.schema import read_manifest, sha256_of
 from evenrank.preprocess import (
     Filters,
     PreprocessConfig,
-    RequestRule,
     SyntheticConfig,
-    TabularConfig,
     preprocess,
     replace,
 )
 from tests.deep_folder import deep_folder
-from tests.preprocess.build.id_logs import NAMES
 from tests.preprocess.decoded import bytes_in
 
 
@@ -252,30 +248,6 @@ def test_what_is_in_place_of_the_lock_file_is_not_touched(tmp_path: Path) -> Non
             preprocess(_config(tmp_path / "out"))
         assert lock.read_text() == precious.read_text() == "kept"
         lock.unlink()
-
-
-def _make_all(folder: Path) -> dict[str, bytes]:
-    """Make datasets of text ids, with features, by an earlier vocabulary and by appending, and return all files."""
-    folder.mkdir(parents=True)
-    (folder / "log.csv").write_text("user,item,time\nu,a,1600000000\nv,b,1600000001\nu,c,1600000009\n")
-    (folder / "later.csv").write_text("user,item,time\nu,d,1700000000\nw,b,1700000001\n")
-    (folder / "items.csv").write_text("item,brand\na,x\nb,y\n")
-    features: dict[str, Any] = {"item_features": folder / "items.csv", "item_columns": ("brand",)}
-    first, later = (TabularConfig(events=(folder / name,), **NAMES, **features) for name in ("log.csv", "later.csv"))
-    options: dict[str, Any] = {"dataset": "custom", "split": "none", "requests": RequestRule(seconds=5)}
-    preprocess(PreprocessConfig(out=folder / "out", custom=first, ids="dense", **options))
-    preprocess(PreprocessConfig(out=folder / "kept", custom=later, vocabulary=folder / "out", **options))
-    preprocess(PreprocessConfig(out=folder / "out", custom=later, ids="dense", append=True, **options))
-    return bytes_in(folder)
-
-
-def test_names_of_folders_do_not_matter(tmp_path: Path) -> None:
-    expected = _make_all(tmp_path / "plain" / "lr0")
-    killed = tmp_path / "any" / "lr0" / ".out.partial" / "work" / "texts of user_id"
-    killed.mkdir(parents=True)
-    (killed / "00000-00000.arrow").write_text("of a run that was killed")
-    for name in ("lr[0]", "lr?", "**", "{a,b}", "$HOME", "~", "ü"):
-        assert _make_all(tmp_path / "any" / name) == expected
 
 
 def test_folders_of_a_dataset_and_those_in_its_place_may_be_nested_deeper_than_functions(tmp_path: Path) -> None:

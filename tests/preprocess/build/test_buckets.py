@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.datasets.schema import user_hash
-from evenrank.preprocess.build.buckets import Buckets, num_range_bits, write_run
+from evenrank.preprocess.build.buckets import Buckets, write_run
 
 DTYPES = {"user_id": "int64", "timestamp_ms": "int64", "price": "float32"}
 USERS = st.lists(st.lists(st.sampled_from([0, 1, -7, 2**40, -(2**63)]), max_size=9), max_size=4)
@@ -75,8 +75,3 @@ def test_a_run_that_does_not_fit_on_the_disk_is_an_error_and_no_file(small_disk:
     (small_disk / "more").write_bytes(bytes(1 << 12))
     with pytest.raises(OSError, match="No space left on device"):
         Buckets(folder=small_disk, runs=[], dtypes=DTYPES, num_bits=3).keep(0, np.ones(9, dtype=np.bool_), reason=1)
-
-
-def test_ranges_are_as_many_as_their_size_needs() -> None:
-    assert [num_range_bits(count, 10) for count in (0, 1, 10, 11, 20, 21, 40, 41)] == [0, 0, 0, 1, 1, 2, 2, 3]
-    assert num_range_bits(10**18, 10) == 16

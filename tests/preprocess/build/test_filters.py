@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from evenrank.preprocess import Filters
 from evenrank.preprocess.build.buckets import Buckets, num_range_bits, write_run
-from evenrank.preprocess.build.sequences import build_sequences
-from evenrank.preprocess.build.splits import cut_windows, k_core, keep_lengths
+from evenrank.preprocess.build.splits import k_core, keep_lengths
 from evenrank.preprocess.engine import threads
 
 DTYPES = {"user_id": "int64", "item_id": "int64"}
@@ -57,18 +56,3 @@ def test_users_that_a_killed_run_left_out_are_counted_again(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         with threads(1, tmp_path / name) as engine:
             assert keep_lengths(buckets, Filters(min_length=4), engine) == 3
-
-
-@given(st.integers(1, 60), st.integers(1, 20), st.data())
-def test_windows_cover_every_event_in_as_few_rows_as_they_can(length: int, window: int, data: st.DataObject) -> None:
-    stride = data.draw(st.integers(1, window))
-    events, users = np.arange(length), np.zeros(length, dtype=np.int64)
-    columns = {"user_id": users, "item_id": events, "action": events.astype(np.int32), "timestamp_ms": events}
-    rows = cut_windows(build_sequences(columns, lambda keys: keys)[0], Filters(window=window, stride=stride))
-    items = [rows.take(np.array([row])).values("item_id").tolist() for row in range(len(rows))]
-    assert rows.windows.tolist() == list(range(len(rows)))
-    assert set().union(*items) == set(range(length))
-    for index, row in enumerate(items):
-        assert row == list(range(index * stride, min(index * stride + window, length)))
-    assert items[-1][-1] == length - 1
-    assert all(row[-1] < length - 1 for row in items[:-1])

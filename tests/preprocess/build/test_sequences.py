@@ -8,7 +8,7 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import user_hash
 from evenrank.preprocess.build import sequences as sequences_module
 from evenrank.preprocess.build.buckets import Columns
-from evenrank.preprocess.build.sequences import build_sequences, find_requests
+from evenrank.preprocess.build.sequences import build_sequences
 
 EVENTS = st.lists(
     st.tuples(
@@ -55,14 +55,3 @@ def test_many_users_are_grouped_and_too_many_events_refused(monkeypatch: pytest.
         DataError, match=r"^4 events are of users whose hashes begin alike, more than 3; preprocess few"
     ):
         build_sequences(_columns(users[:4]), lambda keys: keys)
-
-
-def test_requests_are_made_at_the_first_event_and_then_a_gap_after_the_last_request_of_each_row_and_day() -> None:
-    def requests(offsets: list[int], times: list[int], gap: int, day: int) -> list[tuple[int, int, int]]:
-        columns = find_requests(np.array(offsets), np.array(times), gap, day)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-    # 14 is only 4 after the request at 10, but 15 is 5 after it. The next gap is counted from 15.
-    assert requests([0, 5], [10, 14, 15, 19, 20], gap=5, day=0) == [(0, 10, 0), (0, 15, 2), (0, 20, 4)]
-    assert requests([0, 5], [95, 98, 101, 103, 120], gap=10, day=100) == [(0, 95, 0), (0, 101, 0), (0, 120, 2)]
-    assert requests([0, 1, 1, 3], [7, 3, 9], gap=5, day=0) == [(0, 7, 0), (2, 3, 0), (2, 9, 1)]

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
 from evenrank.core.hashing import mix64
-from evenrank.datasets.schema import ITEM_ID, USER_ID
+from evenrank.datasets.schema import ITEM_ID
 from evenrank.preprocess import job
 from evenrank.preprocess.build import events
 from evenrank.preprocess.build import vocabulary as vocabulary_module
-from evenrank.preprocess.build.vocabulary import choose
-from evenrank.preprocess.config import parse_ids
 from evenrank.preprocess.read import keys as key_table
 from tests.preprocess.build.id_logs import BEGIN, Event, expected_vocabulary, number, vocabulary, write_log
 from tests.preprocess.decoded import bytes_in, decode, read_rows
@@ -122,17 +120,3 @@ def test_hashes_say_how_many_values_share_their_id(
     assert manifest.ids[ITEM_ID].collisions == sum(count for count in shared.values() if count > 1)
     assert (manifest.ids[ITEM_ID].distinct, manifest.vocabulary_sizes[ITEM_ID]) == (len(ids), size)
     assert not list((folder / "out").glob("vocabulary_*"))
-
-
-@given(st.integers(1, 1000), st.integers(-5, 3000))
-def test_integers_are_kept_up_to_twice_their_distinct_number(distinct: int, largest: int) -> None:
-    expected = "dense" if largest > 2 * distinct else "keep"
-    assert choose("int64", distinct=distinct, least=0, largest=largest) == expected
-    for kind, least in (("uint64", 0), ("text", 0), ("int64", -1)):
-        assert choose(kind, distinct=distinct, least=least, largest=largest) == "dense"  # type: ignore[arg-type]
-
-
-def test_rules_are_for_both_columns_or_one() -> None:
-    assert parse_ids("dense") == {USER_ID: "dense", ITEM_ID: "dense"}
-    assert parse_ids("item=hash:1000, user=keep") == {USER_ID: "keep", ITEM_ID: "hash:1000"}
-    assert parse_ids(f"item=hash:{2**62}") == {ITEM_ID: f"hash:{2**62}"}

@@ -29,13 +29,6 @@ def _hash(user_id: int) -> int:
     return int(user_hash(np.array([user_id], dtype=np.int64))[0])
 
 
-def test_column_types_match_the_schema(small_dataset: Path) -> None:
-    schema = pq.read_schema(next((small_dataset / "train").glob("*.parquet")))
-    lists = {"item_id": "int64", "action": "int32", "timestamp_ms": "int64"}
-    expected = {"user_id": "int64", "segment": "int64", **{name: f"list<element: {of}>" for name, of in lists.items()}}
-    assert {field.name: str(field.type) for field in schema} == {**expected, "length": "int32"}
-
-
 def test_a_file_has_the_users_whose_hashes_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "ROWS_PER_GROUP", 32)
     num_events = _draw(tmp_path / "whole", 150, split="none").splits["train"].interactions

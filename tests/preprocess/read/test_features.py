@@ -6,16 +6,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import pytest
 
-from evenrank.core.errors import DataError
-from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.datasets import open_store
 from evenrank.datasets.schema import Manifest
 from evenrank.preprocess.read.features import FeatureLookup, Features
-from tests.datasets.crafted import update_manifest
 from tests.preprocess.build.id_logs import number, write_log
-from tests.preprocess.decoded import read_rows
 
 LOG = [("ann", "x", 0), ("ann", "y", 1), ("bob", "z", 2), ("bob", "x", 3), ("eve", "x", 4)]
 ITEMS = [{"item": "x", "brand": "B", "price": 1.5}, {"item": "y", "brand": None}, {"item": "q", "brand": "A"}]
@@ -25,19 +19,6 @@ def run(folder: Path, *columns: str, items: list[dict[str, Any]] = ITEMS, kept_a
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     features = {"item_features": folder / "items.jsonl", "item_columns": columns, "item_features_as": kept_as}
     return number(folder / "out", write_log(folder / "log.csv", LOG), log=features if columns else {})
-
-
-def test_loaders_read_features_and_refuse_ids_outside_their_vocabulary(tmp_path: Path) -> None:
-    manifest = run(tmp_path, "brand", "price:float")
-    config = LoaderConfig(batch_size=3, order="rows", extra_events=("brand", "price"))
-    (batch,) = build_loader(tmp_path / "out", config, rank=0, world_size=1)
-    rows = read_rows(tmp_path / "out" / "train")
-    assert batch.features["brand"].values().tolist() == [brand for row in rows for brand in row["brand"]]
-    assert batch.float_features is not None
-    assert batch.float_features["price"].values().tolist() == [price for row in rows for price in row["price"]]
-    update_manifest(tmp_path / "out", vocabulary_sizes={**manifest.vocabulary_sizes, "brand": 2})
-    with pytest.raises(DataError, match=r"column 'brand' has values from 0 to 2, which must be in 0\.\.1; preprocess"):
-        open_store(tmp_path / "out")
 
 
 def test_a_change_of_the_table_is_another_content_and_replaces_the_dataset(tmp_path: Path) -> None:

@@ -69,31 +69,6 @@ def test_a_file_that_holds_nothing_is_left_out_of_a_folder_compressed_or_not(tmp
     assert [path.name for path in find_files([tmp_path / "none.csv.gz"])] == ["none.csv.gz"]
 
 
-@pytest.mark.parametrize("is_absolute", [False, True])
-@pytest.mark.parametrize(
-    ("path", "added"),
-    [
-        ("a.csv", {}),
-        (".", {"shop": "2"}),
-        ("shop=2", {}),
-        ("shop=2/b.csv", {}),
-        ("shop=*", {"shop": "2"}),
-        ("shop=2/*.csv", {}),
-        ("**/b.csv", {"shop": "2"}),
-    ],
-)
-def test_folders_add_columns_below_the_path_that_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, added: dict[str, str], is_absolute: bool
-) -> None:
-    folder = tmp_path / "day=7" / "logs"
-    (folder / "shop=2").mkdir(parents=True)
-    for name in ("a.csv", "shop=2/b.csv"):
-        (folder / name).write_text("x\n")
-    monkeypatch.chdir(folder)
-    (*_, file) = find_files([folder / path if is_absolute else Path(path)]).values()
-    assert file.folders == added
-
-
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
