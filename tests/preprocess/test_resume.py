@@ -6,21 +6,15 @@ import json
 import logging
 import multiprocessing
 import os
-import random
-import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import polars as pl
 import pytest
 
 from evenrank.core import files
@@ -28,10 +22,7 @@ from evenrank.core.errors import DataError
 from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, preprocess, replace, run
 from evenrank.preprocess.read import text as text_files
 from tests.preprocess.build.id_logs import NAMES
-from tests.preprocess.decoded import bytes_in as all_bytes_in
 from tests.preprocess.test_append import bytes_in
-
-_NUM_KILLS = 30
 
 
 def _config(folder: Path, out: str, **options: Any) -> PreprocessConfig:
@@ -130,8 +121,9 @@ def _num_steps(config: PreprocessConfig) -> int:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("every_step", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_that_was_killed_is_continued_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_step: bool
 ) -> None:
     _write_log(tmp_path)
     num_calls = _num_calls(_config(tmp_path, "whole"), monkeypatch)
@@ -139,7 +131,8 @@ def test_a_run_that_was_killed_is_continued_with_the_same_bytes(
     expected = bytes_in(tmp_path / "whole")
     assert num_calls > 8
     assert bytes_in(tmp_path / "counted") == expected
-    runs = [(_config(tmp_path, f"killed at {step}"), step) for step in (0, last // 4, last // 2, last - 1, last)]
+    steps = range(last + 1) if every_step else (0, last // 4, last // 2, last - 1, last)
+    runs = [(_config(tmp_path, f"killed at {step}"), step) for step in steps]
     _run_until_killed(runs)
     previous = num_calls
     for config, step in runs:
@@ -275,40 +268,3 @@ def test_results_are_not_those_of_before_the_machine_started(here: Path, monkeyp
     (here / "boot_id").write_text("second\n")
     after = run.plan_of(_config(Path(), "out 2", engine="ray", ray_address="auto"), [])
     assert {name for name in before if before[name] != after[name]} == {"start of the machine"}
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_at_random_times_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    num_events = 3_000_000
-    columns = {"user": rng.integers(0, 50_000, num_events), "item": rng.zipf(1.2, num_events) % 200_000}
-    times = 1_600_000_000 + np.sort(rng.integers(0, 10_000_000, num_events))
-    frame = pl.DataFrame({**columns, "time": times}).with_columns(pl.format("u{}", "user").alias("user"))
-    frame.write_csv(tmp_path / "log.csv")
-    options = (
-        "--dataset custom --events log.csv --user-column user --item-column item --timestamp-column time --k-core 3"
-    )
-    options += " --split time:last:30d"
-    command = [sys.executable, "-m", "evenrank", "preprocess", *shlex.split(options)]
-    for _ in range(2):  # the first one compiles
-        begin = time.monotonic()
-        subprocess.run([*command, "--out", "whole"], cwd=tmp_path, check=True, capture_output=True)
-        seconds = time.monotonic() - begin
-    expected, delays, num_killed, num_continued = all_bytes_in(tmp_path / "whole"), random.Random(0), 0, 0
-    while num_killed < _NUM_KILLS:
-        process = subprocess.Popen([*command, "--out", "out"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        try:
-            _, errors = process.communicate(timeout=delays.uniform(0.2, 1.2) * seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, errors = process.communicate()
-            assert process.returncode == -signal.SIGKILL
-            num_killed += 1
-        else:
-            assert process.returncode == 0, errors
-            assert all_bytes_in(tmp_path / "out") == expected
-        num_continued += "going on with what an earlier run has finished" in errors
-    subprocess.run([*command, "--out", "out"], cwd=tmp_path, check=True)
-    assert all_bytes_in(tmp_path / "out") == expected
-    assert num_continued > _NUM_KILLS / 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "out", "whole"]

@@ -199,16 +199,6 @@ def test_logs_at_urls_give_the_same_bytes_as_local_files(source: Path, s3: S3, t
     assert {path.name for path in tmp_path.iterdir()} == {"local", "fetched"}
 
 
-def test_ids_of_a_dataset_at_a_url_are_kept(source: Path, s3: S3, tmp_path: Path) -> None:
-    pl.DataFrame(_ROWS).reverse().write_csv(tmp_path / "later.csv")
-    for out in (s3.url("monday"), tmp_path / "monday"):
-        preprocess(_log_config(source / "log.parquet", out))
-    for name, vocabulary in (("kept", s3.url("monday")), ("expected", tmp_path / "monday"), ("other", None)):
-        earlier = None if vocabulary is None else Path(vocabulary)
-        preprocess(_log_config(tmp_path / "later.csv", tmp_path / name, vocabulary=earlier))
-    assert bytes_in(tmp_path / "kept") == bytes_in(tmp_path / "expected") != bytes_in(tmp_path / "other")
-
-
 _PATTERNS = "*.csv.gz **/*.csv.gz day=? day=[2]/*.gz */deep/log.jsonl json/** users.csv day=1 no* _temporary/*"
 
 

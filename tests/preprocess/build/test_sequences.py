@@ -30,7 +30,7 @@ def _columns(users: NDArray[np.int64], items: NDArray[np.int64] | None = None) -
 @given(EVENTS)
 def test_sequences_match_a_plain_grouping(events: list[tuple[int, int, int, int]]) -> None:
     users, items, actions, times = (np.array([event[i] for event in events], dtype=np.int64) for i in range(4))
-    columns = {"user_id": users, "item_id": items, "action": actions.astype(np.int32), "timestamp_ms": times}
+    columns: Columns = {"user_id": users, "item_id": items, "action": actions.astype(np.int32), "timestamp_ms": times}
     sequences, duplicates = build_sequences(columns, lambda keys: ~keys)
     by_user: dict[int, list[tuple[int, int, int, int]]] = {}
     for event in events:

@@ -5,13 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 from evenrank.preprocess.build.sequences import build_sequences
 from evenrank.preprocess.build.splits import SplitFacts, parse_split
-from tests.preprocess.build.id_logs import Event, number, write_log
 from tests.preprocess.decoded import read_rows
 
 DAY = 86_400_000
@@ -66,34 +63,3 @@ def test_the_split_of_a_user_does_not_depend_on_other_users(tmp_path: Path) -> N
     assert few == {user for user in many if user <= 300}
     assert len(many) == pytest.approx(270, abs=60)
     assert eval_users(300, seed=1) != few
-
-
-_EVENTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30), st.integers(0, 8)), min_size=1, max_size=20)
-
-
-@settings(max_examples=20)
-@given(_EVENTS, _EVENTS)
-def test_the_events_of_a_second_log_are_predicted_from_earlier_ones_of_the_first(
-    tmp_path_factory: pytest.TempPathFactory, first: list[Event], second: list[Event]
-) -> None:
-    folder = tmp_path_factory.mktemp("logs")
-    path, other = (write_log(folder / name, log) for name, log in (("a.csv", first), ("b.csv", second)))
-    number(folder / "out", path, split=f"file:{other}", ids="keep")
-
-    def by_user(log: list[Event], user: int) -> list[tuple[int, int]]:
-        return [(item, time) for of_user, item, time in sorted(log, key=lambda event: event[2]) if of_user == user]
-
-    rows: dict[Any, Any] = {}
-    for name in ("train", "eval"):
-        for row in read_rows(folder / "out" / name):
-            times = [time // 1000 - 1_700_000_000 for time in row["timestamp_ms"]]
-            rows[name, row["user_id"]] = [*zip(row["item_id"], times, strict=True)], row.get("num_targets", 0)
-    expected: dict[Any, Any] = {}
-    for user in range(5):
-        history, targets = by_user(first, user), by_user(second, user)
-        if history:
-            expected["train", user] = history, 0
-        if targets:  # at equal times, the first log comes first
-            known = [event for event in history if event[1] <= targets[0][1]]
-            expected["eval", user] = known + targets, len(targets)
-    assert rows == expected

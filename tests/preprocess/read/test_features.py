@@ -2,33 +2,22 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 
-from evenrank.datasets.schema import Manifest
 from evenrank.preprocess.read.features import FeatureLookup, Features
 from tests.preprocess.build.id_logs import number, write_log
 
-LOG = [("ann", "x", 0), ("ann", "y", 1), ("bob", "z", 2), ("bob", "x", 3), ("eve", "x", 4)]
-ITEMS = [{"item": "x", "brand": "B", "price": 1.5}, {"item": "y", "brand": None}, {"item": "q", "brand": "A"}]
-
-
-def run(folder: Path, *columns: str, items: list[dict[str, Any]] = ITEMS, kept_as: str = "events") -> Manifest:
-    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    features = {"item_features": folder / "items.jsonl", "item_columns": columns, "item_features_as": kept_as}
-    return number(folder / "out", write_log(folder / "log.csv", LOG), log=features if columns else {})
-
 
 def test_a_change_of_the_table_is_another_content_and_replaces_the_dataset(tmp_path: Path) -> None:
-    hashes = []
+    path, log, hashes = tmp_path / "items.jsonl", write_log(tmp_path / "log.csv", [("ann", "x", 0)]), []
+    features = {"item_features": path, "item_columns": ("price:float",), "item_features_as": "table"}
     for price in (1.5, 2, 1.5):
-        manifest = run(tmp_path, "price:float", items=[{"item": "x", "price": price}], kept_as="table")
-        assert [source.path for source in manifest.sources] == ["log.csv", "items.jsonl"]
-        hashes.append(manifest.content_hash)
+        path.write_text(json.dumps({"item": "x", "price": price}) + "\n")
+        hashes.append(number(tmp_path / "out", log, log=features).content_hash)
     assert hashes[0] == hashes[2] != hashes[1]
-    assert run(tmp_path).item_features is None
+    assert number(tmp_path / "out", log).item_features is None
     assert not (tmp_path / "out" / "item_features.parquet").exists()
 
 

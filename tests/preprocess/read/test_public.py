@@ -90,8 +90,8 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     write(tmp_path / "raw" / folder, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
     config = PreprocessConfig(dataset=name, raw_dir=tmp_path / "raw", out=tmp_path / "out", split="none")
     manifest = preprocess(replace(config, allow_empty=True))
-    names = ("item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "user_active_degree")
-    names += ("follow_user_num_range", "fans_user_num_range", "register_days_range")
+    names = ["item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "user_active_degree"]
+    names += ["follow_user_num_range", "fans_user_num_range", "register_days_range"]
     rows = decode(tmp_path / "out", read_rows(tmp_path / "out" / "train"), features=True)
     count = len(logs)
     events = [range(100, 100 + count), [0] * count, range(1_650_000_000_000, 1_650_000_000_000 + count)]
