@@ -147,6 +147,7 @@ def _golden() -> Iterator[Any]:
     for path in sorted((_HERE / "golden").glob("*.toml")):
         case = tomllib.loads(path.read_text())
         for name, run in case["runs"].items():
+            assert not run.keys().isdisjoint(_EXPECTED), f"{path.stem}: {name} expects nothing"
             for suffix in run.get("formats", [""]):
                 yield pytest.param(case, name, suffix, id=f"{path.stem}: {name} {suffix}".strip())
 
