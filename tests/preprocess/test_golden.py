@@ -1,8 +1,9 @@
 """Logs whose datasets are known: the runs of golden/*.toml, and the files of malformed.toml.
 
 A file of `golden` has [files], [options] of all runs, and [runs]: each has further options, and what comes out: rows of
-`show` as lines of JSON, with raw ids; bad rows as `line: reason`; the audit as `count what`; a part of the manifest.
-`formats` also writes log.csv as JSON lines and Parquet, with `types`; bad rows have the number of the row then.
+`show` as lines of JSON, with raw ids; bad rows as `line: reason` or `first-last: reason`; the audit as `count what`; a
+part of the manifest. With `formats`, log.csv is written as JSON lines and Parquet, too, with `types`; bad rows have the
+number of the row then. `after` is a run that comes before.
 """
 
 import bz2
@@ -124,8 +125,10 @@ def _check(dataset: Path, run: dict[str, Any], suffix: str) -> None:
     manifest = json.loads((dataset / "manifest.json").read_text())
     if "bad" in run:
         with (dataset / "rejects.csv").open(newline="") as file:
-            bad = [f"{int(line) - (suffix == 'csv')}: {reason}" for _, line, reason, _ in [*csv.reader(file)][1:]]
-        assert bad == _lines(run["bad"])
+            bad = [(int(line) - (suffix == "csv"), reason) for _, line, reason, _ in [*csv.reader(file)][1:]]
+        of_lines = (text.partition(": ")[::2] for text in _lines(run["bad"]))
+        of_ranges = (([*map(int, lines.split("-"))], reason) for lines, reason in of_lines)
+        assert bad == [(line, reason) for ends, reason in of_ranges for line in range(ends[0], ends[-1] + 1)]
     if "audit" in run:
         audit = manifest["options"]["audit"].items()
         for (what, count), expected in zip(audit, _lines(run["audit"]), strict=True):
@@ -193,7 +196,10 @@ def test_malformed_input_is_one_line_that_names_the_place_and_the_earlier_datase
 ) -> None:
     case = _MALFORMED[name]
     shutil.copytree(earlier, "out")
-    for file, text in case["files"].items():
+    files = case.get("files", {})
+    if not any(file.startswith(("log", "ml", "other")) for file in files):
+        files = {"log.csv": "user,item,time\n1,2,1600000000\n", **files}
+    for file, text in files.items():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         content = text.encode(case.get("encoding", "utf-8"))
         if "cut" in case:  # the end of a compressed file
