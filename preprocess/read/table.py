@@ -144,7 +144,7 @@ class Rows(NamedTuple):
         last_line, counts = self.first_line + len(self.frame) - 1, dict[str, int]()
         if lacking:
             lacks = good.drop_in_place(_LACKS)
-            counts = dict(lacks.filter(~is_bad).drop_nulls().value_counts().iter_rows())
+            counts = dict(sorted(lacks.filter(~is_bad).drop_nulls().value_counts().iter_rows()))  # in any order
             is_left_out = is_bad | lacks.is_not_null()
         if not is_left_out.any():
             return Events(good, last_line)

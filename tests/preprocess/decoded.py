@@ -1,5 +1,6 @@
 """Datasets with the raw ids that their vocabularies say."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,20 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
-def decode(dataset: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace the ids in rows of a dataset by raw ids, where they have a vocabulary."""
-    names = {"user_id", "item_id"}.intersection(*rows[:1])
-    for name in names:
+def decode(dataset: Path, rows: list[dict[str, Any]], *, features: bool = False) -> list[dict[str, Any]]:
+    """Replace the ids in rows of a dataset by raw ids, where they have a vocabulary, and those of features if asked."""
+    labels = json.loads((dataset / "manifest.json").read_text())["context_labels"] if features else {}
+    for name in {*rows[:1][0]} if rows and features else {"user_id", "item_id"}.intersection(*rows[:1]):
         if (dataset / f"vocabulary_{name}.parquet").exists():
-            values = read_vocabulary(dataset, name)
-            for row in rows:
-                ids = row[name]
-                row[name] = [values[number] for number in ids] if isinstance(ids, list) else values[ids]
+            values: Any = read_vocabulary(dataset, name)
+        elif (values := labels.get(name)) is None:
+            continue
+        for row in rows:
+            ids = row[name]
+            row[name] = [values[number] for number in ids] if isinstance(ids, list) else values[ids]
     return rows
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files below a folder, by their paths."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,3 +1,7 @@
+"""How functions are called several at a time, within cores and memory."""
+
+import logging
+import multiprocessing
 import os
 import re
 import subprocess
@@ -12,10 +16,12 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, TabularConfig, preprocess
 from evenrank.preprocess import engine as engine_module
-from evenrank.preprocess.engine import Memory, UnfinishedError, threads
-from tests.preprocess.test_append import bytes_in
+from evenrank.preprocess.build import vocabulary
+from evenrank.preprocess.engine import Memory, UnfinishedError, own_memory, threads
+from tests.preprocess.build.id_logs import NAMES
+from tests.preprocess.decoded import bytes_in
 
 
 def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path) -> None:
@@ -39,6 +45,20 @@ def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path)
     assert stages == [f"doubling, part {number} of 20" for number in range(1, 21)]
 
 
+def test_results_are_kept_unless_they_need_not_be(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def double(task: int) -> int:
+        calls.append(task)
+        return 2 * task
+
+    for _ in range(2):
+        with threads(2, tmp_path) as engine:
+            assert [*engine.map(double, range(3), stage="doubles")] == [(0, 0), (1, 2), (2, 4)]
+            assert [*engine.map(double, range(2), stage="again", keep=False)] == [(0, 0), (1, 2)]
+    assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2]
+
+
 def test_an_error_ends_the_tasks_that_have_not_begun(tmp_path: Path) -> None:
     called: list[int] = []
 
@@ -54,17 +74,14 @@ def test_an_error_ends_the_tasks_that_have_not_begun(tmp_path: Path) -> None:
 def test_memory_decides_how_many_tasks_run_at_a_time() -> None:
     assert [Memory(limit, 170_000_000, 28).num_tasks for limit in (0.7, 0.9, 1.0, 10)] == [1, 1, 2, 39]
     assert [Memory(limit, 170_000_000, 76).num_tasks for limit in (1.2, 10)] == [1, 24]  # wider events
-    for too_small, least in ((0.6, 0.7), (0.1, 0.7)):
-        with pytest.raises(
-            ConfigError, match=rf"^memory_limit must be at least {least} GB, got {too_small}; raise it$"
-        ):
+    for too_small in (0.6, 0.1):
+        with pytest.raises(ConfigError, match=rf"^memory_limit must be at least 0.7 GB, got {too_small}; raise it$"):
             Memory(too_small, 170_000_000, 28)
     memory = Memory(1.2, 170_000_000, 28)
     memory.take("a table", 400_000_000)
     assert memory.num_tasks == 1
-    with pytest.raises(
-        UnfinishedError, match=r"^memory_limit must be at least 1\.3 GB, got 1\.2, for a table and 9 ids"
-    ):
+    message = r"^memory_limit must be at least 1\.3 GB, got 1\.2, for a table and 9 ids"
+    with pytest.raises(UnfinishedError, match=message):
         memory.take("9 ids", 200_000_000)
     memory = Memory(1.4, 170_000_000, 28)
     memory.take("many events", largest=4_000_000)
@@ -76,8 +93,12 @@ def test_memory_decides_how_many_tasks_run_at_a_time() -> None:
 
 
 def test_without_a_limit_it_is_half_of_what_is_free_and_one_task_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 1 << 20 < engine_module._free_memory() <= all_memory
+    monkeypatch.setattr(engine_module, "_MEMINFO", Path("missing"))  # without Linux
+    assert engine_module._free_memory() <= all_memory
     monkeypatch.setattr(engine_module, "_free_memory", lambda: 6_000_000_000)
-    assert 5 < Memory(None, engine_module.own_memory(), 28).num_tasks < 15
+    assert 5 < Memory(None, own_memory(), 28).num_tasks < 15
     monkeypatch.setattr(engine_module, "_free_memory", lambda: 1)
     memory = Memory(None, 170_000_000, 28)
     memory.take("a table", 1 << 40)
@@ -85,115 +106,113 @@ def test_without_a_limit_it_is_half_of_what_is_free_and_one_task_always_runs(mon
 
 
 def test_tasks_that_do_not_fit_wait(tmp_path: Path) -> None:
-    running, most, lock = [0], [0], threading.Lock()
-
-    def count(task: int) -> None:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        threading.Event().wait(0.002)
-        with lock:
-            running[0] -= 1
-
     memory = Memory(1.3, 170_000_000, 28)
     for fit in (3, 1):
+        running, most, together = list[int](), list[int](), threading.Barrier(fit)
+
+        def count(task: int, *, running: Any = running, most: Any = most, together: Any = together) -> None:
+            running.append(task)
+            most.append(len(running))
+            together.wait(60)
+            running.remove(task)
+
         assert memory.num_tasks == fit
         with threads(8, tmp_path, memory=memory) as engine:
-            list(engine.map(count, range(40), stage=f"{fit}"))
-        assert 1 <= most[0] <= fit
-        most[0] = 0
+            list(engine.map(count, range(39), stage=f"{fit}"))
+        assert max(most) == fit
         memory.take("a table", 400_000_000)
 
 
-# Prints how many threads preprocessing may have, after it was told which cores it has.
-_CORES = """
-import os, sys
-os.sched_setaffinity(0, {int(core) for core in sys.argv[1].split(",")})
-from evenrank.preprocess.engine import num_cores
-print(num_cores())
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of processes")
-def test_threads_are_no_more_than_affinity_and_polars_allow() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    few = ",".join(map(str, cores[:1]))
-    every = ",".join(map(str, cores))
-    for given, environment, expected in (
-        (few, {}, 1),
-        (every, {}, len(cores)),
-        (every, {"POLARS_MAX_THREADS": "1"}, 1),
-    ):
-        command = [sys.executable, "-P", "-c", _CORES, given]
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100)
-        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
-
-
 @pytest.mark.parametrize(
-    ("quota", "expected"), [("max 100000", 2), ("150000 100000", 2), ("100000 100000", 1), ("1 2", 1)]
+    ("cores", "quota", "of_polars", "expected"),
+    [
+        (2, "max 100000", 2, 2),
+        (2, "150000 100000", 2, 2),
+        (2, "100000 100000", 2, 1),
+        (2, "1 2", 2, 1),
+        (1, "max 100000", 4, 1),
+        (4, "max 100000", 3, 3),
+    ],
 )
-def test_threads_are_no_more_than_the_quota_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, expected: int
+def test_threads_are_no_more_than_affinity_quota_and_polars_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, quota: str, of_polars: int, expected: int
 ) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr(engine_module, "_CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-    monkeypatch.setattr(pl, "thread_pool_size", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(pl, "thread_pool_size", lambda: of_polars)
+    assert engine_module.num_cores() == expected
+    monkeypatch.delattr(os, "sched_getaffinity")  # without Linux
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert engine_module.num_cores() == expected
 
 
-def test_without_linux_all_cores_and_all_memory_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(engine_module, "_MEMINFO", tmp_path / "missing")
-    assert engine_module.num_cores() == 1
-    assert Memory(None, 170_000_000, 28).num_tasks >= 1
+def test_a_run_that_needs_more_memory_goes_on_under_a_higher_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = pl.DataFrame({"user": range(7, 2007), "item": range(2000), "time": range(1_600_000_000, 1_600_002_000)})
+    log.write_csv(tmp_path / "log.csv")
+    custom = TabularConfig(events=(tmp_path / "log.csv",), **NAMES)
+    config = PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=custom, ids="dense")
+    limited = replace(config, memory_limit=round(own_memory() / 1e9 + 1, 2))
+    monkeypatch.setattr(vocabulary, "BYTES_PER_ID", 10**6)
+    with pytest.raises(
+        UnfinishedError, match=r"^memory_limit must be at least \d\.?\d? GB, got .*, for 2,000 ids of .*"
+    ):
+        preprocess(limited)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [".out.partial", "log.csv"]
+    with caplog.at_level(logging.WARNING, "evenrank.preprocess"):
+        preprocess(config)
+    assert caplog.messages == ["going on with what an earlier run has finished"]
+    preprocess(replace(config, out=tmp_path / "whole"))
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "whole")
 
 
-def test_free_memory_is_that_of_the_machine() -> None:
-    assert 1 << 20 < engine_module._free_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-# Preprocesses a log with a limit of memory; prints the peak of this process in GB, or the error.
+# Preprocesses a log with a limit of memory, and prints the peak of this process in GB.
 _LIMITED = """
 import re, sys
 from pathlib import Path
-from evenrank.core.errors import EvenrankError
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 log, out, limit = sys.argv[1:]
 columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
 custom = TabularConfig(events=(Path(log),), **columns)
-try:
-    preprocess(PreprocessConfig(dataset="custom", out=out, custom=custom, ids="dense", memory_limit=float(limit)))
-    kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-    print(kib * 1024 / 1e9)
-except EvenrankError as error:
-    print(error)
+preprocess(PreprocessConfig(dataset="custom", out=out, custom=custom, ids="dense", memory_limit=float(limit)))
+kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+print(kib * 1024 / 1e9)
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell the peak of a process")
-def test_a_limit_of_memory_is_kept_to_or_an_error_says_what_would_fit_and_bytes_are_the_same(tmp_path: Path) -> None:
+def test_a_limit_of_memory_is_kept_to_and_bytes_are_the_same(tmp_path: Path) -> None:
     rng, log = np.random.default_rng(0), tmp_path / "log.parquet"
     num_events = 2_200_000  # more than a file, and each with a user and an item of its own nearly
     ids = {name: rng.integers(0, 1 << 40, num_events) for name in ("user", "item")}
     pl.DataFrame({**ids, "time": 1_600_000_000 + np.arange(num_events)}).write_parquet(log)
-
-    def run(limit: float) -> str:
-        command = [sys.executable, "-P", "-c", _LIMITED, str(log), str(tmp_path / "limited"), f"{limit}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert re.match(r"memory_limit must be at least 0\.[89] GB, got 0\.78, for 2,199,999 ids of user_id; ", run(0.78))
-    assert not (tmp_path / "limited").exists()
-    assert float(run(1.0)) <= 1.0  # goes on with what was done
-    columns: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
-    custom = TabularConfig(events=(log,), **columns)
-    config = PreprocessConfig(dataset="custom", out=tmp_path / "free", custom=custom, ids="dense")
-    with pytest.raises(ConfigError, match=r"^memory_limit must be at least \d\.?\d? GB, got 0\.1; raise it$"):
-        preprocess(replace(config, memory_limit=0.1))
-    preprocess(config)
+    command = [sys.executable, "-P", "-c", _LIMITED, str(log), str(tmp_path / "limited"), "1.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert re.fullmatch(r"0?\.\d+\n", done.stdout), done.stderr
+    custom = TabularConfig(events=(log,), **NAMES)
+    preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "free", custom=custom, ids="dense"))
     assert bytes_in(tmp_path / "limited") == bytes_in(tmp_path / "free")
+
+
+def test_a_child_that_lacks_the_threads_of_polars_refuses_at_once(tmp_path: Path) -> None:
+    def draw(name: str) -> None:
+        preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / name, synthetic=SyntheticConfig(num_users=10)))
+
+    draw("parent")
+
+    def refuse() -> None:
+        with pytest.raises(ConfigError, match=r"^this process was forked after Polars had started threads, which it"):
+            draw("child")
+        os._exit(0)
+
+    child = multiprocessing.get_context("fork").Process(target=refuse)
+    child.start()
+    child.join(60)
+    code = child.exitcode
+    child.kill()
+    assert code == 0
+    draw("parent")

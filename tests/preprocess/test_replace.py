@@ -1,3 +1,5 @@
+"""How a dataset takes the place of another: whole or not at all, and of nothing else."""
+
 import dataclasses
 import errno
 import multiprocessing
@@ -11,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -19,9 +20,11 @@ from evenrank.core.errors import DataError
 from evenrank.datasets import open_store
 from evenrank.datasets.schema import read_manifest, sha256_of
 from evenrank.preprocess import Filters, PreprocessConfig, SyntheticConfig, preprocess, replace
+from tests.deep_folder import deep_folder
+from tests.preprocess.decoded import bytes_in
 
 
-def _config(out: Path, num_users: int = 10) -> PreprocessConfig:
+def _config(out: Path | str, num_users: int = 10) -> PreprocessConfig:
     return PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=num_users))
 
 
@@ -88,45 +91,48 @@ def test_of_runs_at_the_same_time_one_writes_the_folder(tmp_path: Path) -> None:
     assert str(sum(split.rows for split in manifest.splits.values())) in complete
     files = [file for split in manifest.splits.values() for file in split.files]
     assert [sha256_of(out / file.path) for file in files] == [file.sha256 for file in files]
-    written = {path for path in out.rglob("*") if path.is_file()}
-    assert written == {out / "manifest.json", *(out / file.path for file in files)}
+    assert bytes_in(out).keys() == {"manifest.json", *(file.path for file in files)}
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("place", ["notes.txt", "train/notes.csv", "eval/part-00009.parquet", "manifest.json"])
-@pytest.mark.parametrize("is_link", [False, True])
-def test_a_folder_with_anything_else_is_only_replaced_on_demand(tmp_path: Path, place: str, is_link: bool) -> None:
-    out, precious = tmp_path / "out", tmp_path / "precious"
-    precious.mkdir()
-    if place == "manifest.json":  # of another program
-        out.mkdir()
-    else:
-        preprocess(_config(out))
-        open_store(out)  # whose cache belongs to the dataset
-        preprocess(_config(out))
-    if is_link:
-        (out / place).symlink_to(precious)
-    else:
-        (out / place).write_text('{"manifest_version": 3}')
-    before = sorted(out.rglob("*"))
-    stages: list[str] = []
-    with pytest.raises(DataError, match=f"out contains '{place}', which is no part of a dataset; .*--overwrite$"):
-        preprocess(_config(out), on_stage=stages.append)
-    assert not stages  # found before the work
-    assert sorted(out.rglob("*")) == before
-    preprocess(dataclasses.replace(_config(out), overwrite=True))
-    assert {path.name for path in out.iterdir()} == {"train", "eval", "manifest.json"}
-    assert precious.is_dir()
+def test_a_folder_with_anything_else_is_only_replaced_on_demand(tmp_path: Path, place: str) -> None:
+    for is_link in (False, True):
+        out, precious = tmp_path / f"out {is_link}", tmp_path / "precious"
+        precious.mkdir(exist_ok=True)
+        if place == "manifest.json":  # of another program
+            out.mkdir()
+        else:
+            preprocess(_config(out))
+            open_store(out)  # whose cache belongs to the dataset
+            preprocess(_config(out))
+        if is_link:
+            (out / place).symlink_to(precious)
+        else:
+            (out / place).write_text('{"manifest_version": 3}')
+        before = sorted(out.rglob("*"))
+        stages: list[str] = []
+        with pytest.raises(DataError, match=f"contains '{place}', which is no part of a dataset; .*--overwrite$"):
+            preprocess(_config(out), on_stage=stages.append)
+        assert not stages  # found before the work
+        assert sorted(out.rglob("*")) == before
+        preprocess(dataclasses.replace(_config(out), overwrite=True))
+        assert {path.name for path in out.iterdir()} == {"train", "eval", "manifest.json"}
+        assert precious.is_dir()
 
 
-def test_a_file_and_the_current_folder_are_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").write_text("precious")
-    with pytest.raises(DataError, match="out is a file or a mount point; choose another output folder"):
-        preprocess(dataclasses.replace(_config(tmp_path / "out"), overwrite=True))
-    assert (tmp_path / "out").read_text() == "precious"
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="is or contains the current folder"):
-        preprocess(_config(Path(".")))
+def test_the_current_folder_and_loops_of_links_are_never_replaced(here: Path) -> None:
+    (here / "loop").symlink_to(here / "loop")
+    for out, message in (
+        (".", "is or contains the current folder"),
+        ("loop", "^/.*/loop is a loop of links; choose another output folder$"),
+        ("loop/out", "^/.*/loop/out could not be written: .*; it is unchanged"),
+    ):
+        with pytest.raises(DataError, match=message):
+            preprocess(dataclasses.replace(_config(Path(out)), overwrite=True))
+    with pytest.raises(DataError, match=r"^loop cannot be read: Too many levels of symbolic links; check"):
+        preprocess(dataclasses.replace(_config("out"), split="file:loop"))
+    assert [path.name for path in here.iterdir()] == ["loop"]
 
 
 def test_a_dataset_of_another_schema_version_behind_a_link_is_replaced(tmp_path: Path) -> None:
@@ -150,27 +156,31 @@ def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-_NO_EXCHANGE = SimpleNamespace(CDLL=lambda _: None)  # a system that has no such call
-
-
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_dataset_is_there_after_each_step_of_its_replacement(
-    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", ["", "dataset", "out"])
+def test_a_dataset_is_there_after_each_step_of_its_replacement_and_after_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, failing: str
 ) -> None:
     out, rename, found = tmp_path / "out", Path.rename, []
-    manifests = [preprocess(_config(out))]
+    old = preprocess(_config(out))
 
     def rename_and_look(path: Path, target: Path) -> Path:
+        if path.name == failing:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         rename(path, target)
         found.append(read_manifest(out) if out.exists() else None)
         return target
 
     if not can_exchange:
-        monkeypatch.setattr(replace, "ctypes", _NO_EXCHANGE)
+        monkeypatch.setattr(replace, "ctypes", SimpleNamespace(CDLL=lambda _: None))  # a system without such a call
     monkeypatch.setattr(Path, "rename", rename_and_look)
-    manifests.append(preprocess(_config(out, num_users=20)))
-    assert read_manifest(out) == manifests[1]
-    assert (None in found) is not can_exchange  # where the next run puts the old one back
+    if failing == "dataset" or (failing == "out" and not can_exchange):
+        with pytest.raises(DataError, match=r"out could not be written: Device or resource busy; it is unchanged"):
+            preprocess(_config(out, num_users=20))
+        assert read_manifest(out) == old
+    else:
+        assert read_manifest(out) != preprocess(_config(out, num_users=20)) == read_manifest(out)
+        assert (None in found) is not can_exchange  # where the next run puts the old one back
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -205,34 +215,19 @@ def test_a_read_only_dataset_is_replaced_and_removed() -> None:
     assert (done.stdout, done.stderr) == ("['out']\n" * 3, "")
 
 
-@pytest.mark.parametrize("failing", ["dataset", "out"])
-def test_a_rename_that_fails_leaves_the_old_dataset(
-    tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replace, "ctypes", _NO_EXCHANGE)
-    out = tmp_path / "out"
-    old = preprocess(_config(out))
-    rename = Path.rename
-
-    def fail(path: Path, target: Path) -> Path:
-        if path.name == failing:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        return rename(path, target)
-
-    with (
-        mock.patch.object(Path, "rename", fail),
-        pytest.raises(DataError, match=r"out could not be written: Device or resource busy; it is unchanged"),
-    ):
-        preprocess(_config(out))
-    assert read_manifest(out) == old
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("is_link", [False, True])
-def test_what_is_in_place_of_the_lock_file_is_not_touched(tmp_path: Path, is_link: bool) -> None:
+def test_what_is_in_place_of_the_lock_file_is_not_touched(tmp_path: Path) -> None:
     lock, precious = tmp_path / ".out.lock", tmp_path / "precious"
     precious.write_text("kept")
-    lock.symlink_to(precious) if is_link else lock.write_text("kept")
-    with pytest.raises(DataError, match=r"\A[^\n]*out could not be written: [^\n]*; it is unchanged[^\n]*\Z"):
-        preprocess(_config(tmp_path / "out"))
-    assert lock.read_text() == precious.read_text() == "kept"
+    for is_link in (True, False):
+        lock.symlink_to(precious) if is_link else lock.write_text("kept")
+        with pytest.raises(DataError, match=r"\A[^\n]*out could not be written: [^\n]*; it is unchanged[^\n]*\Z"):
+            preprocess(_config(tmp_path / "out"))
+        assert lock.read_text() == precious.read_text() == "kept"
+        lock.unlink()
+
+
+def test_folders_of_a_dataset_and_those_in_its_place_may_be_nested_deeper_than_functions(tmp_path: Path) -> None:
+    with deep_folder(tmp_path) as out:
+        preprocess(_config(out))
+        with pytest.raises(DataError, match=r"/d contains 'd/d/.*/part-00000\.parquet', which is no part of a dataset"):
+            preprocess(_config(tmp_path / "d"))

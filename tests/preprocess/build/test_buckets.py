@@ -5,16 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.datasets.schema import user_hash
-from evenrank.preprocess.build.buckets import Buckets, bytes_on_disk, num_range_bits, write_run
+from evenrank.preprocess.build.buckets import Buckets, write_run
 
 DTYPES = {"user_id": "int64", "timestamp_ms": "int64", "price": "float32"}
 USERS = st.lists(st.lists(st.sampled_from([0, 1, -7, 2**40, -(2**63)]), max_size=9), max_size=4)
 
 
+@settings(max_examples=60)
 @given(USERS, st.integers(0, 4), st.integers(0, 6), st.sampled_from([0, 2**33]))
 def test_a_range_has_the_events_of_its_users_of_each_in_the_order_of_the_runs(
     tmp_path_factory: pytest.TempPathFactory, users: list[list[int]], num_bits: int, range_bits: int, first_ms: int
@@ -32,6 +33,10 @@ def test_a_range_has_the_events_of_its_users_of_each_in_the_order_of_the_runs(
         expected = [event for event in log if range_bits == 0 or _hash(event[0]) >> (64 - range_bits) == index]
         found = [*zip(*(values.tolist() for values in columns.values()), strict=True)]
         assert sorted(found, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+
+
+def _hash(user: int) -> int:
+    return int(user_hash(np.array([user], dtype=np.int64))[0])
 
 
 def test_a_range_is_read_in_little_more_memory_than_its_events_take(tmp_path: Path) -> None:
@@ -56,9 +61,8 @@ def test_a_run_that_is_cut_or_gone_is_an_error_that_names_it(tmp_path: Path, siz
         runs[1].path.unlink()
     else:
         os.truncate(runs[1].path, size)
-    dtypes = dict.fromkeys(columns, "int64")
     with pytest.raises(OSError, match="run-1"):
-        Buckets(folder=tmp_path, runs=runs, dtypes=dtypes, num_bits=0).read(0)
+        Buckets(folder=tmp_path, runs=runs, dtypes=dict.fromkeys(columns, "int64"), num_bits=0).read(0)
 
 
 @pytest.mark.processes
@@ -69,19 +73,5 @@ def test_a_run_that_does_not_fit_on_the_disk_is_an_error_and_no_file(small_disk:
         write_run(small_disk / "run", columns, 3)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
     (small_disk / "more").write_bytes(bytes(1 << 12))
-    buckets = Buckets(folder=small_disk, runs=[], dtypes=DTYPES, num_bits=3)
     with pytest.raises(OSError, match="No space left on device"):
-        buckets.keep(0, np.ones(9, dtype=np.bool_), reason=1)
-
-
-def _hash(user: int) -> int:
-    return int(user_hash(np.array([user], dtype=np.int64))[0])
-
-
-def test_ranges_are_as_many_as_their_size_needs() -> None:
-    assert [num_range_bits(count, 10) for count in (0, 1, 10, 11, 20, 21, 40, 41)] == [0, 0, 0, 1, 1, 2, 2, 3]
-    assert num_range_bits(10**18, 10) == 16
-
-
-def test_events_have_as_many_bytes_as_their_columns() -> None:
-    assert bytes_on_disk(10, DTYPES) == 10 * (8 + 4 + 8 + 4)
+        Buckets(folder=small_disk, runs=[], dtypes=DTYPES, num_bits=3).keep(0, np.ones(9, dtype=np.bool_), reason=1)

@@ -1,5 +1,3 @@
-from unittest import mock
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +7,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import user_hash
 from evenrank.preprocess.build import sequences as sequences_module
-from evenrank.preprocess.build.sequences import build_sequences, find_requests
+from evenrank.preprocess.build.buckets import Columns
+from evenrank.preprocess.build.sequences import build_sequences
 
 EVENTS = st.lists(
     st.tuples(
@@ -22,18 +21,17 @@ EVENTS = st.lists(
 )
 
 
-def _same(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    return keys
+def _columns(users: NDArray[np.int64], items: NDArray[np.int64] | None = None) -> Columns:
+    zeros = np.zeros(len(users), dtype=np.int64)
+    return {"user_id": users, "item_id": zeros if items is None else items, "action": zeros, "timestamp_ms": zeros}
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(EVENTS)
 def test_sequences_match_a_plain_grouping(events: list[tuple[int, int, int, int]]) -> None:
     users, items, actions, times = (np.array([event[i] for event in events], dtype=np.int64) for i in range(4))
-    sequences, duplicates = build_sequences(
-        {"user_id": users, "item_id": items, "action": actions.astype(np.int32), "timestamp_ms": times},
-        lambda keys: ~keys,
-    )
+    columns: Columns = {"user_id": users, "item_id": items, "action": actions.astype(np.int32), "timestamp_ms": times}
+    sequences, duplicates = build_sequences(columns, lambda keys: ~keys)
     by_user: dict[int, list[tuple[int, int, int, int]]] = {}
     for event in events:
         by_user.setdefault(event[0], []).append(event)
@@ -46,34 +44,14 @@ def test_sequences_match_a_plain_grouping(events: list[tuple[int, int, int, int]
     assert duplicates == len(events) - len(set(events))
 
 
-def test_the_hash_table_of_users_grows() -> None:
-    users = np.random.default_rng(0).permutation(np.arange(50_000) * 2**32)
-    zeros = np.zeros(len(users), dtype=np.int64)
-    sequences, _ = build_sequences({"user_id": users, "item_id": users, "action": zeros, "timestamp_ms": zeros}, _same)
+def test_many_users_are_grouped_and_too_many_events_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = np.random.default_rng(0).permutation(np.arange(50_000) * 2**32)  # the hash table grows
+    sequences, _ = build_sequences(_columns(users, users), lambda keys: keys)
     assert sequences.values("item_id").tolist() == sequences.user_ids.tolist()
     assert sorted(sequences.user_ids.tolist()) == sorted(users.tolist())
-
-
-def test_the_seed_of_the_hash_table_is_random() -> None:
-    zeros = np.zeros(1000, dtype=np.int64)
-    with mock.patch("secrets.randbits", return_value=2**64 - 1) as randbits:
-        build_sequences({"user_id": zeros, "item_id": zeros, "action": zeros, "timestamp_ms": zeros}, _same)
-    randbits.assert_called_once_with(64)
-
-
-def test_more_events_than_an_int32_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences_module, "_MAX_EVENTS", 3)
-    zeros = np.zeros(4, dtype=np.int64)
-    with pytest.raises(DataError, match="4 events are of users whose hashes begin alike, more than 3; preprocess few"):
-        build_sequences({"user_id": zeros, "item_id": zeros, "action": zeros, "timestamp_ms": zeros}, _same)
-
-
-def test_requests_are_made_at_the_first_event_and_then_a_gap_after_the_last_request_of_each_row_and_day() -> None:
-    def requests(offsets: list[int], times: list[int], gap: int, day: int) -> list[tuple[int, int, int]]:
-        columns = find_requests(np.array(offsets), np.array(times), gap, day)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-    # 14 is only 4 after the request at 10, but 15 is 5 after it. The next gap is counted from 15.
-    assert requests([0, 5], [10, 14, 15, 19, 20], gap=5, day=0) == [(0, 10, 0), (0, 15, 2), (0, 20, 4)]
-    assert requests([0, 5], [95, 98, 101, 103, 120], gap=10, day=100) == [(0, 95, 0), (0, 101, 0), (0, 120, 2)]
-    assert requests([0, 1, 1, 3], [7, 3, 9], gap=5, day=0) == [(0, 7, 0), (2, 3, 0), (2, 9, 1)]
+    build_sequences(_columns(users[:3]), lambda keys: keys)
+    with pytest.raises(
+        DataError, match=r"^4 events are of users whose hashes begin alike, more than 3; preprocess few"
+    ):
+        build_sequences(_columns(users[:4]), lambda keys: keys)
