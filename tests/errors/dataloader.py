@@ -213,7 +213,7 @@ OF_COLUMNS = [
         (lambda s: _columns(label=("price", "action", "price")),
          "label can be one ..., got ('price', 'action', 'price'), of which price, price are floats; ..."),
         (lambda s: _columns(weight="age"),
-         "the dataset has no events or float feature for weight 'age'; known: action, ..., bid, share; ... --weight age"),
+         "the dataset has no events or float feature for weight 'age'; known: action, ..., share; ... --weight age"),
         (lambda s: _columns(weight="bid"), "weight 'bid' may be missing in the dataset; declare it with =FILL or ..."),
         (lambda s: _loader(s.data, key_maps={"video_id": MAP}), "key_maps has 'video_id', which is no feature of ..."),
         (lambda s: _stream(s.data, key_maps={"user_id": MAP}), "key_maps has 'user_id', which is no feature of ..."),
@@ -323,6 +323,7 @@ def _elastic(collate: Any = None, samples: Any = range(9), **options: Any) -> An
     return ElasticLoader(DataLoader(samples, batch_sampler=_sampler(**options), collate_fn=collate))
 
 
+LOSS_KEY = LossKey("features", "item_id")
 OF_ITEMS = JaggedCollate({"item_id": jagged()})
 
 
@@ -347,7 +348,7 @@ OF_SAMPLERS = _rows(
     (lambda s: _elastic(samples=range(10)), "the dataset has 10 samples, its ElasticSampler 9..."),
     (lambda s: ElasticLoader(DataLoader([1, 2])), "the loader has a BatchSampler; pass ..."),  # type: ignore[arg-type]
     (lambda s: next(iter(_elastic(_collate_but_one))), "collate_fn made 3 rows of 4 samples..."),
-    (lambda s: next(iter(_elastic(_collate_items, balance=BALANCE, lengths=LENGTHS, loss_key=LossKey("features", "item_id")))),
+    (lambda s: next(iter(_elastic(_collate_items, balance=BALANCE, lengths=LENGTHS, loss_key=LOSS_KEY))),
      "the batch has loss_key None, its ElasticSampler LossKey(..."),
 )  # fmt: skip
 
