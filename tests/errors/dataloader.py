@@ -40,6 +40,7 @@ from evenrank.dataloader.codes import read_codes
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.negatives import NegativeSampler
 from evenrank.dataloader.routing import KeyMap, check_dist_type, dist_type, map_features, read_dist_type, remap
+from evenrank.dataloader.state.checks import decode, encode
 from evenrank.datasets import FolderLog, open_store
 from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import IdSummary
@@ -53,6 +54,7 @@ from tests.errors.scene import Row, Scene
 Case = tuple[Callable[[Scene], Any], str]
 ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
 CODES = CodeTable(codes=np.zeros((501, 2), dtype=np.int32), codebook_sizes=(1, 1))
+OTHER_CODES = replace(CODES, codes=CODES.codes + np.ones(2, dtype=np.int32), codebook_sizes=(2, 2))
 WINDOWS = TimeWindows(every="1d")
 MAP = KeyMap(num_embeddings=9, world_size=2, mode="roundrobin")
 HASHED = KeyMap(num_embeddings=100, world_size=4, mode="hash_roundrobin")
@@ -443,4 +445,46 @@ OF_ROUTING = [
     ),
 ]  # fmt: skip
 
-ROWS = [*OF_SETTINGS, *OF_CODES, *OF_COLUMNS, *OF_DATA, *OF_SAMPLERS, *OF_SAMPLES, *OF_ROUTING]
+
+def _load(scene: Scene, **changes: Any) -> Any:
+    loader = _loader(scene.data)
+    loader.load_state_dict({**loader.state_dict(), **changes})
+
+
+def _load_into(scene: Scene, config: dict[str, Any], **other: Any) -> Any:
+    """Load a state where other settings are."""
+    _loader(scene.data, **other).load_state_dict(_loader(scene.data, **config).state_dict())
+
+
+CANDIDATES = {"order": TimeWindows(every="1w"), "max_num_candidates": 1}
+OF_STATES = _rows(
+    StateError,
+    (lambda s: _load(s, epoch=True),
+     "the state of the loader: epoch must be of type int, got True; load a state that state_dict returned"),
+    (lambda s: _load(s, seed=1 << 70),
+     "the state of the loader: seed must be at least -2^63 and below 2^63, got 1180591620717411303424; ..."),
+    (lambda s: _load(s, position=10**5000),
+     "the state of the loader: position must be ..., got an integer of 16610 bits; ..."),
+    (lambda s: _load(s, seed=[10**5000]),
+     "the state of the loader: seed must be of type int, got [an integer of 16610 bits]; ..."),
+    (lambda s: _load(s, more=1),
+     "the state of the loader has the unknown entry 'more'; load a state that state_dict returned"),
+    (lambda s: _load(s, position=64),
+     "the state of the loader is damaged: its checksum is not that of its contents; load an inta..."),
+    (lambda s: _load(s, version=2),
+     "the state of the loader has version 2, expected 6; load it with the version of evenrank ..."),
+    (lambda s: _loader(s.data).load_state_dict(5),
+     "the state of the loader must be a mapping, got 5; load a state that ..."),
+    (lambda s: _load_into(s, {}, max_num_candidates=3),
+     "the loader's state is of other data, codes or filters: it has ..."),
+    (lambda s: _load_into(s, CANDIDATES, **CANDIDATES | {"order": WINDOWS}),
+     "the loader's state is of other data, codes or filters: ..."),
+    (lambda s: _load_into(s, {"codes": CODES}, codes=OTHER_CODES),
+     "the loader's state is of other data, codes or filters: ..."),
+    (lambda s: _load_into(s, {}, key_maps={"segment": MAP}),
+     "the loader's state stores segment with routing continuous, but this job uses roundrobin (..."),
+    (lambda s: decode(encode(Row)),
+     "the loader's part of the state contains tests.errors.scene.Row, which is not loaded ...; if you trust ..."),
+)  # fmt: skip
+
+ROWS = [*OF_STATES, *OF_SETTINGS, *OF_CODES, *OF_COLUMNS, *OF_DATA, *OF_SAMPLERS, *OF_SAMPLES, *OF_ROUTING]

@@ -16,8 +16,6 @@ BATCH_SIZE, NUM_STEPS = 4, 12
 
 
 class _InOneBuffer:
-    """Yields batches of 3 values per sample, each in the storage of the one before."""
-
     def __init__(self, rank: int) -> None:
         self.batch = COLLATE([{"item_id": [0] * 3, "sample_ids": 0}] * BATCH_SIZE)
         self.rank = rank
