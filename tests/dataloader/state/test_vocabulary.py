@@ -18,7 +18,6 @@ from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.datasets.schema import content_hash, read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 
-
 CONFIG = LoaderConfig(batch_size=2, seed=3)
 BALANCE = BalanceConfig(cost=LinearCost(interleave_actions=False))
 DAY = 86_400
