@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing import MODES, KeyMap, dist_type, remap, remap_checkpoint
-from evenrank.dataloader.routing import remap_checkpoint as function
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -48,15 +46,6 @@ def test_every_key_keeps_its_row(num_rows: int, before: Any, after: Any, shape: 
     assert not new.requires_grad
     new.fill_(-1)
     assert torch.equal(with_gradient.long(), table)
-
-
-@pytest.mark.parametrize("shape", [(5, 2), ()])
-@pytest.mark.parametrize("side", ["before", "after"])
-def test_a_key_map_of_another_table_is_refused(shape: tuple[int, ...], side: str) -> None:
-    maps = {"before": None, "after": None, side: KeyMap(num_embeddings=4, world_size=2, mode="roundrobin")}
-    message = f"{side} is for num_embeddings=4, the table has the shape {list(shape)}; pass the KeyMap of this table"
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        remap(torch.zeros(shape), **maps)
 
 
 ROWS, DIM = 23, 3
@@ -92,7 +81,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("part_bytes", [1 << 28, 20], ids=["in one part", "in many parts"])
 def test_rows_move_and_everything_else_stays(source: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    monkeypatch.setitem(function.__globals__, "_PART_BYTES", part_bytes)
+    monkeypatch.setitem(remap_checkpoint.__globals__, "_PART_BYTES", part_bytes)
     target = source.with_name("target")
     # A feature without a table may change, and entries that the checkpoint lacks be added.
     tables, after, values = {**TABLES, "user_id": []}, {**AFTER, "user_id": ON_4}, {"loader.new": [1, 2]}
@@ -102,13 +91,11 @@ def test_rows_move_and_everything_else_stays(source: Path, monkeypatch: pytest.M
     expected["model"]["item_id.weight"] = remap(expected["model"]["item_id.weight"], HASHED, ON_4)
     momentum = expected["optimizer"]["state"]["item_id.weight"]
     momentum["item_id.momentum1"] = remap(momentum["item_id.momentum1"], HASHED, ON_4)
-    loaded = _load(target, loader={**_state(0)["loader"], "new": []})
-    assert _equal(loaded, expected)
+    assert _equal(_load(target, loader={**_state(0)["loader"], "new": []}), expected)
     assert _equal(_load(source), _state())
     before, changed = (FileSystemReader(path).read_metadata() for path in (source, target))
     assert (before.planner_data or {}).items() <= (changed.planner_data or {}).items()
-    weight = changed.state_dict_metadata["model.item_id.weight"]
-    assert isinstance(weight, TensorStorageMetadata)
+    weight: Any = changed.state_dict_metadata["model.item_id.weight"]
     assert [chunk.sizes[0] for chunk in weight.chunks] == ([ROWS] if part_bytes > 20 else [1] * ROWS)
     assert sorted(path.name for path in source.parent.iterdir()) == ["source", "target"]
 
@@ -152,7 +139,7 @@ def test_maps_that_do_not_fit_are_refused(source: Path, changes: dict[str, Any],
     assert not target.exists()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data())
 def test_every_key_keeps_its_values_in_every_table_whatever_changes(data: st.DataObject) -> None:
     """Tables of equal and other sizes, of one feature or several; maps are added, removed and changed, repeatedly."""
