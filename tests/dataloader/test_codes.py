@@ -1,4 +1,4 @@
-"""Tables of codes and the files that they are read from; see `collate/test_collate.py` for what batches have of them."""
+"""Tables of codes and the files that they are read from; `collate/test_collate.py` has what batches show of them."""
 
 import os
 import pickle
