@@ -1,6 +1,6 @@
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,15 +46,13 @@ def test_results_come_in_order_and_no_further_ahead_than_allowed() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    ("compute", "error"),
-    [(lambda item: 6 // (2 - item), "division"), (lambda item: next(iter([3] * (2 - item))), "StopIt")],
-)
-def test_an_error_is_raised_in_place_of_its_result(num_workers: int, compute: Callable[[int], int], error: str) -> None:
-    results = Workers(num_workers, ahead=2, persistent=False).map(compute, range(5))
-    assert [next(results), next(results)] == [3, compute(1)]
-    with pytest.raises((ZeroDivisionError, RuntimeError), match=error):
-        next(results)
+def test_an_error_is_raised_in_place_of_its_result(num_workers: int) -> None:
+    computes: list[Any] = [lambda item: 6 // (2 - item), lambda item: next(iter([3] * (2 - item)))]
+    for compute, error in zip(computes, ("division", "StopIt"), strict=True):
+        results = Workers(num_workers, ahead=2, persistent=False).map(compute, range(5))
+        assert [next(results), next(results)] == [3, compute(1)]
+        with pytest.raises((ZeroDivisionError, RuntimeError), match=error):
+            next(results)
 
 
 @pytest.mark.parametrize("leave_early", [False, True])
@@ -106,28 +104,6 @@ def test_persistent_threads_are_kept_until_closed(small_dataset: Path) -> None:
     loader.close()
 
 
-def _send_ids(loader: Loader[SequenceBatch], pipe: Connection) -> None:
-    pipe.send(_ids(loader))
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_loader_works_in_another_process(small_dataset: Path, method: str) -> None:
-    loader = _loader(small_dataset, persistent_workers=True)
-    first = _ids(loader)  # its threads are running when the process is created
-    state = loader.state_dict()
-    context: Any = multiprocessing.get_context(method)
-    parent_end, child_end = context.Pipe()
-    process = context.Process(target=_send_ids, args=(loader, child_end))
-    process.start()
-    assert parent_end.poll(240), "the process hangs"
-    second = parent_end.recv()
-    process.join()
-    assert (sorted(second), loader.state_dict()) == (sorted(first), state)
-    assert _ids(loader) == second  # the next epoch is the same in both processes
-    loader.close()
-
-
 def _send_rest(iterator: Iterator[Any], pipe: Connection) -> None:
     try:
         pipe.send([ids_of(batch) for batch in iterator])
@@ -135,33 +111,54 @@ def _send_rest(iterator: Iterator[Any], pipe: Connection) -> None:
         pipe.send(str(error))
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def _send_ids(loader: Any, pipe: Connection) -> None:
+    pipe.send(_ids(loader))
+
+
+def _in_process(method: str, function: Any, argument: Any) -> Any:
+    """Return what a function sends from another process."""
+    context: Any = multiprocessing.get_context(method)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=function, args=(argument, child_end))
+    process.start()
+    assert parent_end.poll(240), "the process hangs"
+    received = parent_end.recv()
+    process.join()
+    return received
+
+
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+
+
+@FORKS
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_loader_works_in_another_process(small_dataset: Path, method: str) -> None:
+    loader = _loader(small_dataset, persistent_workers=True)
+    first = _ids(loader)  # its threads are running when the process is created
+    state = loader.state_dict()
+    second = _in_process(method, _send_ids, loader)
+    assert (sorted(second), loader.state_dict()) == (sorted(first), state)
+    assert _ids(loader) == second  # the next epoch is the same in both processes
+    loader.close()
+
+
+@FORKS
 @pytest.mark.parametrize("kind", ["loader", "loader with persistent workers", "stream", "Balancer"])
 def test_a_fork_goes_on_with_an_open_iterator_or_says_why_not(small_dataset: Path, kind: str) -> None:
+    loader: Any = _loader(small_dataset, persistent_workers="persistent" in kind)
     if kind == "stream":
-        stream = StreamConfig(lanes=5, window_rows=2)
-        config = LoaderConfig(batch_size=8, num_workers=2)
-        loader: Any = build_stream_loader(small_dataset, config, stream, rank=0, world_size=1)
-    else:
-        loader = _loader(small_dataset, persistent_workers="persistent" in kind)
+        config, stream = LoaderConfig(batch_size=8, num_workers=2), StreamConfig(lanes=5, window_rows=2)
+        loader = build_stream_loader(small_dataset, config, stream, rank=0, world_size=1)
     if kind == "Balancer":
         loader = Balancer(loader, BalanceConfig(cost=COST))
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
-    context: Any = multiprocessing.get_context("fork")
-    parent_end, child_end = context.Pipe()
-    process = context.Process(target=_send_rest, args=(iterator, child_end))
-    process.start()
-    assert parent_end.poll(240), "the process hangs"
-    of_child = parent_end.recv()
-    process.join()
+    of_child = _in_process("fork", _send_rest, iterator)
     rest = [ids_of(batch) for batch in iterator]  # the parent goes on, whatever the child did
     assert len(rest) > 9
-    is_refused = kind == "Balancer"
-    assert of_child == (
-        "the Balancer was created before this process was forked; create one after that" if is_refused else rest
-    )
+    refused = "the Balancer was created before this process was forked; create one after that"
+    assert of_child == (refused if kind == "Balancer" else rest)
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
