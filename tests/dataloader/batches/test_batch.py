@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock
@@ -220,21 +221,21 @@ def test_padding_adds_rows_of_length_zero_with_declared_fill_values() -> None:
         pad_batch(batch, 1)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_batches", [None, 1, 4])
 @pytest.mark.parametrize("num_samples", [0, 1, 4, 5])
-def test_any_samples_are_cut_into_full_batches(num_samples: int, num_batches: int | None, drop_last: bool) -> None:
-    expected = [[1, 2], [3, 4]] if num_samples > 1 else []
-    if num_samples % 2 and not drop_last:
-        expected.append([num_samples, 0])
-    expected += [[0, 0]] * ((num_batches or 0) - len(expected))
+def test_any_samples_are_cut_into_full_batches(num_samples: int) -> None:
     collate = JaggedCollate({"n": dense(dtype=torch.int64, shape=())})
     samples = [{"n": sample} for sample in range(1, num_samples + 1)]
-    padded: Any = PaddedBatches(samples, batch_size=2, collate=collate, drop_last=drop_last, num_batches=num_batches)
-    assert len(padded) == len(expected)
-    for _ in range(2):
-        found = [(batch.n.tolist(), batch.num_real) for batch in padded]
-        assert found == [(numbers, sum(number > 0 for number in numbers)) for numbers in expected]
+    for drop_last, num_batches in itertools.product((False, True), (None, 1, 4)):
+        expected = [[1, 2], [3, 4]] if num_samples > 1 else []
+        if num_samples % 2 and not drop_last:
+            expected.append([num_samples, 0])
+        expected += [[0, 0]] * ((num_batches or 0) - len(expected))
+        options: Any = {"batch_size": 2, "collate": collate, "drop_last": drop_last, "num_batches": num_batches}
+        padded: Any = PaddedBatches(samples, **options)
+        assert len(padded) == len(expected)
+        for _ in range(2):
+            found = [(batch.n.tolist(), batch.num_real) for batch in padded]
+            assert found == [(numbers, sum(number > 0 for number in numbers)) for numbers in expected]
     with pytest.raises(TypeError, match="'generator' has no len"):
         len(PaddedBatches((n for n in samples), batch_size=2, collate=collate))
 

@@ -3,18 +3,17 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SemanticIdBatch, pad_batch
-from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import check_contents, schema_of
 from evenrank.dataloader.random_batches import RandomBatches, RandomData, random_codes
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batch_helpers import rows_of
-from tests.ranks import RankPool
 
 CODES = random_codes(50, levels=3, codebook_size=9)
 FLAGS = ("history_labels", "candidate_feature", "label_offsets")
@@ -73,37 +72,8 @@ def test_the_schema_has_the_levels_and_wrong_numbers_are_refused() -> None:
     assert (empty.candidate_levels, schema_of(empty)) == (3, schema)
 
 
-def _balanced(rank: int, world_size: int) -> list[Any]:
-    """Return what a rank has after each step; rank 1 runs out of batches before rank 0."""
-    own = [batch.retain_candidate_hierarchies(2) for batch in _batches(2 - rank, history_labels=True)]
-    with Balancer(own, BalanceConfig(cost=LinearCost(history_key="semantic_id", interleave_actions=False))) as balancer:
-        return [
-            (
-                batch.candidate_levels,
-                batch.num_real,
-                len(batch.labels.values()),
-                batch.loss_tokens,
-                batch.world_loss_tokens,
-                batch.retain_candidate_hierarchies(1).loss_tokens,
-            )
-            for batch in balancer
-        ]
-
-
-def test_a_balancer_moves_cut_batches_also_to_a_rank_without_any(ranks: RankPool) -> None:
-    steps = list(zip(*ranks.run(2, _balanced), strict=True))
-    assert [sum(real for _, real, *_ in step) for step in steps] == [10, 5]
-    for step in steps:
-        for levels, num_real, num_labels, loss_tokens, world, after in step:
-            assert (levels, loss_tokens, after) == (2, num_labels, num_labels - num_real)
-            assert world == sum(labels for _, _, labels, *_ in step)
-    assert steps[1][1][1] > 0  # the rank without a batch has got samples
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_synchronizes() -> None:
-    import torch
-
     (batch,) = _batches(history_labels=True, candidate_feature=True)
     moved = batch.to("cuda")
     torch.cuda.set_sync_debug_mode("error")
