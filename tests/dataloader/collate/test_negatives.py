@@ -14,17 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError, RankError
-from evenrank.dataloader import LoaderConfig, Mixture, Negatives, StreamConfig, build_loader, build_stream_loader
+from evenrank.dataloader import LoaderConfig, Negatives, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.routing import KeyMap
-from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Lognormal, Zipf
 from evenrank.datasets.schema import IdSummary
 from evenrank.datasets.store import SequenceStore
-from tests.conftest import make_small_dataset
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
@@ -49,11 +47,12 @@ def _store(rows: list[list[int]], *, size: int, rule: str = "dense") -> Sequence
     )
 
 
-def _batch(store: SequenceStore, negatives: Negatives, *, seed: int = 0, epoch: int = 0, **options: Any) -> Any:
-    """Return one batch of all rows, and two rows of padding."""
-    collate = Collate.create(LoaderConfig(batch_size=1, negatives=negatives, **options), store.manifest, [store])
-    ids = np.arange(len(store))
-    groups = group_by_store([store.remapped(options.get("key_maps", {}))], ids)
+def _batch(data: Any, negatives: Negatives, *, seed: int = 0, epoch: int = 0, **options: Any) -> Any:
+    """Return one batch of all rows of a store or several, and two rows of padding."""
+    stores: list[SequenceStore] = data if isinstance(data, list) else [data]
+    collate = Collate.create(LoaderConfig(batch_size=1, negatives=negatives, **options), stores[0].manifest, stores)
+    ids = np.arange(sum(map(len, stores)))
+    groups = group_by_store([store.remapped(options.get("key_maps", {})) for store in stores], ids)
     (batch,) = collate(groups, ids, batch_size=len(ids) + 2, seed=seed, epoch=epoch)
     return batch
 
@@ -138,7 +137,8 @@ def test_negatives_are_no_items_of_the_user_or_no_targets_and_equally_many(
         _write_hard(hard, lists)
     rows = [row for row in rows if len(row) >= num_candidates] + [[1, 1, 1, 2]]
     negatives = Negatives(count=7, by=by, exclude_own=exclude_own, hard=hard if num_hard else None, num_hard=num_hard)
-    batch = _batch(_store(rows, size=20), negatives, max_num_candidates=num_candidates)
+    stores = [_store(part, size=20) for part in (rows[:1], rows[1:]) if part]
+    batch = _batch(stores, negatives, max_num_candidates=num_candidates)
     drawable = {item for row in rows for item in row} if by == "popularity" else {*range(1, 20)}
     of_rows, log_q = rows_of(batch.negatives, "item_id"), rows_of(batch.log_q, "negative")
     assert of_rows[-2:] == log_q[-2:] == [[], []]
@@ -247,19 +247,6 @@ def test_streams_draw_the_same_negatives_with_popularity_from_the_vocabulary(tmp
     (data / "vocabulary_item_id.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"vocabulary_item_id.parquet cannot be read as Parquet"):
         build_stream_loader(data, _config(), rank=0, world_size=1)
-
-
-def test_samples_of_a_mixture_have_negatives_that_are_not_their_own(small_dataset: Path, tmp_path: Path) -> None:
-    other = make_small_dataset(tmp_path / "other", seed=8)
-    stores = [open_store(path) for path in (small_dataset, other)]
-    drawable, num_rows = {item for store in stores for item in store.columns["item_id"].tolist()}, [0, 0]
-    for key, (items, *_) in _all(Mixture(weights={small_dataset: 2.0, other: 1.0}), 2).items():
-        index = int(key >= len(stores[0]))
-        store, row = stores[index], key - index * len(stores[0])
-        own = store.columns["item_id"][store.offsets[row] : store.offsets[row + 1]].tolist()
-        assert {*items} <= drawable - {*own}
-        num_rows[index] += 1
-    assert min(num_rows) > 50
 
 
 def test_ranks_compare_what_is_drawn_and_files_by_their_contents(small_dataset: Path, tmp_path: Path) -> None:

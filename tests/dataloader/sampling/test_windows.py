@@ -49,7 +49,7 @@ def test_steps_are_full(num_steps: int, world_size: int, batch_size: int, option
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_wait_less_in_all(strategy: str) -> None:
+def test_steps_wait_less_in_all_and_those_of_equal_loads_differ_by_chance(strategy: str) -> None:
     lengths = LENGTHS.sample(np.random.default_rng(0), 8 * 8 * 8)
     costs = lengths * (2560 + lengths)
     own, assigned = (
@@ -58,26 +58,15 @@ def test_steps_wait_less_in_all(strategy: str) -> None:
     )
     assert own > 1.15 * costs.sum() / 8  # far from even, because single samples are above the mean of a rank
     assert assigned < 1.1 * costs.sum() / 8
+    # Bins get one of the longest samples each. Sorted by what little their loads differ, many of these would meet.
+    is_long = costs > np.quantile(costs, 0.9)
+    counts = [is_long[_assign(costs, 8, 8, seed=seed, strategy=strategy)].sum(axis=1) for seed in range(10)]
+    assert len({tuple(count.tolist()) for count in counts}) == 10
 
 
-def test_steps_are_even_among_themselves_but_samples_above_the_mean_come_together() -> None:
-    costs = np.random.default_rng(0).integers(1, 1000, 8 * 4 * 32)
-    loads, assigned_loads = (steps.sum(axis=1) for steps in (costs.reshape(8, -1), costs[_assign(costs, 8, 4)]))
-    assert loads.max() > 1.05 * loads.min()
-    assert assigned_loads.max() < 1.005 * assigned_loads.min()
+def test_samples_above_the_mean_come_together() -> None:
     costs = np.array([9, 1, 1, 1, 9, 1, 1, 1])
     assert sorted(costs[_assign(costs, 2, 2)].sum(axis=1).tolist()) == [4, 20]
-
-
-def test_steps_of_equal_loads_differ_by_chance() -> None:
-    # Bins get one of the longest samples each. Sorted by what little their loads differ, many of these would meet.
-    lengths = LENGTHS.sample(np.random.default_rng(0), 8 * 64 * 32)
-    costs = lengths * (2560 + lengths)
-    is_long = costs > np.quantile(costs, 0.99)
-    counts = [is_long[_assign(costs, 8, 64, seed=seed)].sum(axis=1) for seed in range(10)]
-    dispersion = np.mean([count.var() / count.mean() for count in counts])
-    assert 0.3 < dispersion < 1.2  # 1 by chance alone
-    assert len({tuple(count.tolist()) for count in counts}) == 10
 
 
 def test_a_window_does_not_begin_with_its_heaviest_step() -> None:
