@@ -64,20 +64,6 @@ def test_batches_are_those_of_a_loader_and_mix_all_lanes(rich_dataset: Path, tmp
     assert len(of_loader.features.keys()) > 3
 
 
-def test_jobs_on_1_to_100_ranks_read_each_row_once(parts: Path) -> None:
-    for ranks_of_jobs in ((1, 100, 3), (100, 7, 64)):
-        state, seen = None, list[int]()
-        for number, world_size in enumerate(ranks_of_jobs):
-            loaders = _loaders(parts, world_size, batch_size=1 + 40 // world_size)
-            for loader in loaders:
-                if state is not None:
-                    loader.load_state_dict(state)
-                seen += _ids(itertools.islice(loader, None if number == 2 else 1))
-            state = loaders[-1].state_dict()
-            assert all(loader.state_dict() == state for loader in loaders)
-        assert sorted(seen) == list(range(len(open_store(parts))))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pending_samples_of_a_window_of_steps_come_first(parts: Path, num_workers: int) -> None:
     loader = _loaders(parts, 2)[0]
@@ -174,16 +160,6 @@ def test_objects_that_are_overwritten_are_found_unless_they_are_equal(parts: Pat
         else:
             with pytest.raises(DataError, match=r"copy/train/part-00000\.parquet was changed, replaced or deleted"):
                 list(loader)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_stream_that_drops_the_last_batch_goes_on_with_the_next_epoch(parts: Path, world_size: int) -> None:
-    loaders, resumed = (_loaders(parts, world_size, drop_last=True) for _ in range(2))
-    assert sum(len(_ids(loader)) for loader in loaders) < len(open_store(parts))
-    state = loaders[0].state_dict()
-    for loader, other in zip(loaders, resumed, strict=True):
-        other.load_state_dict(state)
-        assert _ids(other) == _ids(loader)
 
 
 ROWS, ROWS_PER_FILE, ROWS_PER_GROUP = 4096, 256, 16
