@@ -1,4 +1,4 @@
-"""What laws do not see of loaders: settings that ranks must share, what is left out, transforms, epochs left early."""
+"""What laws do not see of loaders: settings that ranks must share, what is left out, transforms."""
 
 import dataclasses
 import itertools
@@ -13,16 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from torchdata.nodes import Loader as NodeLoader
 from torchdata.nodes import Mapper, Prefetcher
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import DataError, RankError, StateError
 from evenrank.dataloader import (
     CodeTable,
-    ElasticLoader,
-    ElasticSampler,
     LoaderConfig,
     Negatives,
     RandomBatches,
@@ -37,9 +33,8 @@ from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.routing import KeyMap
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.datasets import open_store
-from tests.dataloader.balance.costs import COST, item_tokens
+from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.own_samples import COLLATE
 from tests.dataloader.resuming import with_changes
 from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns
 from tests.ranks import RankPool
@@ -228,42 +223,3 @@ def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset
         pickle.loads(pickled)
     with pytest.raises(StateError, match="is of other data"):
         build_loader(out, config, **ONE).load_state_dict(loader.state_dict())
-
-
-BALANCE = BalanceConfig(cost=item_tokens)
-SAMPLES: Any = [{"item_id": [1] * (index % 5 + 1), "sample_ids": index} for index in range(20)]
-
-
-def _left(kind: str, path: Path) -> Any:
-    """Return a loader of 5 or more batches that are balanced."""
-    lengths: Any = (
-        {} if "balancer" in kind else {"lengths": {"item_id": [i % 5 + 1 for i in range(20)]}, "balance": BALANCE}
-    )
-    loader: Any = StatefulDataLoader(SAMPLES, batch_size=4, collate_fn=COLLATE)
-    if "sampler" in kind:
-        loader = DataLoader(
-            SAMPLES, batch_sampler=ElasticSampler(20, batch_size=4, **ONE, **lengths), collate_fn=COLLATE
-        )
-    elif "stateful" not in kind:
-        loader = build_loader(path, LoaderConfig(batch_size=12), **ONE, balance=lengths.get("balance"))
-    return Balancer(loader, BALANCE) if "balancer" in kind else ElasticLoader(loader) if kind == "sampler" else loader
-
-
-@pytest.mark.parametrize(
-    "kind", ["loader", "balancer of a loader", "sampler", "balancer of a sampler", "balancer, stateful"]
-)
-def test_an_epoch_that_is_left_is_named_when_the_next_begins(
-    small_dataset: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    loader = _left(kind, small_dataset)
-    for _ in range(2):  # also up to the last batch alone, as trainers do that know the length
-        list(loader)
-        list(itertools.islice(loader, len(loader)))
-    list(itertools.islice(loader, 2))
-    loader.load_state_dict(loader.state_dict())
-    list(loader)
-    *_, last = itertools.islice(loader, len(loader) - 1)
-    assert [message for message in caplog.messages if "was left" in message] == []
-    next(iter(loader))
-    (message,) = (message for message in caplog.messages if "was left" in message)
-    assert message.startswith(f"epoch {last.epoch} was left at position {last.position},")

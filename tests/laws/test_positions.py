@@ -201,6 +201,32 @@ def test_a_second_pass_over_an_epoch_that_was_resumed_in_another_shape_is_whole(
         assert trained == samples
 
 
+LEFT = [
+    ("shuffle", "alone", False),
+    ("elastic", "alone", False),
+    ("shuffle", "plain", True),
+    ("elastic", "plain", True),
+]
+
+
+@pytest.mark.parametrize(("kind", "way", "is_balanced"), [*LEFT, ("StatefulDataLoader", "plain", True)])
+def test_an_epoch_that_is_left_is_named_when_the_next_begins(
+    data: Path, caplog: pytest.LogCaptureFixture, kind: str, way: str, is_balanced: bool
+) -> None:
+    loader = _make(data, kind, way, is_balanced).outer
+    for _ in range(2):  # also up to the last batch alone, as trainers do that know the length
+        list(loader)
+        _take(iter(loader), len(loader))
+    _take(iter(loader), 2)
+    loader.load_state_dict(loader.state_dict())
+    list(loader)
+    *_, last = itertools.islice(loader, len(loader) - 1)
+    assert [message for message in caplog.messages if "was left" in message] == []
+    next(iter(loader))
+    (message,) = (message for message in caplog.messages if "was left" in message)
+    assert message.startswith(f"epoch {last.epoch} was left at position {last.position},")
+
+
 def test_a_log_has_no_epochs_to_begin_at(data: Path) -> None:
     with pytest.raises(ConfigError, match="a log has no epochs; load_state_dict a state"):
         _make(data, "log").inner.begin_at(1)
