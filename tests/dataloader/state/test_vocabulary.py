@@ -16,7 +16,6 @@ from evenrank.core.errors import DataError, StateError
 from evenrank.dataloader import LoaderConfig, Mixture, TimeWindows, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
 from evenrank.dataloader.routing import MODES, KeyMap
-from evenrank.datasets.schema import content_hash, read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 
 CONFIG = LoaderConfig(batch_size=2, seed=3)
@@ -30,14 +29,14 @@ ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
 BUILDERS: list[Any] = [build_loader, build_stream_loader]
 
 
-def _write(folder: Path, name: str, rows: Sequence[Any], *, columns: Any = None, **options: Any) -> Path:
+def _write(folder: Path, name: str, rows: Sequence[Any], **options: Any) -> Path:
     """Preprocess a log of users, items and days."""
     log = folder / f"{name}.csv"
     log.write_text(
         "user,item,time\n" + "".join(f"{user},{item},{1_772_086_400 + DAY * day}\n" for user, item, day in rows)
     )
     of_log: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
-    custom = TabularConfig(events=(log,), **of_log, **(columns or {}))
+    custom = TabularConfig(events=(log,), **of_log)
     out = folder / options.pop("out", name)
     preprocess(PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, **options))
     return out
@@ -100,38 +99,6 @@ def test_a_state_or_a_mixture_of_another_vocabulary_is_refused_in_one_line(
         DataError, match="number their user_id differently; preprocess one with --vocabulary of the other"
     ):
         build_loader(Mixture(weights={days[0]: 1.0, other: 1.0}), CONFIG, **ONE)
-
-
-@pytest.mark.parametrize("of", ["ids of users", "lists of users", "ids of items", "table of items"])
-def test_values_of_features_mean_the_same_in_a_mixture_and_after_a_state(tmp_path: Path, of: str) -> None:
-    kind = "country:list" if of in ("lists of users", "table of items") else "country"
-
-    def write(name: str, countries: dict[int, str], **options: Any) -> Path:
-        features = tmp_path / f"{name}-features.csv"
-        features.write_text("user,item,country\n" + "".join(f"{user},{user},{c}\n" for user, c in countries.items()))
-        columns: dict[str, Any] = {"context": features, "context_columns": (kind,)}
-        if "items" in of:
-            columns = {"item_features": features, "item_columns": (kind,)}
-            columns |= {"item_features_as": "table"} if of == "table of items" else {}
-        return _write(tmp_path, name, [(user, user, user) for user in countries], columns=columns, **options)
-
-    first = write("first", {1: "DE", 2: "FR"}, ids="keep")
-    same = write("same", {1: "FR", 2: "DE"}, ids="keep")
-    grown = write("grown", {1: "AT", 2: "DE"}, vocabulary=first)
-    other = write("other", {1: "AT", 2: "DE"}, ids="keep")
-    for build in BUILDERS:
-        state = build(first, CONFIG, **ONE).state_dict()
-        for later in (same, grown):
-            build(later, CONFIG, **ONE).begin_after(state)
-            build_loader(Mixture(weights={first: 1.0, later: 1.0}), CONFIG, **ONE)
-        with pytest.raises(StateError, match=r"state has country with the vocabulary .* does not extend; preprocess"):
-            build(other, CONFIG, **ONE).begin_after(state)
-    with pytest.raises(DataError, match=r"first, .*other number their country differently; preprocess one with"):
-        build_loader(Mixture(weights={first: 1.0, other: 1.0}), CONFIG, **ONE)
-    manifest = read_manifest(other)  # as older releases wrote it
-    older = replace(manifest, ids={name: manifest.ids[name] for name in ("user_id", "item_id")})
-    replace(older, content_hash=content_hash(older)).write(other)
-    build_loader(other, CONFIG, **ONE).begin_after(build_loader(first, CONFIG, **ONE).state_dict())
 
 
 KINDS: dict[str, Any] = {
