@@ -34,6 +34,7 @@ NAMES = ("", "x", "..", "../x", "a\0b", "\ud800", "label", "offsets", "USER_ID",
 VALUES: tuple[Any, ...] = (*NUMBERS, *NAMES, 1 << 64, 1e308, float("nan"), 0.5, True, None, [], {}, [[]])
 TYPES = (pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.float64(), pa.string(), pa.bool_())
 SPLIT = "eval"  # which has numbers of targets
+ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
 TABLE = CodeTable(codes=np.arange(80, dtype=np.int32).reshape(40, 2) % 8, codebook_sizes=(8, 8))
 ROWS: dict[str, Any] = {"batch_size": 8, "split": SPLIT}
 CONFIGS: list[Any] = [
@@ -145,7 +146,7 @@ def main(base: Path, folder: Path, first: int, end: int) -> None:
     """Read the datasets of a range of seeds."""
     faulthandler.enable()
     logging.getLogger("evenrank").setLevel("ERROR")
-    counts, one = Counter[str](), {"rank": 0, "world_size": 1}
+    counts = Counter[str]()
     for seed in range(first, end):
         rng, dataset = random.Random(seed), copy_dataset(base, folder / str(seed))
         change = rng.choice((change_manifest, change_columns, change_columns, change_cache))
@@ -153,9 +154,9 @@ def main(base: Path, folder: Path, first: int, end: int) -> None:
         change(rng, dataset)
         if change is not change_cache:
             let_checksums_agree(dataset)
-        loaders = [lambda c=config: build_loader(dataset, c, **one) for config in CONFIGS]  # noqa: B023
+        loaders = [lambda c=config: build_loader(dataset, c, **ONE) for config in CONFIGS]  # noqa: B023
         stream = StreamConfig(lanes=2, window_rows=5)
-        loaders += [lambda c=config: build_stream_loader(dataset, c, stream, **one) for config in CONFIGS[:2]]  # noqa: B023
+        loaders += [lambda c=config: build_stream_loader(dataset, c, stream, **ONE) for config in CONFIGS[:2]]  # noqa: B023
         counts.update(read(dataset, make, has_valid_ids=change is not change_cache) for make in loaders)
         shutil.rmtree(dataset)
     sys.stdout.write(json.dumps(counts))

@@ -1,8 +1,6 @@
 """Samplers with the loaders of PyTorch and torchdata, and their workers; for samples and states, see the laws."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import open_store
-from tests.pages import ROOT
 from tests.ranks import RankPool
 
 LENGTHS = {"item_id": np.random.default_rng(0).zipf(1.6, 101).clip(1, 60)}
@@ -190,19 +187,3 @@ def test_other_batches_are_passed_on_as_they_are() -> None:
     before = list(itertools.islice(loader, 7))
     resumed.load_state_dict(loader.state_dict())
     assert sorted(itertools.chain(*before, *resumed)) == list(range(101))
-
-
-QUIET = """
-import sys
-sys.path.append(sys.argv[1])
-from tests.dataloader.test_elastic_sampler import make_loader
-if __name__ == "__main__":
-    loader = make_loader(workers={"num_workers": 1})
-    print(sum(len(batch.features["item_id"].lengths()) for batch in loader))
-"""
-
-
-def test_batches_of_workers_give_no_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", QUIET, str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert (done.stdout, done.stderr) == ("52\n", "")

@@ -102,24 +102,6 @@ def test_ranks_that_read_rows_often_are_warned_of_once(parts: Path, caplog: pyte
             _loaders(parts, 1, other)[0].load_state_dict(state)
 
 
-def test_up_to_24_ranks_read_few_rows_more_than_once(small_dataset: Path, tmp_path: Path) -> None:
-    data = write_in_parts(small_dataset, tmp_path / "large", num_rows=4096, rows_per_file=1024, rows_per_group=256)
-    numbers, read = list[int](), StreamSource.read_spans
-
-    def read_and_count(self: StreamSource, spans: list[Span], *arguments: Any) -> SequenceStore:
-        store = read(self, spans, *arguments)
-        numbers.append(len(store))
-        return store
-
-    for world_size in (1, 7, 8, 23, 24):
-        numbers.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StreamSource, "read_spans", read_and_count)
-            seen = [_ids(loader) for loader in _loaders(data, world_size, StreamConfig(window_rows=2))]
-        assert sorted(itertools.chain(*seen)) == list(range(4096))
-        assert sum(numbers) <= (1 if world_size in (1, 8) else 1.25) * 4096
-
-
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_only_two_windows_are_in_memory(parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, most_alive, numbers, read = set[int](), 0, itertools.count(), StreamSource.read_spans

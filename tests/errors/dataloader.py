@@ -327,7 +327,7 @@ def _collate(sample: Any, *names: str) -> Any:
 OF_SAMPLES = [
     *_rows(
         ConfigError,
-        (lambda s: JaggedCollate({"a": "jagged"}), "'a' must be jagged() or dense(), ..."),  # type: ignore[dict-item]
+        (lambda s: JaggedCollate({"a": "jagged"}), "'a' must be jagged() or dense(), ..."),
         *(
             (lambda s, n=name: JaggedCollate({n: dense()}), f"a batch cannot have a tensor called '{name}'; rename it")
             for name in ("step", "batch_size", "class")
@@ -361,9 +361,9 @@ FEATURES = rich_batch([[(1, 2), (0, 3)]]).first  # keys a and b
 OF_ROUTING = [
     *_rows(
         ConfigError,
-        (lambda s: replace(MAP, mode="modulo"), "KeyMap: mode must be one of continuous, roundrobin, ..."),
+        (lambda s: replace(MAP, **{"mode": "modulo"}), "KeyMap: mode must be one of continuous, roundrobin, ..."),
         (lambda s: replace(MAP, num_embeddings=0), "KeyMap: num_embeddings must be at least 1 and at most 2^62, got 0"),
-        (lambda s: replace(MAP, world_size=2.0), "KeyMap: world_size must be of type int, got 2.0"),
+        (lambda s: replace(MAP, **{"world_size": 2.0}), "KeyMap: world_size must be of type int, got 2.0"),
         (lambda s: replace(HASHED, num_embeddings=1 << 33)(np.array([3], np.int32)), "... can be larger than ..."),
         (lambda s: replace(HASHED, num_embeddings=1 << 33)(torch.tensor([3]).int()), "... can be larger than ..."),
         *(

@@ -123,6 +123,7 @@ def test_a_log_goes_on_after_what_was_trained(data: Path) -> None:
 @pytest.mark.parametrize("earlier", [name for name in EARLIER if name != "windows of time"])
 def test_one_with_another_character_is_refused(data: Path, earlier: str) -> None:
     """But for the places of a stream, which are of no use any more."""
-    loader, places = make(data, Job(kind="shuffle")), {"places": {}} if earlier == "stream" else {}
+    loader = make(data, Job(kind="shuffle"))
+    places: dict[str, Any] = {"places": {}} if earlier == "stream" else {}
     state = {name: value for name, value in EARLIER[earlier].items() if name != "places"}
     check_refused(state, lambda damaged: loader.begin_after({**damaged, **places}))

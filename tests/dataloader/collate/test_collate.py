@@ -183,7 +183,7 @@ def test_batches_equal_a_plain_collation(
     groups, num_batches = group_by_store(opened, ids), len(ids) // config.batch_size + 1
     of_batches: dict[str, Any] = {"batch_size": config.batch_size, "num_batches": num_batches}
     batches = collate(groups, ids, **of_batches, seed=config.seed, epoch=epoch)
-    expected = [_expected(config, *rows[sample], epoch, sample) for sample in ids.tolist()]
+    expected = [_expected(config, rows[sample][0], rows[sample][1], epoch, sample) for sample in ids.tolist()]
     keys = list(collate.lengths(groups, len(ids)).of_keys)
     of_keys = np.stack(list(collate.lengths(groups, len(ids)).of_keys.values()))
     for number, batch in enumerate(batches):

@@ -9,9 +9,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import BalanceConfig, LinearCost, PaddedCost
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.plan import assign_to_steps
-from evenrank.dataloader.sampling.windows import WindowedOrder, Windows
 from evenrank.datasets.distributions import Lognormal
-from evenrank.datasets.order import RowOrder, SampleOrder, Samples
 from tests.dataloader.balance.costs import Ints, one_per_sample
 
 
@@ -89,41 +87,6 @@ def test_the_token_limit_holds_for_bins() -> None:
         assert within.loads(tokens[step]).max() <= limit
     with pytest.raises(ConfigError, match="max_tokens_per_rank = 5 cannot be kept"):
         _assign(costs, 4, 4, tokens, max_tokens_per_rank=5)
-
-
-@pytest.mark.parametrize(
-    ("first_end", "end", "bounds"),
-    [
-        (3, 23, [(3, 11), (11, 19), (19, 23)]),  # the last one of one step
-        (15, 35, [(3, 11), (11, 15), (15, 23), (23, 31), (31, 35)]),  # after what was left of another window
-    ],
-)
-def test_bounds_are_those_of_the_window_of_a_position(first_end: int, end: int, bounds: list[tuple[int, int]]) -> None:
-    windows = Windows(start=3, first_end=first_end, end=end, samples_per_step=4, steps=2)
-    expected = [of_window for of_window in bounds for _ in range(*of_window)]
-    assert [windows.bounds(position) for position in range(3, end)] == expected
-    assert [windows.bounds(position) for position in (end, end + 1)] == [(end, end), (end + 1, end + 1)]
-
-
-def test_an_order_within_windows_keeps_the_samples_of_each_window() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def reverse(order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> Ints:
-        assert (seed, epoch) == (5, 6)
-        asked.append((first, end))
-        return np.arange(end - first)[::-1].copy()
-
-    rows = RowOrder(samples=Samples(num_rows=26, left_out=np.array([0])))
-    windows = Windows(start=3, first_end=3, end=3 + 5 * 4, samples_per_step=4, steps=2)
-    order = WindowedOrder(rows, windows, reverse)
-    assert order.num_samples == 25
-    expected = [*range(10, 2, -1), *range(18, 10, -1), *range(22, 18, -1), 23, 24]
-    places = np.arange(3, 25)
-    assert order.positions(places, seed=5, epoch=6).tolist() == expected
-    assert asked == [(3, 11), (11, 19), (19, 23)]
-    assert order.rows(places, seed=5, epoch=6).tolist() == [position + 1 for position in expected]
-    assert order.positions(np.array([24, 12, 3]), seed=5, epoch=6).tolist() == [24, 17, 10]
-    assert order.fingerprint() != rows.fingerprint()
 
 
 def test_steps_of_padded_samples_come_in_a_random_order() -> None:

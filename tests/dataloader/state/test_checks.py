@@ -6,30 +6,10 @@ import pytest
 import torch
 
 from evenrank.core.errors import StateError
-from evenrank.dataloader.state.checks import StateFormat, check_vocabulary, decode, encode
+from evenrank.dataloader.state.checks import check_vocabulary, decode, encode
 from evenrank.datasets.schema import IdSummary, VocabularyVersion
 
 AA, BB = (VocabularyVersion(sha256=sha256, size=1) for sha256 in ("aa", "bb"))
-FORMAT = StateFormat(owner="it", version=3, fields={"epoch": int, "places": dict}, not_covered=frozenset({"places"}))
-
-
-def test_a_state_is_taken_with_its_own_fields_and_checksum_alone() -> None:
-    state = FORMAT.make(places={}, epoch=4)
-    assert list(state) == ["version", "epoch", "places", "checksum"]
-    assert FORMAT.check(state) == state
-    assert FORMAT.check({**state, "places": {"0": 1}})["places"] == {"0": 1}  # which is checked on its own
-    wrong: list[Any] = [
-        5,
-        {},
-        {**state, "version": True},
-        {**state, "epoch": 5},
-        {**state, "epoch": 4.0},
-        {**state, "x": 1},
-    ]
-    wrong += [{name: value for name, value in state.items() if name != left_out} for left_out in state]
-    for changed in wrong:
-        with pytest.raises(StateError, match=r"^the state of it[: ].*; load (it|a state|an intact one)"):
-            FORMAT.check(changed)
 
 
 def test_ids_of_a_state_must_keep_their_meaning_where_both_say_it() -> None:

@@ -37,7 +37,7 @@ def _write(folder: Path, name: str, rows: Sequence[Any], **options: Any) -> Path
     )
     of_log: dict[str, Any] = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     custom = TabularConfig(events=(log,), **of_log)
-    out = folder / options.pop("out", name)
+    out = Path(folder, options.pop("out", name))
     preprocess(PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, **options))
     return out
 
