@@ -357,13 +357,18 @@ OF_SAMPLES = [
     ),
 ]  # fmt: skip
 
+
+def _map(**changes: Any) -> KeyMap:
+    return KeyMap(**{"num_embeddings": 9, "world_size": 2, "mode": "roundrobin", **changes})
+
+
 FEATURES = rich_batch([[(1, 2), (0, 3)]]).first  # keys a and b
 OF_ROUTING = [
     *_rows(
         ConfigError,
-        (lambda s: replace(MAP, **{"mode": "modulo"}), "KeyMap: mode must be one of continuous, roundrobin, ..."),
-        (lambda s: replace(MAP, num_embeddings=0), "KeyMap: num_embeddings must be at least 1 and at most 2^62, got 0"),
-        (lambda s: replace(MAP, **{"world_size": 2.0}), "KeyMap: world_size must be of type int, got 2.0"),
+        (lambda s: _map(mode="modulo"), "KeyMap: mode must be one of continuous, roundrobin, ..."),
+        (lambda s: _map(num_embeddings=0), "KeyMap: num_embeddings must be at least 1 and at most 2^62, got 0"),
+        (lambda s: _map(world_size=2.0), "KeyMap: world_size must be of type int, got 2.0"),
         (lambda s: replace(HASHED, num_embeddings=1 << 33)(np.array([3], np.int32)), "... can be larger than ..."),
         (lambda s: replace(HASHED, num_embeddings=1 << 33)(torch.tensor([3]).int()), "... can be larger than ..."),
         *(
