@@ -42,26 +42,18 @@ def _ids(batches: Any) -> list[int]:
     return [sample for batch in batches for sample in ids_of(batch)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"extra_events": ("price",), "label": ("dwell", "price"), "weight": "share", "num_workers": 2},
-        {"codes": random_codes(501, levels=2, codebook_size=8), "draw_alternatives": True, "history_labels": True},
-    ],
-    ids=["columns", "semantic ids"],
-)
-def test_batches_are_those_of_a_loader_and_mix_all_lanes(rich_dataset: Path, tmp_path: Path, options: Any) -> None:
-    config = LoaderConfig(batch_size=8, max_history_length=10, user_id=True, **options)
-    loader = build_loader(rich_dataset, config, rank=0, world_size=1)
-    data, rows = write_in_parts(rich_dataset, tmp_path / "parts"), len(open_store(rich_dataset))
+def test_batches_of_semantic_ids_are_those_of_a_loader_and_mix_all_lanes(small_dataset: Path, parts: Path) -> None:
+    codes = random_codes(501, levels=2, codebook_size=8)
+    more: Any = {"codes": codes, "draw_alternatives": True, "history_labels": True}
+    config = LoaderConfig(batch_size=8, max_history_length=10, user_id=True, **more)
+    loader, rows = build_loader(small_dataset, config, rank=0, world_size=1), len(open_store(parts))
     for rank in range(2):
-        stream: Any = build_stream_loader(data, config, SMALL, rank=rank, world_size=2)
+        stream: Any = build_stream_loader(parts, config, SMALL, rank=rank, world_size=2)
         for step, batch in enumerate(stream):
             sample_ids = batch.sample_ids[: batch.num_real].numpy()
             assert step > 2 or len({*(sample_ids * 6 // rows).tolist()}) > 1  # wherever the lanes begin
             of_loader: Any = loader.collate(sample_ids)
             assert bits_of(batch.slice(0, batch.num_real).replace(step=0, position=0)) == bits_of(of_loader)
-    assert len(of_loader.features.keys()) > 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

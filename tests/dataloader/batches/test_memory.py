@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import (
-    LoaderConfig,
-    RandomBatches,
-    RandomData,
-    SequenceBatch,
-    build_loader,
-    random_codes,
-)
+from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch, build_loader, random_codes
 from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
 from evenrank.dataloader.batches.memory import Memory, resolve_device
 from evenrank.dataloader.random_batches import draw_samples
