@@ -1,154 +1,240 @@
+"""What laws do not see of loaders: settings that ranks must share, what is left out, transforms."""
+
+import dataclasses
 import itertools
+import logging
 import pickle
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
+from torchdata.nodes import Loader as NodeLoader
+from torchdata.nodes import Mapper, Prefetcher
 
-from evenrank.core.errors import ConfigError, DataError, StateError
+from evenrank.core.errors import DataError, RankError, StateError
 from evenrank.dataloader import (
-    Loader,
+    CodeTable,
     LoaderConfig,
-    Mixture,
+    Negatives,
+    RandomBatches,
     SequenceBatch,
+    StreamConfig,
     build_loader,
     build_stream_loader,
+    random_codes,
 )
-from evenrank.dataloader.codes import CodeTable
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance.ranks.agree import check_settings
+from evenrank.dataloader.routing import KeyMap
+from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.datasets import open_store
-from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.dataloader.collate.stores import STORE
-from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns, update_manifest
+from tests.dataloader.balance.costs import COST
+from tests.dataloader.batch_helpers import ids_of
+from tests.dataloader.resuming import with_changes
+from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns
+from tests.ranks import RankPool
+
+CODES = random_codes(501, levels=2, codebook_size=8)
+CODED = partial(LoaderConfig, codes=CODES)
+KEY_MAP = KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")
+ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
+# Another valid value of each setting.
+CHANGES: dict[Any, dict[str, Any]] = {
+    LoaderConfig: {
+        **dict.fromkeys(("batch_size", "max_history_length", "seed", "num_workers", "prefetch", "num_tasks"), 9),
+        **dict.fromkeys(("user_id", "drop_last", "persistent_workers", "pin_memory", "candidate_actions"), True),
+        "split": "eval",
+        "device": "cpu",
+        "order": "rows",
+        "max_num_candidates": 1,
+        "extra_events": ("timestamp_ms",),
+        **dict.fromkeys(("label", "weight"), "timestamp_ms"),
+        "context": (),
+        "negatives": Negatives(count=1),
+        "key_maps": {"item_id": KEY_MAP},
+    },
+    CODED: {
+        "key_maps": {"segment": KEY_MAP},
+        "codes": dataclasses.replace(CODES, codes=CODES.codes[::-1].copy()),
+        **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature", "draw_alternatives"), True),
+    },
+    StreamConfig: {"lanes": 9, "window_rows": 9, "poll_seconds": 9},
+    RandomBatches: {"num_workers": 2, "num_tasks": 2},
+}
+# Settings that affect speed, not the contents of batches.
+MAY_DIFFER = {"num_workers", "prefetch", "persistent_workers", "pin_memory", "device", "poll_seconds"}
 
 
-def _loaders(path: Path | Mixture, world_size: int, **options: object) -> list[Loader[SequenceBatch]]:
-    config = LoaderConfig(**{"batch_size": 8, **options})  # type: ignore[arg-type]
-    return [build_loader(path, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+def _invariants(path: Path, record: Any, change: Mapping[str, Any], transform: Any = None) -> Mapping[str, Any]:
+    ranks: dict[str, Any] = {"rank": 0, "world_size": 2}
+    if record is StreamConfig:
+        loader = build_stream_loader(path, LoaderConfig(batch_size=8), StreamConfig(**change), rank=0, world_size=2)
+        return loader.rank_invariants()
+    if record is RandomBatches:
+        return RandomBatches(LoaderConfig(batch_size=8, **change), num_batches=3, **ranks).rank_invariants()
+    return build_loader(path, record(**{"batch_size": 8, **change}), **ranks, transform=transform).rank_invariants()
 
 
-def test_batches_contain_the_events_of_their_users(small_dataset: Path, tmp_path: Path) -> None:
-    with_targets = copy_dataset(small_dataset, tmp_path / "data")
-    change_table(with_targets, lambda table: add_targets(table, np.minimum(table["length"].to_numpy(), 2)))
-    store = open_store(small_dataset)
-    # A row has no more candidates than targets; without their numbers, users with fewer events are left out.
-    for path, fewest, options in (
-        (small_dataset, 3, {"max_num_candidates": 3}),
-        (with_targets, 0, {"max_num_candidates": 5}),
-    ):
-        (loader,) = _loaders(path, 1, max_history_length=10, extra_events=("timestamp_ms",), **options)
-        seen = []
-        for batch in loader:
-            assert batch.labels is not None
-            jagged = {**batch.features.to_dict(), **batch.labels.to_dict()}
-            assert batch.max_lengths == {key: int(value.lengths().max()) for key, value in jagged.items()}
-            items, labels = rows_of(batch.features, "item_id"), rows_of(batch.labels, "label")
-            for row, sample in enumerate(ids_of(batch)):
-                span = slice(store.offsets[sample], store.offsets[sample + 1])
-                num_candidates = fewest or min(2, int(store.lengths[sample]))
-                assert batch.num_candidates[row] == num_candidates
-                assert items[row] == store.columns["item_id"][span][-10 - num_candidates :].tolist()
-                assert labels[row] == store.columns["action"][span].tolist()[store.lengths[sample] - num_candidates :]
-                seen.append(sample)
-        assert sorted(seen) == np.flatnonzero(store.lengths >= fewest).tolist()
-        assert loader.num_dropped == np.count_nonzero(store.lengths < fewest)
-    batches = list(build_loader(STORE, LoaderConfig(batch_size=2), rank=0, world_size=1))
-    assert STORE.lengths.tolist() == [3, 0, 6]  # an empty history is a sample
-    assert sorted(sample for batch in batches for sample in ids_of(batch)) == [0, 1, 2]
-    assert [batch.num_real for batch in batches] == [2, 1]
+def _compare(*invariants: Mapping[str, Any]) -> None:
+    """Compare invariants as if they were those of ranks 0, 1, ..."""
+    check_settings([{**of_rank, "rank": rank} for rank, of_rank in enumerate(invariants)])
 
 
-def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_or_filters(small_dataset: Path) -> None:
-    (loader,) = _loaders(small_dataset, 1)
-    length = len(loader)
-    batches = list(itertools.islice(loader, 5))
-    state = loader.state_dict()
-    assert state == loader.state_dict(after=batches[-1])
-    assert state["position"] == 40
-    (resumed,) = _loaders(small_dataset, 1)
-    resumed.load_state_dict(state)
-    assert (len(resumed), resumed.remaining_batches()) == (length, length - 5)
-    assert len(list(resumed)) == length - 5
-    assert (len(resumed), resumed.remaining_batches()) == (length, length)
-    (other,) = _loaders(small_dataset, 1, max_num_candidates=3)
-    with pytest.raises(StateError, match="is of other data, codes or filters"):
-        other.load_state_dict(state)
-    with pytest.raises(StateError, match="version 2, expected 6; load it with the version of evenrank that saved it"):
-        loader.load_state_dict({**state, "version": 2})
+def test_ranks_may_differ_in_no_setting_of_training(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new setting is compared unless it is listed as one that may differ; add another value of it above."""
+    known = {name for changes in CHANGES.values() for name in changes}
+    for settings in (LoaderConfig, StreamConfig):
+        # The sizes of codebooks are compared with the codes.
+        assert {field.name for field in dataclasses.fields(settings)} - known <= {"codebook_sizes"}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # for pin_memory
+    for record, changes in CHANGES.items():
+        first = _invariants(small_dataset, record, {})
+        for name, value in changes.items():
+            other = pickle.loads(pickle.dumps(_invariants(small_dataset, record, {name: value})))
+            if name in MAY_DIFFER:
+                _compare(first, other)
+            else:
+                with pytest.raises(RankError, match=f"^{name} differs between ranks: .*$"):
+                    _compare(first, other)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"max_num_candidates": -1}, "max_num_candidates must be at least 0, got -1"),
-        ({"order": "random"}, "LoaderConfig: order must be one of rows, shuffle, got 'random'"),
-        ({"order": 5}, r"LoaderConfig: order must be of type str \| Order, got 5"),
-        ({"num_tasks": 32}, "LoaderConfig: num_tasks must be at least 0 and at most 31, got 32"),
-        ({"context": "age"}, r"LoaderConfig: context must be of type tuple\[str, \.\.\.\] \| None, got 'age'"),
-        ({"extra_events": "price"}, r"extra_events must be of type tuple\[str, \.\.\.\], got 'price'"),
-        ({"prefetch": 0}, "prefetch must be at least 1, got 0"),
-        *(
-            ({"seed": seed}, rf"LoaderConfig: seed must be {expected}, got {seed}")
-            for seed, expected in (
-                (1 << 63, r"at least -2\^63 and below 2\^63"),
-                *((wrong, "of type int") for wrong in (0.5, True, None)),
+def _keep(batch: Any, rng: np.random.Generator) -> Any:
+    return batch
+
+
+def _keep_too(batch: Any, rng: np.random.Generator, scale: int = 1) -> Any:
+    return batch
+
+
+def test_codes_are_compared_by_their_contents_and_transforms_by_name(small_dataset: Path, tmp_path: Path) -> None:
+    for name in ("here.npy", "there.npy"):
+        np.save(tmp_path / name, CODES.codes.T)
+    tables = [CODES, tmp_path / "here.npy", tmp_path / "there.npy", dataclasses.replace(CODES, codebook_sizes=(9, 8))]
+    *same, sizes = (_invariants(small_dataset, LoaderConfig, {"codes": table}) for table in tables)
+    _compare(*same)
+    with pytest.raises(RankError, match=r"^codes differs between ranks: 2 levels of 501 items, codebook_sizes \[8, 8"):
+        _compare(same[0], sizes)
+    transforms = [_keep, partial(_keep_too, scale=1), partial(_keep_too, scale=2), None]
+    plain, *scaled, without = (_invariants(small_dataset, LoaderConfig, {}, transform) for transform in transforms)
+    _compare(*scaled)
+    for other, name in ((scaled[0], "_keep_too"), (without, "None")):
+        with pytest.raises(RankError, match=f"transform differs between ranks: _keep on rank 0, {name} on rank 1"):
+            _compare(plain, other)
+
+
+def test_invariants_are_computed_once_but_for_the_seed(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = build_loader(small_dataset, LoaderConfig(batch_size=8), **ONE)
+    invariants = loader.rank_invariants()
+    with monkeypatch.context() as patched:
+        patched.setattr("evenrank.dataloader.loader.hashlib.sha256", None)
+        loader.load_state_dict(with_changes(_FORMAT, loader.state_dict(), seed=5))
+        assert loader.rank_invariants() == {**invariants, "seed": 5}
+    assert pickle.loads(pickle.dumps(loader)).rank_invariants() == loader.rank_invariants()
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _of_other_world_size(rank: int, world_size: int, path: Path) -> None:
+    for build in (build_loader, build_stream_loader):
+        for wrap in (
+            _same,
+            lambda loader: Prefetcher(Mapper(loader, _same), 2),
+            lambda b: NodeLoader(Mapper(b, _same)),
+        ):
+            loader: Any = build(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size + 1)
+            message = (
+                "the loader was created for world_size 3, but 2 ranks balance together; create it with world_size=2"
             )
-        ),
-        ({}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
-    ],
-)
-def test_invalid_settings_are_refused(small_dataset: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_loader(small_dataset, LoaderConfig(**{"batch_size": 8, **options}), rank=2, world_size=2)
+            with pytest.raises(RankError, match=message), Balancer(wrap(loader), BalanceConfig(cost=COST)) as balancer:
+                list(balancer)
 
 
-def test_the_order_by_row_is_ascending_in_every_epoch(small_dataset: Path) -> None:
-    (loader,) = _loaders(small_dataset, 1, order="rows")
-    for _ in range(2):
-        assert [sample for batch in loader for sample in ids_of(batch)] == list(range(loader.num_samples))
+def test_loader_of_another_world_size_is_refused_on_every_rank(ranks: RankPool, small_dataset: Path) -> None:
+    ranks.run(2, _of_other_world_size, small_dataset)
 
 
-def test_a_mixture_numbers_the_rows_of_its_datasets_consecutively(small_dataset: Path) -> None:
+def _anew(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
+    """Return the same samples as a batch that knows nothing of its position."""
+    names = ("batch_size", "num_real", "features", "labels", "num_candidates", "sample_ids")
+    return SequenceBatch(**{name: getattr(batch, name) for name in names})
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
+def test_a_batch_made_anew_keeps_its_position(small_dataset: Path, build: Any, is_balanced: bool) -> None:
+    def make(transform: Any) -> Any:
+        loader = build(small_dataset, LoaderConfig(batch_size=8), **ONE, transform=transform)
+        return Balancer(loader, BalanceConfig(cost=COST)) if is_balanced else loader
+
+    expected = [(batch.epoch, batch.step, batch.position, ids_of(batch)) for batch in make(None)]
+    loader, resumed = make(_anew), make(_anew)
+    assert [(batch.epoch, batch.step, batch.position, ids_of(batch)) for batch in loader] == expected
+    iterator = iter(loader)
+    resumed.load_state_dict(loader.state_dict(after=[next(iterator), next(iterator)][1]))
+    assert [ids_of(batch) for batch in resumed] == [ids_of(batch) for batch in iterator]
+
+
+def test_rows_that_are_no_samples_are_counted_by_reason(
+    small_dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(small_dataset)
-    mixture = Mixture(weights={small_dataset: 1, str(small_dataset): 3}, num_samples=200)
-    config = LoaderConfig(batch_size=16, max_history_length=9, user_id=True)
-    loader = build_loader(mixture, config, rank=0, world_size=1)
-    seen = []
-    for batch in loader:
-        items = rows_of(batch.features, "item_id")
-        users, segments = (batch.features[key].values().tolist() for key in ("user_id", "segment"))
-        assert max(users) < store.manifest.vocabulary_sizes["user_id"]
-        for row, sample in enumerate(ids_of(batch)):
-            span = slice(store.offsets[sample % len(store)], store.offsets[sample % len(store) + 1])
-            assert items[row] == store.columns["item_id"][span][-9:].tolist()
-            assert segments[row] == store.columns["segment"][sample % len(store)]
-            assert users[row] == store.columns["user_id"][sample % len(store)]
-        seen += ids_of(batch)
-    assert (len(seen), sum(sample < len(store) for sample in seen)) == (200, 50)
+    codes = CODES.codes.copy()
+    codes[3] = codes[400:] = -1
+    config = LoaderConfig(batch_size=4, codes=CodeTable(codes=codes, codebook_sizes=(8, 8)), max_history_length=4)
+    with caplog.at_level(logging.WARNING, logger="evenrank"):
+        loader = build_loader(small_dataset, config, **ONE)
+    shown = [store.columns["item_id"][a:b][-5:] for a, b in itertools.pairwise(store.offsets)]
+    uncoded = [row for row, items in enumerate(shown) if ((items == 3) | (items >= 400)).any()]
+    empty = [row for row, items in enumerate(shown) if not len(items)]
+    left_out = {reason: rows.tolist() for reason, rows in loader.left_out_rows.items()}
+    assert left_out == {"no event to predict": empty, "an item without a code": uncoded}
+    assert loader.num_dropped == len(uncoded) + len(empty) == len(store) - loader.num_samples
+    assert f"{len(uncoded)} of {len(store)} rows are left out: an item without a code" in caplog.text
+    # A row has no more candidates than targets; without their numbers, users with fewer events are left out.
+    data = copy_dataset(small_dataset, tmp_path / "data")
+    change_table(data, lambda table: add_targets(table, np.minimum(table["length"].to_numpy(), 2)))
+    config = LoaderConfig(batch_size=4, max_num_candidates=5, order="rows")
+    of_targets: Any = build_loader(data, config, **ONE)
+    counts = [count for batch in of_targets for count in batch.num_candidates[: batch.num_real].tolist()]
+    assert counts == [min(2, length) for length in store.lengths.tolist() if length]
+    assert build_loader(small_dataset, config, **ONE).left_out == {
+        "fewer events than 5 candidates": sum(store.lengths < 5)
+    }
 
 
-def test_mixtures_with_unequal_features_or_another_order_are_refused(small_dataset: Path, tmp_path: Path) -> None:
-    other = copy_dataset(small_dataset, tmp_path / "other")
-    update_manifest(other, contextual={})
-    with pytest.raises(
-        DataError,
-        match=r"other and .*data differ in length limit of segment: None and 1; features: .*action and .*segment, item",
-    ):
-        _loaders(Mixture(weights={small_dataset: 1, other: 1}), 1)
-    with pytest.raises(ConfigError, match="mixtures are always shuffled; order must be 'shuffle', got 'rows'"):
-        _loaders(Mixture(weights={small_dataset: 1}), 1, order="rows")
-    with pytest.raises(
-        ConfigError, match=r"Mixture: weights must be of at least one dataset, as \{folder: weight\}, got \{\}"
-    ):
-        Mixture(weights={})
+@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
+def test_semantic_ids_resume_in_another_shape(small_dataset: Path, build: Any) -> None:
+    """Where rows with an item without a code are no samples; for other batches, see the laws."""
+    codes = CODES.codes.copy()
+    codes[[20, 21]] = -1
+    table = CodeTable(codes=codes, codebook_sizes=(8, 8))
+
+    def make(world_size: int, batch_size: int) -> list[Any]:
+        config = LoaderConfig(batch_size=batch_size, codes=table, max_history_length=9)
+        return [build(small_dataset, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+    whole = sorted(sample for batch in make(1, 32)[0] for sample in ids_of(batch))
+    for stop in (1, 3, 6):
+        loaders, resumed = make(2, 5), make(3, 4)
+        trained = [sample for each in loaders for batch in itertools.islice(each, stop) for sample in ids_of(batch)]
+        for each in resumed:
+            each.load_state_dict(loaders[1].state_dict())
+        rest = [sample for each in resumed for batch in each for sample in ids_of(batch)]
+        assert sorted(trained + rest) == whole != []
 
 
 def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset: Path, tmp_path: Path) -> None:
-    out = copy_dataset(small_dataset, tmp_path / "data")
-    (loader,) = _loaders(out, 1, order="rows")
+    out, config = copy_dataset(small_dataset, tmp_path / "data"), LoaderConfig(batch_size=8, order="rows")
+    loader = build_loader(out, config, **ONE)
     before = [batch.features["item_id"].values().tolist() for batch in loader]
+    assert [sample for batch in loader for sample in ids_of(batch)] == [*range(loader.num_samples)]
     pickled = pickle.dumps(loader)
     out.rename(tmp_path / "old")
     ones = pa.array([1] * len(open_store(small_dataset)))
@@ -157,33 +243,4 @@ def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset
     with pytest.raises(DataError, match=r"data was replaced by other data after it was opened; open it again"):
         pickle.loads(pickled)
     with pytest.raises(StateError, match="is of other data"):
-        _loaders(out, 1, order="rows")[0].load_state_dict(loader.state_dict())
-
-
-@pytest.mark.gpu
-def test_every_tensor_is_pinned_with_pin_memory() -> None:
-    config = LoaderConfig(batch_size=2, max_num_candidates=1, pin_memory=True, num_workers=1)
-    for batch in build_loader(STORE, config, rank=0, world_size=1):
-        for jagged in (batch.features, batch.labels):
-            assert jagged is not None
-            assert jagged.values().is_pinned()
-            assert jagged.lengths().is_pinned()
-        assert batch.sample_ids.is_pinned()
-        assert batch.num_candidates.is_pinned()
-
-
-def test_negative_user_ids_cannot_be_a_feature(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = copy_dataset(small_dataset, tmp_path / "data")
-    ids = -1 - np.arange(len(open_store(small_dataset)))
-    change_table(dataset, set_columns({"user_id": pa.array(ids)}))
-    codes = CodeTable(codes=np.zeros((501, 2), dtype=np.int32), codebook_sizes=(1, 1))
-    configs: list[Any] = [
-        LoaderConfig(batch_size=4, user_id=True),
-        LoaderConfig(batch_size=4, codes=codes, user_id=True),
-    ]
-    for config in configs:
-        with pytest.raises(DataError, match=rf"data has user {ids[-1]}; number its users from 0, or leave"):
-            build_loader(dataset, config, rank=0, world_size=1)
-        with pytest.raises(DataError, match=r"the dataset has user -\d+; number its users from 0"):
-            list(build_stream_loader(dataset, config, rank=0, world_size=1))
-    assert sum(batch.num_real for batch in _loaders(dataset, 1)[0]) == len(ids)
+        build_loader(out, config, **ONE).load_state_dict(loader.state_dict())

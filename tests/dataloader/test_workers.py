@@ -1,6 +1,6 @@
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,19 @@ import pytest
 from torchdata.nodes import Loader as NodeLoader
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, SequenceBatch, StreamConfig, build_loader, build_stream_loader
+from evenrank.dataloader import LoaderConfig, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.loader import Loader
 from evenrank.dataloader.workers import Workers
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 
 
-def _loader(path: Path, **options: object) -> Loader[SequenceBatch]:
-    config = LoaderConfig(**{"batch_size": 8, "num_workers": 2, "prefetch": 2, **options})  # type: ignore[arg-type]
-    return build_loader(path, config, rank=0, world_size=1)
+def _loader(path: Path, transform: Any = None, **options: Any) -> Any:
+    config = LoaderConfig(**{"batch_size": 8, "num_workers": 2, "prefetch": 2, **options})
+    return build_loader(path, config, rank=0, world_size=1, transform=transform)
 
 
-def _ids(loader: Loader[SequenceBatch]) -> list[int]:
+def _ids(loader: Any) -> list[int]:
     return [sample for batch in loader for sample in ids_of(batch)]
 
 
@@ -46,136 +45,130 @@ def test_results_come_in_order_and_no_further_ahead_than_allowed() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    ("compute", "error"),
-    [(lambda item: 6 // (2 - item), "division"), (lambda item: next(iter([3] * (2 - item))), "StopIt")],
-)
-def test_an_error_is_raised_in_place_of_its_result(num_workers: int, compute: Callable[[int], int], error: str) -> None:
-    results = Workers(num_workers, ahead=2, persistent=False).map(compute, range(5))
-    assert [next(results), next(results)] == [3, compute(1)]
-    with pytest.raises((ZeroDivisionError, RuntimeError), match=error):
-        next(results)
+def test_an_error_is_raised_in_place_of_its_result(small_dataset: Path, num_workers: int) -> None:
+    computes: list[Any] = [lambda item: 6 // (2 - item), lambda item: next(iter([3] * (2 - item)))]
+    for compute, error in zip(computes, ("division", "StopIt"), strict=True):
+        results = Workers(num_workers, ahead=2, persistent=False).map(compute, range(5))
+        assert [next(results), next(results)] == [3, compute(1)]
+        with pytest.raises((ZeroDivisionError, RuntimeError), match=error):
+            next(results)
+
+    def stop_in_step_3(batch: Any, rng: np.random.Generator) -> Any:
+        return next(iter([])) if batch.step == 3 else batch
+
+    builds: list[Any] = [build_loader, build_stream_loader]
+    for build in builds:  # a transform cannot end an epoch early
+        config = LoaderConfig(batch_size=8, num_workers=num_workers)
+        loader = build(small_dataset, config, rank=0, world_size=1, transform=stop_in_step_3)
+        for epoch, batches in enumerate((loader, NodeLoader(loader))):
+            message = f"the transform raised StopIteration in step 3 of epoch {epoch}; pass next"
+            with pytest.raises(RuntimeError, match=message):
+                list(batches)
 
 
-@pytest.mark.parametrize("leave_early", [False, True])
-def test_threads_stop_with_their_iteration(small_dataset: Path, leave_early: bool) -> None:
-    before = _threads()
-    iterator: Any = iter(_loader(small_dataset))
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_threads_stop_with_their_iteration_or_are_kept_until_closed(
+    small_dataset: Path, persistent_workers: bool
+) -> None:
+    before, loader = _threads(), _loader(small_dataset, persistent_workers=persistent_workers)
+    first = _ids(loader)
+    threads = _threads() - before
+    assert len(threads) == 2 * persistent_workers
+    assert sorted(_ids(loader)) == sorted(first)
+    assert _threads() - before == threads
+    for _ in range(2):  # it can be used again
+        loader.close()
+        assert _threads() <= before
+        assert sorted(_ids(loader)) == sorted(first)
+    iterator = iter(loader)
+    seen = ids_of(next(iterator))
+    loader.close()  # an open iteration goes on
+    assert sorted(seen + _ids(iterator)) == sorted(first)
+    iterator = iter(loader)
     next(iterator)
     assert _threads() - before
-    if leave_early:
-        iterator.close()
-        for thread in _threads() - before:  # which are told to stop, but not awaited
-            thread.join(timeout=60)
-    else:
-        list(iterator)
+    iterator.close()
+    loader.close()
+    for thread in _threads() - before:  # which are told to stop, but not awaited
+        thread.join(timeout=60)
     assert not _threads() - before
 
 
 @pytest.mark.skipif(not hasattr(threading, "_shutdown_locks_lock"), reason="this Python has no such lock")
 def test_an_iterator_may_be_finalized_while_its_thread_holds_the_lock_of_joins(small_dataset: Path) -> None:
-    before = _threads()
-    iterator = iter(_loader(small_dataset))
+    iterator, finalized = iter(_loader(small_dataset)), threading.Event()
     next(iterator)
-    finalized = threading.Event()
 
     def finalize() -> None:
         # As when the garbage collector runs while `threading` starts a thread.
         with threading._shutdown_locks_lock:  # type: ignore[attr-defined]
-            iterator.close()  # type: ignore[attr-defined]
+            iterator.close()
             finalized.set()
 
     threading.Thread(target=finalize, daemon=True).start()
     assert finalized.wait(timeout=60)
-    for thread in _threads() - before:
+    for thread in _threads():
         thread.join(timeout=60)
 
 
-def test_persistent_threads_are_kept_until_closed(small_dataset: Path) -> None:
-    before = _threads()
-    loader = _loader(small_dataset, persistent_workers=True)
-    first = sorted(_ids(loader))
-    threads = _threads() - before
-    assert len(threads) == 2
-    assert sorted(_ids(loader)) == first
-    assert _threads() - before == threads
-    for _ in range(2):  # it can be used again
-        loader.close()
-        assert _threads() == before
-        assert sorted(_ids(loader)) == first
-    loader.close()
-
-
-def _send_ids(loader: Loader[SequenceBatch], pipe: Connection) -> None:
+def _send_ids(loader: Any, pipe: Connection) -> None:
     pipe.send(_ids(loader))
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def _send_rest(iterator: Iterator[Any], pipe: Connection) -> None:
+    try:
+        pipe.send(_ids(iterator))
+    except ConfigError as error:
+        pipe.send(str(error))
+
+
+def _in_process(method: str, function: Any, argument: Any) -> Any:
+    """Return what a function sends from another process."""
+    context: Any = multiprocessing.get_context(method)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=function, args=(argument, child_end))
+    process.start()
+    assert parent_end.poll(240), "the process hangs"
+    received = parent_end.recv()
+    process.join()
+    return received
+
+
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+
+
+@FORKS
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_loader_works_in_another_process(small_dataset: Path, method: str) -> None:
     loader = _loader(small_dataset, persistent_workers=True)
     first = _ids(loader)  # its threads are running when the process is created
     state = loader.state_dict()
-    context: Any = multiprocessing.get_context(method)
-    parent_end, child_end = context.Pipe()
-    process = context.Process(target=_send_ids, args=(loader, child_end))
-    process.start()
-    assert parent_end.poll(240), "the process hangs"
-    second = parent_end.recv()
-    process.join()
+    second = _in_process(method, _send_ids, loader)
     assert (sorted(second), loader.state_dict()) == (sorted(first), state)
     assert _ids(loader) == second  # the next epoch is the same in both processes
     loader.close()
 
 
-def _send_rest(iterator: Iterator[Any], pipe: Connection) -> None:
-    try:
-        pipe.send([ids_of(batch) for batch in iterator])
-    except ConfigError as error:
-        pipe.send(str(error))
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+@FORKS
 @pytest.mark.parametrize("kind", ["loader", "loader with persistent workers", "stream", "Balancer"])
 def test_a_fork_goes_on_with_an_open_iterator_or_says_why_not(small_dataset: Path, kind: str) -> None:
+    loader: Any = _loader(small_dataset, persistent_workers="persistent" in kind)
     if kind == "stream":
-        stream = StreamConfig(lanes=5, window_rows=2)
-        config = LoaderConfig(batch_size=8, num_workers=2)
-        loader: Any = build_stream_loader(small_dataset, config, stream, rank=0, world_size=1)
-    else:
-        loader = _loader(small_dataset, persistent_workers="persistent" in kind)
+        config, stream = LoaderConfig(batch_size=8, num_workers=2), StreamConfig(lanes=5, window_rows=2)
+        loader = build_stream_loader(small_dataset, config, stream, rank=0, world_size=1)
     if kind == "Balancer":
         loader = Balancer(loader, BalanceConfig(cost=COST))
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
-    context: Any = multiprocessing.get_context("fork")
-    parent_end, child_end = context.Pipe()
-    process = context.Process(target=_send_rest, args=(iterator, child_end))
-    process.start()
-    assert parent_end.poll(240), "the process hangs"
-    of_child = parent_end.recv()
-    process.join()
-    rest = [ids_of(batch) for batch in iterator]  # the parent goes on, whatever the child did
-    assert len(rest) > 9
-    is_refused = kind == "Balancer"
-    assert of_child == (
-        "the Balancer was created before this process was forked; create one after that" if is_refused else rest
-    )
+    of_child = _in_process("fork", _send_rest, iterator)
+    rest = _ids(iterator)  # the parent goes on, whatever the child did
+    assert len(rest) > 72
+    refused = "the Balancer was created before this process was forked; create one after that"
+    assert of_child == (refused if kind == "Balancer" else rest)
 
 
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_an_open_iteration_goes_on_after_its_loader_is_closed(small_dataset: Path, persistent_workers: bool) -> None:
-    before, loader = _threads(), _loader(small_dataset, persistent_workers=persistent_workers)
-    expected, iterator = _ids(_loader(small_dataset)), iter(loader)
-    seen = ids_of(next(iterator))
-    loader.close()
-    assert seen + [sample for batch in iterator for sample in ids_of(batch)] == expected
-    loader.close()
-    assert _threads() == before
-
-
-def _add_noise(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
+def _add_noise(batch: Any, rng: np.random.Generator) -> Any:
     batch.num_candidates += int(rng.integers(0, 1 << 40))
     return batch
 
@@ -183,23 +176,7 @@ def _add_noise(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
 def test_the_random_numbers_of_a_transform_do_not_depend_on_the_workers(small_dataset: Path) -> None:
     drawn = []
     for num_workers, prefetch in ((0, 1), (1, 3), (3, 2)):
-        config = LoaderConfig(batch_size=8, num_workers=num_workers, prefetch=prefetch)
-        loader = build_loader(small_dataset, config, rank=0, world_size=1, transform=_add_noise)
-        drawn.append([[int(batch.num_candidates[0]) for batch in loader] for _ in range(2)])
+        loader = _loader(small_dataset, _add_noise, num_workers=num_workers, prefetch=prefetch)
+        drawn.append([int(batch.num_candidates[0]) for _ in range(2) for batch in loader])
     assert drawn[0] == drawn[1] == drawn[2]
-    assert len({number for epoch in drawn[0] for number in epoch}) == 2 * len(drawn[0][0])
-
-
-def _stop_in_step_3(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
-    return next(iter([])) if batch.step == 3 else batch
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
-def test_transform_cannot_end_an_epoch_early(small_dataset: Path, build: Any, num_workers: int) -> None:
-    config = LoaderConfig(batch_size=8, num_workers=num_workers)
-    loader = build(small_dataset, config, rank=0, world_size=1, transform=_stop_in_step_3)
-    with pytest.raises(RuntimeError, match="the transform raised StopIteration in step 3 of epoch 0; pass next"):
-        list(loader)
-    with pytest.raises(RuntimeError, match="the transform raised StopIteration in step 3 of epoch 1"):
-        list(NodeLoader(loader))
+    assert len(set(drawn[0])) == len(drawn[0])

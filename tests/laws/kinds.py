@@ -76,8 +76,7 @@ KINDS: dict[str, Kind] = {
         samples=lambda data, job, epoch: of_data.read_rows(data).whole(1),
     ),
     "log": Kind(
-        make=making.log,
-        samples=lambda data, job, epoch: of_data.read_rows(data)._replace(left_out=("tags",)).whole(1),
+        make=making.log, samples=lambda data, job, epoch: of_data.read_rows(data)._replace(left_out=("tags",)).whole(1)
     ),
     "random": Kind(
         make=making.random,

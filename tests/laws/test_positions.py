@@ -4,7 +4,12 @@ At every point: before the first batch and after any other, in each pass over an
 moved, whoever moved it and whoever saves it.
 """
 
+import copy
+import functools
 import itertools
+import json
+import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,10 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
 from tests.dataloader.batch_helpers import ids_of
@@ -194,6 +201,32 @@ def test_a_second_pass_over_an_epoch_that_was_resumed_in_another_shape_is_whole(
         assert trained == samples
 
 
+LEFT = [
+    ("shuffle", "alone", False),
+    ("elastic", "alone", False),
+    ("shuffle", "plain", True),
+    ("elastic", "plain", True),
+]
+
+
+@pytest.mark.parametrize(("kind", "way", "is_balanced"), [*LEFT, ("StatefulDataLoader", "plain", True)])
+def test_an_epoch_that_is_left_is_named_when_the_next_begins(
+    data: Path, caplog: pytest.LogCaptureFixture, kind: str, way: str, is_balanced: bool
+) -> None:
+    loader = _make(data, kind, way, is_balanced).outer
+    for _ in range(2):  # also up to the last batch alone, as trainers do that know the length
+        list(loader)
+        _take(iter(loader), len(loader))
+    _take(iter(loader), 2)
+    loader.load_state_dict(loader.state_dict())
+    list(loader)
+    *_, last = itertools.islice(loader, len(loader) - 1)
+    assert [message for message in caplog.messages if "was left" in message] == []
+    next(iter(loader))
+    (message,) = (message for message in caplog.messages if "was left" in message)
+    assert message.startswith(f"epoch {last.epoch} was left at position {last.position},")
+
+
 def test_a_log_has_no_epochs_to_begin_at(data: Path) -> None:
     with pytest.raises(ConfigError, match="a log has no epochs; load_state_dict a state"):
         _make(data, "log").inner.begin_at(1)
@@ -207,3 +240,99 @@ def test_an_epoch_that_no_state_could_have_is_refused_where_it_is_set(data: Path
     with pytest.raises(ConfigError, match=f"^the epoch must be {wanted}, got {epoch!r}$"):
         inner.begin_at(epoch)
     assert loader.state_dict()["epoch"] == loader.epoch == 0
+
+
+def check_refused(state: Any, *loads: Callable[[Any], Any]) -> None:
+    """Check that a state with any other character is refused in one line, wherever it goes."""
+    text, rng, num_refused = json.dumps(state), random.Random(0), 0
+    for index, before in enumerate(text):
+        after = rng.choice([character for character in "0123456789abcXYZ+/={}" if character != before])
+        try:
+            damaged = json.loads(f"{text[:index]}{after}{text[index + 1 :]}")
+        except ValueError:
+            continue
+        for load in loads:
+            with pytest.raises(StateError, match=r"state.*; ") as raised:
+                load(damaged)
+            assert str(raised.value).isprintable()
+        num_refused += 1
+    assert num_refused > 50
+
+
+def check_line(text: str) -> None:
+    assert "state" in text
+    assert text.isprintable()
+    assert len(text) < 600
+
+
+_JUNK = st.one_of(
+    st.sampled_from([-1, 0, 1, 2, 31, 64, 1 << 31, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**5000, math.nan, math.inf]),
+    st.sampled_from(
+        [1.0, True, None, "", "x\ny", "0", b"x", (), [0, 0], {}, [1, 2, 3], [0, -1], [3, 0], {"0": [0, 0]}]
+    ),
+    st.integers(),
+    st.text(max_size=3),
+).map(copy.deepcopy)
+
+
+def _places(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all entries of nested mappings and lists."""
+    entries = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return [place for key, value in entries for place in ((*path, key), *_places(value, (*path, key)))]
+
+
+@st.composite
+def _damaged(draw: st.DrawFn, state: dict[str, Any]) -> Any:
+    """Draw a state in which entries were replaced, removed or added."""
+    state = copy.deepcopy(state)
+    for _ in range(draw(st.integers(1, 3))):
+        if not (places := _places(state)):
+            return draw(_JUNK)
+        *path, key = draw(st.sampled_from(places))
+        parent = functools.reduce(lambda inner, step: inner[step], path, state)
+        change = draw(st.sampled_from(["replace", "nudge", "remove", "add"]))
+        if change == "remove":
+            del parent[key]
+        elif change == "add" and isinstance(parent, dict):
+            parent[draw(st.text(max_size=2))] = draw(_JUNK)
+        elif change == "nudge" and type(parent[key]) is int:
+            parent[key] += draw(st.integers(-3, 3))
+        else:
+            parent[key] = draw(_JUNK)
+    return state
+
+
+ONCE = [(kind, "plain", is_balanced) for kind in KINDS for is_balanced in (False, kind in ("stream", "elastic"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "is_balanced"), [*dict.fromkeys(ONCE), *((k, "plain", True) for k in OF_OTHERS)]
+)
+def test_a_damaged_state_is_refused_or_yields_each_sample_at_most_once(
+    data: Path, kind: str, way: str, is_balanced: bool
+) -> None:
+    samples = {*itertools.chain(*_epochs(data, kind, way)[0])}
+    loader, resumed = (_make(data, kind, way, is_balanced).outer for _ in range(2))
+    fresh = resumed.state_dict()
+    next(iter(loader))
+    state = loader.state_dict()
+    check_refused(state, resumed.load_state_dict, *([resumed.begin_after] if hasattr(resumed, "begin_after") else []))
+
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @given(_damaged(state))
+    def check(damaged: Any) -> None:
+        nonlocal resumed
+        try:
+            resumed.load_state_dict(damaged)
+            # More steps than there are samples would never end.
+            ids = [*itertools.chain(*_take(iter(resumed), len(samples) + 9))]
+        except (StateError, RankError) as error:
+            check_line(str(error))
+            if isinstance(error, RankError):
+                resumed = _make(data, kind, way, is_balanced).outer
+            return
+        assert len({*ids}) == len(ids)
+        assert {*ids} <= samples
+        resumed.load_state_dict(fresh)
+
+    check()

@@ -59,12 +59,16 @@ def check(pool: Pool, data: Path, kind: str, chain: list[Link], seed: int) -> No
     assert sorted(trained) == [*range(len(trained))]
 
 
+@pytest.mark.parametrize(("num_chains", "num_jobs"), [(4, 5), pytest.param(300, 30, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("kind", "way"), cells(*ALONE))
-def test_any_chain_of_jobs_trains_each_sample_once(data: Path, kind: str, way: str) -> None:
+def test_any_chain_of_jobs_trains_each_sample_once(
+    data: Path, kind: str, way: str, num_chains: int, num_jobs: int
+) -> None:
     """The first one in this way, the others in any."""
+    others_of_kind = st.lists(links(kind, "plain", "alone", "packed", "window"), max_size=num_jobs - 1)
 
-    @settings(max_examples=4)
-    @given(links(kind, way), st.lists(links(kind, "plain", "alone", "packed", "window"), max_size=4), st.integers(0, 3))
+    @settings(max_examples=num_chains)
+    @given(links(kind, way), others_of_kind, st.integers(0, 3))
     def of_chain(first: Link, others: list[Link], seed: int) -> None:
         check(None, data, kind, [first, *others], seed)
 

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedCollate, dense, jagged
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, loss_tokens
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, host, loss_tokens
 from evenrank.dataloader.batches.padding import PaddedBatches, empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
@@ -25,25 +25,22 @@ BATCH = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
 def test_moving_a_batch_keeps_samples_and_host_side_caches() -> None:
     moved = BATCH.to("cpu", non_blocking=True)
     assert samples_of(moved) == samples_of(BATCH)
-    assert moved.first._length_per_key == [3, 2]
-    assert moved.num_real == 2
+    assert (moved.first._length_per_key, moved.num_real) == ([3, 2], 2)
     batch = BATCH.clone().replace(world_task_tokens=torch.tensor([3, 4]))
     assert batch.first.to_dict()["a"].values().device.type == "cpu"  # also keeps these views by key
-    on_meta = batch.to("meta")
+    on_meta: Any = batch.to("meta")
     assert {jagged.values().device.type for jagged in on_meta.first.to_dict().values()} == {"meta"}
-    assert on_meta.world_task_tokens is not None
     assert on_meta.world_task_tokens.device.type == "meta"
+    begin = "RichBatch(num_real=2/2, epoch=0, step=0, first=[a: 3, b: 2], weighted=[a: 1, c: 4], ids=[2]"
+    assert repr(batch).startswith(begin)
+    assert "\n" not in repr(batch)
+    counts, stream = Mock(), Mock()
+    JaggedBatch(batch_size=1, num_real=0).record_stream(stream)  # nothing to keep
+    JaggedBatch(batch_size=1, num_real=0).replace(world_task_tokens=counts).record_stream(stream)
+    counts.record_stream.assert_called_once_with(stream)
 
 
-def test_the_repr_of_a_batch_is_one_line_with_its_contents() -> None:
-    text = repr(BATCH)
-    assert text.startswith(
-        "RichBatch(num_real=2/2, epoch=0, step=0, first=[a: 3, b: 2], weighted=[a: 1, c: 4], ids=[2]"
-    )
-    assert "\n" not in text
-
-
-def test_schemas_name_the_fields_in_which_they_differ() -> None:
+def test_schemas_name_the_keys_and_the_fields_in_which_they_differ() -> None:
     schema = schema_of(BATCH)
     assert schema.differences(schema_of(rich_batch([[(0, 0), (0, 0)]] * 2))) == []
     other = replace(BATCH, ids=BATCH.ids.int(), matrix=BATCH.matrix[:, :1], nothing=torch.zeros(2))
@@ -52,15 +49,26 @@ def test_schemas_name_the_fields_in_which_they_differ() -> None:
         "ids: torch.int64 and torch.int32",
         "matrix: torch.bfloat16[2] and torch.bfloat16[1]",
     ]
-
-
-def test_a_key_of_two_fields_is_named_with_the_second_field() -> None:
-    schema = schema_of(BATCH)
     assert schema.jagged_keys == (("first", "a"), ("first", "b"), ("weighted", "a"), ("weighted", "c"))
     lengths = np.arange(8).reshape(4, 2)
     named = schema.lengths_by_key(lengths)
-    assert list(named) == ["a", "b", "weighted.a", "c"]
+    assert list(named) == ["a", "b", "weighted.a", "c"]  # a key of two fields has the second one's name
     assert np.array_equal(np.stack(list(named.values())), lengths)
+
+
+def test_rows_longer_than_their_limit_are_refused_until_it_is_raised_in_all_batches() -> None:
+    batch = JaggedCollate({"item_id": jagged(max_length=9), "more": jagged()})([{"item_id": [1] * 9, "more": []}])
+    lower = batch.replace(length_limits={"item_id": 8})
+    with pytest.raises(ValueError, match="item_id has a row of 9 values, more than its limit, 8; a transform"):
+        check_contents(lower, schema_of(lower))
+    limits: list[dict[str, int] | None] = [{"item_id": 10, "more": 20}, None]
+    for raised in (batch.replace(length_limits=limit) for limit in limits):
+        check_contents(raised, schema_of(raised))
+        with pytest.raises(ValueError, match=r"^a batch differs from the first one: length limit of item_id: "):
+            check_contents(raised, schema_of(batch))
+    assert "length limit of more: None and 20" in schema_of(batch).differences(
+        schema_of(batch.replace(length_limits=limits[0]))
+    )
 
 
 def test_loss_tokens_are_counted_per_sample() -> None:
@@ -74,43 +82,40 @@ def test_loss_tokens_are_counted_per_sample() -> None:
         assert loss_tokens(loss_key, lengths, is_real).tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("loss_key", "message"),
-    [
-        (("weighted", "c"), r"must be a LossKey with a skip of 0 or 1, or None; got \('weighted', 'c'\)"),
-        (LossKey("weighted", "c", skip=2), "must be a LossKey with a skip of 0 or 1, or None; got LossKey"),
-        (LossKey("labels", "label"), r"no LossKey\(.*; its jagged keys are first.a, first.b, weighted.a, weighted.c"),
-    ],
-)
-def test_a_wrong_loss_key_is_refused(loss_key: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RichBatch, "loss_key", lambda batch: loss_key)
-    with pytest.raises(ConfigError, match=message):
-        schema_of(BATCH)
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class WithList(JaggedBatch):
     names: list[str]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class WithLossKey(RichBatch):
+    given: Any = host(None)
+
+    def loss_key(self) -> Any:
+        return self.given
+
+
+def _with(loss_key: Any) -> Any:
+    fields = {name: getattr(BATCH, name) for name in ("first", "weighted", "ids", "matrix", "flags")}
+    return WithLossKey(batch_size=2, num_real=2, given=loss_key, **fields)
+
+
 NO_KEYS = keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))
+WRONG: list[tuple[JaggedBatch, str]] = [
+    (replace(BATCH, ids=torch.arange(3)), r"ids must have batch_size = 2 rows, its shape is \(3,\)"),
+    (replace(BATCH, batch_size=3), "first must have batch_size = 3 rows in every key"),
+    (replace(BATCH, first=NO_KEYS), "first must have at least one key; set the field to None if batches lack it"),
+    (WithList(batch_size=1, num_real=1, names=["x"]), r"names must be .* with host\(\); got <class 'list'>"),
+    (BATCH.to("meta"), "first must be on the CPU .*, but it is on meta; move it, or leave out the device of the loa"),
+    (replace(BATCH, matrix=BATCH.matrix.clone().requires_grad_()), ".*, but it requires a gradient; detach it$"),
+    (_with(("weighted", "c")), r"must be a LossKey with a skip of 0 or 1, or None; got \('weighted', 'c'\)"),
+    (_with(LossKey("weighted", "c", skip=2)), "must be a LossKey with a skip of 0 or 1, or None; got LossKey"),
+    (_with(LossKey("x", "y")), r"no LossKey\(.*; its jagged keys are first.a, first.b, weighted.a, weighted.c"),
+]
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (replace(BATCH, ids=torch.arange(3)), r"ids must have batch_size = 2 rows, its shape is \(3,\)"),
-        (replace(BATCH, batch_size=3), "first must have batch_size = 3 rows in every key"),
-        (replace(BATCH, first=NO_KEYS), "first must have at least one key; set the field to None if batches lack it"),
-        (WithList(batch_size=1, num_real=1, names=["x"]), r"names must be .* with host\(\); got <class 'list'>"),
-        (
-            BATCH.to("meta"),
-            "first must be on the CPU .*, but it is on meta; move it, or leave out the device of the loa",
-        ),
-        (replace(BATCH, matrix=BATCH.matrix.clone().requires_grad_()), ".*, but it requires a gradient; detach it$"),
-    ],
-)
-def test_fields_of_a_wrong_type_number_of_rows_or_place_are_refused(batch: JaggedBatch, message: str) -> None:
+@pytest.mark.parametrize(("batch", "message"), WRONG)
+def test_fields_and_loss_keys_that_no_batch_can_have_are_named(batch: JaggedBatch, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         schema_of(batch)
 
@@ -162,7 +167,7 @@ def test_index_select_takes_rows_of_all_fields(case: tuple[RichBatch, list[int]]
         check_contents(chosen, schema_of(chosen))
 
 
-def test_slice_takes_bounds_like_python() -> None:
+def test_slice_takes_bounds_like_python_and_wrong_rows_are_an_error() -> None:
     batch = pad_batch(rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 1)], [(2, 2), (2, 2)]]), 4)
     for start, stop, samples in [(0, 2, [0, 1]), (1, 4, [1, 2]), (-2, 4, [2]), (2, 99, [2])]:
         part = batch.slice(start, stop)
@@ -170,22 +175,10 @@ def test_slice_takes_bounds_like_python() -> None:
         assert part.ids.tolist() == batch.ids[start:stop].tolist()
     assert batch.slice(3, 1).batch_size == 0
     assert batch.slice(0, 2).replace(world_loss_tokens=7).slice(0, 1).world_loss_tokens == 7
-
-
-def test_wrong_rows_are_an_error() -> None:
-    batch = pad_batch(rich_batch([[(1, 2), (3, 4)]]), 2)
-    with pytest.raises(IndexError, match=r"rows must be in 0\.\.1, got -1 to 2"):
-        batch.index_select([-1, 2])
-    with pytest.raises(ValueError, match="rows have padding, 1 and above, before a sample; put padding last"):
-        batch.index_select([1, 0])
-
-
-def test_a_stream_that_uses_a_batch_keeps_its_counts_allocated() -> None:
-    batch = JaggedBatch(batch_size=1, num_real=0)
-    batch.record_stream(Mock())  # nothing to keep
-    counts, stream = Mock(), Mock()
-    batch.replace(world_task_tokens=counts).record_stream(stream)
-    counts.record_stream.assert_called_once_with(stream)
+    with pytest.raises(IndexError, match=r"rows must be in 0\.\.3, got -1 to 4"):
+        batch.index_select([-1, 4])
+    with pytest.raises(ValueError, match="rows have padding, 3 and above, before a sample; put padding last"):
+        batch.index_select([3, 0])
 
 
 def _addresses(batch: JaggedBatch) -> set[int]:
@@ -228,31 +221,26 @@ def test_padding_adds_rows_of_length_zero_with_declared_fill_values() -> None:
         pad_batch(batch, 1)
 
 
-def _collate(samples: Sequence[int]) -> RichBatch:
-    return rich_batch([[(sample, 0), (0, 0)] for sample in samples])
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_batches", [None, 1, 4])
 @pytest.mark.parametrize("num_samples", [0, 1, 4, 5])
-def test_any_samples_are_cut_into_full_batches(num_samples: int, num_batches: int | None, drop_last: bool) -> None:
-    expected = [[1, 2], [3, 4]] if num_samples > 1 else []
-    if num_samples % 2 and not drop_last:
-        expected.append([num_samples, 0])
-    expected += [[0, 0]] * ((num_batches or 0) - len(expected))
-    batches = PaddedBatches(
-        range(1, num_samples + 1), batch_size=2, collate=_collate, drop_last=drop_last, num_batches=num_batches
-    )
-    assert len(batches) == len(expected)
-    for _ in range(2):
-        found = [(batch.first["a"].lengths().tolist(), batch.num_real) for batch in batches]
-        assert found == [(lengths, sum(length > 0 for length in lengths)) for lengths in expected]
+def test_any_samples_are_cut_into_full_batches(num_samples: int) -> None:
+    collate = JaggedCollate({"n": dense(dtype=torch.int64, shape=())})
+    samples = [{"n": sample} for sample in range(1, num_samples + 1)]
+    for drop_last, num_batches in itertools.product((False, True), (None, 1, 4)):
+        expected = [[1, 2], [3, 4]] if num_samples > 1 else []
+        if num_samples % 2 and not drop_last:
+            expected.append([num_samples, 0])
+        expected += [[0, 0]] * ((num_batches or 0) - len(expected))
+        options: Any = {"batch_size": 2, "collate": collate, "drop_last": drop_last, "num_batches": num_batches}
+        padded: Any = PaddedBatches(samples, **options)
+        assert len(padded) == len(expected)
+        for _ in range(2):
+            found = [(batch.n.tolist(), batch.num_real) for batch in padded]
+            assert found == [(numbers, sum(number > 0 for number in numbers)) for numbers in expected]
     with pytest.raises(TypeError, match="'generator' has no len"):
-        len(PaddedBatches((n for n in range(3)), batch_size=2, collate=_collate))
+        len(PaddedBatches((n for n in samples), batch_size=2, collate=collate))
 
 
-@pytest.mark.parametrize("num_samples", [1, 4, 5])
-def test_empty_batches_are_like_the_others_whatever_is_declared(num_samples: int) -> None:
+def test_empty_batches_are_like_the_others_whatever_is_declared() -> None:
     declarations = {
         "items": jagged(max_length=9),
         "ratings": jagged(torch.float32, field="labels"),
@@ -262,19 +250,9 @@ def test_empty_batches_are_like_the_others_whatever_is_declared(num_samples: int
     }
     sample = {"items": [1, 2], "ratings": [0.5], "number": 7, "matrix": [[1.0, 2.0]], "small": [1, 2, 3]}
     collate = JaggedCollate(declarations, loss_key=LossKey("features", "items"))
-    batches = list(PaddedBatches([sample] * num_samples, batch_size=2, collate=collate, num_batches=5))
-    assert [batch.num_real for batch in batches] == ([2] * (num_samples // 2) + [1] * (num_samples % 2) + [0] * 5)[:5]
-    assert len({schema_of(batch) for batch in batches}) == 1
-    empty = batches[-1]
+    whole, part, empty = PaddedBatches([sample] * 3, batch_size=2, collate=collate, num_batches=3)
+    assert schema_of(whole) == schema_of(part) == schema_of(empty) == schema_of(empty_batch(schema_of(whole)))
     assert empty.loss_tokens == 0
     assert empty.matrix.tolist() == [[[-1.0, -1.0]]] * 2
     assert empty.max_lengths == {"items": 0, "ratings": 0}
     assert empty.length_limits == {"items": 9}
-
-
-def test_a_rank_without_samples_says_what_to_declare() -> None:
-    with pytest.raises(ConfigError, match=r"a batch without samples needs dense\(dtype=..., shape=...\) of 'y'; de"):
-        list(PaddedBatches([], batch_size=2, collate=JaggedCollate({"y": dense()}), num_batches=1))
-    declared = JaggedCollate({"y": dense(dtype=torch.float32, shape=(2,))})
-    (batch,) = PaddedBatches([], batch_size=2, collate=declared, num_batches=1)
-    assert batch.y.tolist() == [[0.0, 0.0]] * 2

@@ -1,23 +1,22 @@
 """Batches whose targets keep their first codes alone."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SemanticIdBatch, pad_batch
-from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import check_contents, schema_of
 from evenrank.dataloader.random_batches import RandomBatches, RandomData, random_codes
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batch_helpers import rows_of
-from tests.ranks import RankPool
 
 CODES = random_codes(50, levels=3, codebook_size=9)
+FLAGS = ("history_labels", "candidate_feature", "label_offsets")
 
 
 def _batches(num_batches: int = 1, num_real: int = 5, **options: Any) -> list[SemanticIdBatch]:
@@ -27,101 +26,54 @@ def _batches(num_batches: int = 1, num_real: int = 5, **options: Any) -> list[Se
     return list(RandomBatches(config, data, num_batches=num_batches))
 
 
-FLAGS = ("history_labels", "candidate_feature", "label_offsets")
-
-
-@given(
-    num_levels=st.integers(1, 3),
-    num_real=st.integers(0, 6),
-    options=st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())),
-)
+@settings(max_examples=40)
+@given(st.integers(1, 3), st.integers(0, 6), st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())))
 def test_targets_keep_their_first_codes_and_all_else_stays(num_levels: int, num_real: int, options: Any) -> None:
     (batch,) = _batches(num_real=num_real, **options)
-    kept = batch.retain_candidate_hierarchies(num_levels)
-    check_contents(kept, schema_of(kept))
-    cut = 3 - num_levels
-    for key in batch.features.keys():  # noqa: SIM118
-        expected = rows_of(batch.features, key)
-        if key == "candidate_id":
-            expected = [row[:num_levels] for row in expected]
-        assert rows_of(kept.features, key) == expected
-    labels = [row[: len(row) - cut] for row in rows_of(batch.labels, "label")]
-    assert rows_of(kept.labels, "label") == labels
-    assert kept.loss_tokens == sum(map(len, labels))
-    assert kept.candidate_levels == num_levels
-    assert kept.max_lengths is not None
-    assert kept.max_lengths["label"] == max(map(len, labels))
-    assert kept.length_limits is not None
-    assert kept.length_limits["label"] == (7 if options["history_labels"] else 1) * 3 - cut
-    if options["candidate_feature"]:
-        assert kept.length_limits["candidate_id"] == num_levels
-        assert kept.max_lengths["candidate_id"] == num_levels * (num_real > 0)
-    # Caches on the host, with which no later call synchronizes, are right too.
-    for jagged in (kept.features, kept.labels):
-        assert jagged.offset_per_key()[-1] == len(jagged.values()) == jagged.lengths().sum()
+    padded = pad_batch(batch.slice(0, num_real), 6)
+    # At once, in steps, after rows were selected or padded.
+    for whole in (batch, batch.retain_candidate_hierarchies(max(num_levels, 2)), padded, batch.index_select(range(6))):
+        kept: Any = whole.retain_candidate_hierarchies(num_levels)
+        check_contents(kept, schema_of(kept))
+        cut = 3 - num_levels
+        for key in batch.features.keys():  # noqa: SIM118
+            expected = rows_of(batch.features, key)
+            if key == "candidate_id":
+                expected = [row[:num_levels] for row in expected]
+            assert rows_of(kept.features, key) == expected
+        labels = [row[: len(row) - cut] for row in rows_of(batch.labels, "label")]
+        assert rows_of(kept.labels, "label") == labels
+        assert (kept.loss_tokens, kept.candidate_levels) == (sum(map(len, labels)), num_levels)
+        assert kept.max_lengths["label"] == max(map(len, labels))
+        assert kept.length_limits["label"] == (7 if options["history_labels"] else 1) * 3 - cut
+        if options["candidate_feature"]:
+            assert kept.length_limits["candidate_id"] == num_levels
+            assert kept.max_lengths["candidate_id"] == num_levels * (num_real > 0)
+        # Caches on the host, with which no later call synchronizes, are right too.
+        for jagged in (kept.features, kept.labels):
+            assert jagged.offset_per_key()[-1] == len(jagged.values()) == jagged.lengths().sum()
     assert (batch.candidate_levels, batch.loss_tokens) == (3, len(batch.labels.values()))  # it has not changed
 
 
-def test_levels_are_cut_again_after_rows_were_selected_or_padded() -> None:
-    (batch,) = _batches(history_labels=True, candidate_feature=True)
+def test_the_schema_has_the_levels_and_wrong_numbers_are_refused() -> None:
+    (batch,) = _batches()
     once = batch.retain_candidate_hierarchies(1)
-    for changed in (batch, batch.index_select(range(6)), pad_batch(batch.slice(0, 5), 6), batch.clone()):
-        twice = changed.retain_candidate_hierarchies(2).retain_candidate_hierarchies(1)
-        assert rows_of(twice.labels, "label") == rows_of(once.labels, "label")
-        assert rows_of(twice.features, "candidate_id") == rows_of(once.features, "candidate_id")
-        assert (twice.loss_tokens, twice.max_lengths) == (once.loss_tokens, once.max_lengths)
     assert once.retain_candidate_hierarchies(1) is once
-    for number, levels in ((0, 3), (4, 3), (2, 1)):
-        with pytest.raises(
-            ConfigError, match=f"num_levels must be between 1 and candidate_levels = {levels}, got {number}"
-        ):
-            (batch if levels == 3 else once).retain_candidate_hierarchies(number)
-    counted = replace(batch, world_loss_tokens=99)
+    for of_batch, number, levels in ((batch, 0, 3), (batch, 4, 3), (once, 2, 1)):
+        message = f"num_levels must be between 1 and candidate_levels = {levels}, got {number}"
+        with pytest.raises(ConfigError, match=message):
+            of_batch.retain_candidate_hierarchies(number)
+    counted = batch.replace(world_loss_tokens=99)
     assert counted.retain_candidate_hierarchies(3).world_loss_tokens == 99
     assert counted.retain_candidate_hierarchies(2).world_loss_tokens is None  # no rank knows the others' samples
-
-
-def test_the_schema_has_the_levels_and_names_a_difference() -> None:
-    (batch,) = _batches()
     schema, cut = schema_of(batch), schema_of(batch.retain_candidate_hierarchies(2))
     assert cut.differences(schema) == ["length limit of label: 2 and 3", "candidate_levels: 2 and 3"]
-    empty = empty_batch(schema)
-    assert isinstance(empty, SemanticIdBatch)
-    assert empty.candidate_levels == 3
-    assert schema_of(empty) == schema
-
-
-def _balanced(rank: int, world_size: int) -> list[Any]:
-    """Return what a rank has after each step; rank 1 runs out of batches before rank 0."""
-    own = [batch.retain_candidate_hierarchies(2) for batch in _batches(2 - rank, history_labels=True)]
-    with Balancer(own, BalanceConfig(cost=LinearCost(history_key="semantic_id", interleave_actions=False))) as balancer:
-        return [
-            (
-                b.candidate_levels,
-                b.num_real,
-                len(b.labels.values()),
-                b.loss_tokens,
-                b.world_loss_tokens,
-                b.retain_candidate_hierarchies(1).loss_tokens,
-            )
-            for b in balancer
-        ]
-
-
-def test_a_balancer_moves_cut_batches_also_to_a_rank_without_any(ranks: RankPool) -> None:
-    steps = list(zip(*ranks.run(2, _balanced), strict=True))
-    assert [sum(real for _, real, *_ in step) for step in steps] == [10, 5]
-    for step in steps:
-        for levels, num_real, num_labels, loss_tokens, world, after in step:
-            assert (levels, loss_tokens, after) == (2, num_labels, num_labels - num_real)
-            assert world == sum(labels for _, _, labels, *_ in step)
-    assert steps[1][1][1] > 0  # the rank without a batch has got samples
+    empty: Any = empty_batch(schema)
+    assert (empty.candidate_levels, schema_of(empty)) == (3, schema)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_synchronizes() -> None:
-    import torch
-
     (batch,) = _batches(history_labels=True, candidate_feature=True)
     moved = batch.to("cuda")
     torch.cuda.set_sync_debug_mode("error")

@@ -37,16 +37,10 @@ def _skipped(draw: st.DrawFn) -> tuple[SkippedSamples, int, int]:
 
 
 def _entries(skipped: SkippedSamples) -> list[Any]:
-    def as_list(pending: Ints | None) -> list[int] | None:
-        return None if pending is None else pending.tolist()
-
+    points = [skipped.pending, *([] if skipped.begin is None else [skipped.begin.pending])]
+    lists = [None if pending is None else pending.tolist() for pending in points]
     begin = None if skipped.begin is None else (skipped.begin.start, skipped.begin.position)
-    return [
-        as_list(skipped.pending),
-        begin,
-        skipped.shape,
-        None if skipped.begin is None else as_list(skipped.begin.pending),
-    ]
+    return [*lists, begin, skipped.shape]
 
 
 @given(_skipped())
@@ -64,7 +58,7 @@ WINDOW = {"start": 0, "world_size": 2, "batch_size": 4, "steps": 3, "pending": N
 def test_the_format_of_the_text() -> None:
     text = json.dumps({"positions": PENDING, "window": WINDOW})
     skipped = SkippedSamples.from_text(text, position=4, num_samples=9)
-    assert _entries(skipped) == [[2, 4, 5, 7], (0, 0), (3, 2, 4), None]
+    assert _entries(skipped) == [[2, 4, 5, 7], None, (0, 0), (3, 2, 4)]
     assert skipped.to_text() == text
     assert SkippedSamples().to_text() == ""
     assert SkippedSamples.from_text("", position=3, num_samples=3) == SkippedSamples()
@@ -72,51 +66,19 @@ def test_the_format_of_the_text() -> None:
     assert len(SkippedSamples(many).to_text()) == pytest.approx(80_000 / 8 * 4 / 3, abs=60)
 
 
-def test_the_rows_that_are_left_of_a_window_are_its_pending_positions_and_those_of_the_epoch_after_them() -> None:
-    window = SkippedSamples(np.array([2, 4, 5, 7]), ResumePoint(), (3, 2, 2))
-    left = window.left(4, num_samples=10)  # positions 8 and 9 have not begun, and there are no more
-    assert left.rows is not None
-    assert left.rows.astype(int).tolist() == [[[0, 0], [1, 0]], [[1, 1], [0, 1]], [[1, 1], [0, 0]]]
-    assert (left.begin, left.window, left.num_trained, left.has_positions) == (0, 3, 1, True)
-    # The same window where 1 and 3 were pending at its begin, so that 0 and 2 come before it.
-    begin = ResumePoint(start=2, position=2, pending=np.array([1, 3]))
-    left = SkippedSamples(np.array([3, 4, 5, 7]), begin, (2, 2, 2)).left(6, num_samples=11)
-    assert left.rows is not None
-    assert left.rows.astype(int).tolist() == [[[0, 1], [1, 1]], [[0, 1], [0, 0]]]
+def test_damaged_text_is_refused() -> None:
+    damaged: list[Any] = ["x", "7", "[" * 100_000, json.dumps({"positions": PENDING})]
+    for change in ({"start": 5}, {"steps": 0}, {"pending": 7}):
+        damaged.append(json.dumps({"positions": PENDING, "window": WINDOW | change}))
+    # Begins after 4 samples; more than there are; 9 is past the end; does not begin at 1.
+    for first, count, bits in ((5, 4, PENDING[2]), (2, 6, PENDING[2]), (4, 4, PENDING[2]), (2, 4, "?"), (1, 4, "Wg==")):
+        damaged.append(json.dumps({"positions": [first, count, bits], "window": None}))
+    for text in damaged:
+        with pytest.raises(StateError, match=r"^corrupt loader state: field 'pending' cannot be decoded; use another"):
+            SkippedSamples.from_text(text, position=4, num_samples=9)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("x", "7", "[" * 100_000, json.dumps({"positions": PENDING})),
-        json.dumps({"positions": PENDING, "window": {}}),
-        *(
-            json.dumps({"positions": PENDING, "window": {**WINDOW, **change}})
-            for change in ({"start": 5}, {"steps": 0}, {"pending": 7})
-        ),
-        *(
-            json.dumps({"positions": positions, "window": None})
-            for positions in (
-                None,
-                [2, 4, 7],
-                [5, 4, PENDING[2]],  # begins after 4 samples
-                [2, 6, PENDING[2]],  # more than there are
-                [2, 5, PENDING[2]],
-                [4, 4, PENDING[2]],  # 9 is past the end
-                [2, 4, "?"],
-                [1, 4, "Wg=="],  # does not begin at 1
-            )
-        ),
-    ],
-    ids=range(16),
-)
-def test_damaged_text_is_refused(text: str) -> None:
-    message = "^corrupt loader state: field 'pending' cannot be decoded; use another checkpoint$"
-    with pytest.raises(StateError, match=message):
-        SkippedSamples.from_text(text, position=4, num_samples=9)
-
-
-def test_pending_positions_come_first() -> None:
+def test_pending_positions_come_first_and_what_is_left_of_a_window_is_found() -> None:
     point = ResumePoint(epoch=1, start=4, position=4, pending=np.array([2, 4, 5, 7]))
     rows = RowOrder(samples=Samples(num_rows=20, left_out=np.array([0])))
     order = point.order(rows)
@@ -127,3 +89,11 @@ def test_pending_positions_come_first() -> None:
     other = ResumePoint(epoch=1, start=4, position=4, pending=np.array([2, 4, 6, 7])).order(rows)
     assert len({order.fingerprint(), other.fingerprint(), rows.fingerprint()}) == 3
     assert ResumePoint(start=4, position=4).order(rows) is rows
+    window = SkippedSamples(np.array([2, 4, 5, 7]), ResumePoint(), (3, 2, 2))
+    left: Any = window.left(4, num_samples=10)  # positions 8 and 9 have not begun, and there are no more
+    assert left.rows.astype(int).tolist() == [[[0, 0], [1, 0]], [[1, 1], [0, 1]], [[1, 1], [0, 0]]]
+    assert (left.begin, left.window, left.num_trained, left.has_positions) == (0, 3, 1, True)
+    # The same window where 1 and 3 were pending at its begin, so that 0 and 2 come before it.
+    begin = ResumePoint(start=2, position=2, pending=np.array([1, 3]))
+    left = SkippedSamples(np.array([3, 4, 5, 7]), begin, (2, 2, 2)).left(6, num_samples=11)
+    assert left.rows.astype(int).tolist() == [[[0, 1], [1, 1]], [[0, 1], [0, 0]]]
