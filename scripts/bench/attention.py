@@ -30,8 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from evenrank.datasets.distributions import Lognormal
-from hstu.attention import Sequences
-from hstu.config import ATTENTIONS
+from hstu import ATTENTIONS, Sequences
 from report import Row, emit, machine, show
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -13,9 +13,7 @@ from evenrank.dataloader.balance import HSTUCost
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.training import batch_work
 from evenrank.training.flops import hstu_flops, hstu_pairs
-from hstu.config import HSTUConfig, tables
-from hstu.ranking import HSTURanking
-from hstu.retrieval import HSTURetrieval
+from hstu import HSTUConfig, HSTURanking, tables
 
 
 def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
@@ -48,23 +46,19 @@ def batch_of(lengths: Mapping[str, list[int]], candidates: list[int], labels: li
     )
 
 
-# 4 samples of a user, 3 items and 2 or 3 actions each: candidates without and with actions, labels, and retrieval.
+# 4 samples of a user, 3 items and 2 or 3 actions each: candidates without and with actions, and labels of histories.
 @pytest.mark.parametrize(
-    ("actions", "candidates", "labels", "sees_history"),
-    [(2, 1, 1, True), (3, 1, 1, True), (3, 0, 3, False), (3, 0, None, False)],
+    ("actions", "candidates", "labels", "sees_history"), [(2, 1, 1, True), (3, 1, 1, True), (3, 0, 3, False)]
 )
 def test_flops_of_the_example_are_those_that_torch_counts(
-    actions: int, candidates: int, labels: int | None, sees_history: bool
+    actions: int, candidates: int, labels: int, sees_history: bool
 ) -> None:
     lengths = {"user_id": [1] * 4, "item_id": [3] * 4, "action": [actions] * 4}
-    batch = batch_of(lengths, [candidates] * 4, None if labels is None else [labels] * 4)
+    batch = batch_of(lengths, [candidates] * 4, [labels] * 4)
     sizes = {"user_id": 3, "item_id": 5, "action": 4}
-    embeddings = EmbeddingCollection(tables=tables(sizes, CONFIG, retrieval=labels is None))
-    model: nn.Module = HSTURanking(embeddings, CONFIG, num_tasks=2)
+    embeddings = EmbeddingCollection(tables=tables(sizes, CONFIG))
+    model = HSTURanking(embeddings, CONFIG, num_tasks=2)
     head = [CONFIG.hidden, CONFIG.hidden, 2]
-    if labels is None:
-        model = HSTURetrieval(embeddings, CONFIG, num_items=5, num_negatives=6)
-        head = [CONFIG.hidden, CONFIG.embedding_dim, 6]
     embedding = (CONFIG.embedding_dim, CONFIG.hidden, CONFIG.hidden)
     work = batch_work(batch, interleave_actions=True, contextual=("user_id",))
     flops = hstu_flops(**SHAPE, layers=CONFIG.layers, embedding=embedding, head=head).of(work)

@@ -19,7 +19,7 @@ from evenrank.datasets.distributions import Uniform, Zipf, parse_distribution
 from evenrank.datasets.order import Order, RowOrder, Samples
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID
 from local_ranks import gather
-from trainer.world import World
+from trainer import World
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -48,7 +48,7 @@ class Source:
 
     def endless(self) -> RandomBatches[SequenceBatch]:
         """Return a loader that cycles through the batches for as long as anyone may train."""
-        return self._loader(self._data, _SAMPLES_OF_EPOCH // (self._config.batch_size * self._world.data_size))
+        return self._loader(self._data, _SAMPLES_OF_EPOCH // (self._config.batch_size * self._world.size))
 
     def reading(self, balance: BalanceConfig, *, num_workers: int, endless: bool) -> Loader[SequenceBatch]:
         """Return a loader that reads the same batches from a dataset in memory, and balances them. Collective.
@@ -68,7 +68,7 @@ class Source:
                 min_length=config.max_num_candidates,
                 split=config.split,
             )
-            for place in range(self._workload.num_batches * world.data_size)
+            for place in range(self._workload.num_batches * world.size)
         ]
         dataset = dataclasses.replace(
             parts[0],
@@ -77,8 +77,8 @@ class Source:
         )
         order = _Cycle() if endless else "rows"
         config = dataclasses.replace(config, order=order, num_workers=num_workers, device=world.device)
-        ranks: Any = {"rank": world.data_rank, "world_size": world.data_size}
-        return build_loader(dataset, config, **ranks, balance=balance, group=world.data)
+        ranks: Any = {"rank": world.rank, "world_size": world.size}
+        return build_loader(dataset, config, **ranks, balance=balance, group=None)
 
     def even(self, cost: Cost) -> RandomBatches[SequenceBatch]:
         """Return a loader of N perfectly even batches by a cost. Collective: every rank must call this."""
@@ -89,17 +89,16 @@ class Source:
 
         gathered = gather(np.stack([feature_lengths(batch)[ITEM_ID] for batch in self._once]))
         # Ranks that divide heads have the same batches; those of their first one stand for all.
-        all_lengths = np.stack(gathered[:: len(gathered) // self._world.data_size], axis=1)
+        all_lengths = np.stack(gathered[:: len(gathered) // self._world.size], axis=1)
         options = {"max_length": self._config.max_history_length}
         events = [
-            even_lengths(lengths.reshape(-1), self._world.data_size, cost_of_events, **options)
-            for lengths in all_lengths
+            even_lengths(lengths.reshape(-1), self._world.size, cost_of_events, **options) for lengths in all_lengths
         ]
         data = dataclasses.replace(self._data, lengths=_InTurn(np.concatenate(events)))
         return self._loader(data, self._workload.num_batches)
 
     def _loader(self, data: RandomData, num_batches: int) -> RandomBatches[SequenceBatch]:
-        options: Any = {"rank": self._world.data_rank, "world_size": self._world.data_size}
+        options: Any = {"rank": self._world.rank, "world_size": self._world.size}
         options |= {"num_batches": num_batches, "num_distinct": self._workload.num_batches}
         return RandomBatches(self._config, data, **options)
 

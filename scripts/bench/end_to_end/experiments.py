@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.core.rules import Bounds, Count, NonNegative
 from evenrank.core.settings import Settings, check_keys
-from trainer.config import TrainConfig
+from trainer import TrainConfig
 
 _ROWS = ("item_rows", "user_rows")
 _NOT_MEASURED = ("data", "out")  # settings of a job that no run uses

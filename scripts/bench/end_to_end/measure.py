@@ -26,12 +26,17 @@ from evenrank.training import StepTimer, device_peaks, scale_loss
 from evenrank.training import Work as BatchWork
 from evenrank.training.step_timer import Clock
 from local_ranks import gather
-from trainer.data import balance_config
-from trainer.job import quiet, set_precision
-from trainer.parallel import distribute
-from trainer.pipelines import Pipeline, make_pipeline, run_pipeline
-from trainer.tasks import ranking
-from trainer.world import World, divide
+from trainer import (
+    Pipeline,
+    World,
+    balance_config,
+    distribute,
+    make_pipeline,
+    quiet,
+    ranking,
+    run_pipeline,
+    set_precision,
+)
 
 Batches = AbstractContextManager[Iterable[SequenceBatch]]
 
@@ -42,7 +47,7 @@ def measure_run(device: torch.device, run: Run) -> Row:
     """Return the row of a run on the ranks of the default process group. Collective."""
     quiet()
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
-    row = measured(run, divide(world, run.settings.tensor_parallel))
+    row = measured(run, world)
     return row | {"conditions": run.conditions, "machine": report.machine()}
 
 
@@ -74,11 +79,11 @@ def measured(run: Run, world: World) -> Row:
             way = dataclasses.replace(way, refit_every=None)  # of batches that are not trained
         if config.balance in EXCHANGES:
             drawn = source.endless() if endless else source.once()
-            return Balancer(drawn, way, device=device, group=world.data)
+            return Balancer(drawn, way, device=device)
         return closing(source.reading(way, num_workers=config.num_workers, endless=endless))
 
     def new_timer(refit_every: int) -> StepTimer:
-        return StepTimer(device=device, every=max(refit_every // 4, 1), group=world.data)
+        return StepTimer(device=device, every=max(refit_every // 4, 1))
 
     if config.refit_every is not None:
         # As a job that begins with the cost of the model. The cost that it comes to also balances prepared and even
@@ -89,7 +94,7 @@ def measured(run: Run, world: World) -> Row:
     steps: list[StepMetrics] = []
     prepared = prepare(balanced(endless=False, on_step=steps.append), device)
     as_drawn = BalanceConfig(cost=cost, strategy="none")
-    even = prepare(Balancer(source.even(cost), as_drawn, device=device, group=world.data), device)
+    even = prepare(Balancer(source.even(cost), as_drawn, device=device), device)
     of_live = None if config.refit_every is None else new_timer(config.refit_every)
     with balanced(endless=True, on_step=of_live) as live:
         segments = measure(pipeline, clock, workload, live=live, prepared=prepared, even=even, timer=of_live)
@@ -101,7 +106,7 @@ def measured(run: Run, world: World) -> Row:
         # The backward pass takes twice as many.
         flops={name: 3 * getattr(learns.flops, name) for name in ("per_token", "per_pair", "per_prediction")},
         peak_flops=device_peaks(device).flops(dtype) if device.type == "cuda" else None,
-        data_ranks=world.data_size,
+        data_ranks=world.size,
     )
     named = {"lengths": run.lengths, "run": run.name, "gpus": run.gpus, "cost": type(cost).__name__}
     return named | figures | {"peak_gib": peak_gib(device)}

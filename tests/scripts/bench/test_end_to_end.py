@@ -17,8 +17,7 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import ClippedZipf, Distribution, Lognormal
 from tests.ranks import RankPool
-from trainer.config import TrainConfig
-from trainer.world import World, divide
+from trainer import TrainConfig, World
 
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True, contextual=("user_id",))
 STEPS = {"steps": 8, "rounds": 2, "warmup_steps": 4, "skipped_steps": 1, "num_batches": 3}
@@ -84,7 +83,7 @@ def _measured(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tu
     for changed in runs:
         config = TrainConfig(**SETTINGS, **changed)
         run = Run(name="a run", lengths="skewed", gpus=world_size, workload=WORKLOAD, settings=config)
-        world = divide(World(rank=rank, size=world_size, device=torch.device("cpu")), config.tensor_parallel)
+        world = World(rank=rank, size=world_size, device=torch.device("cpu"))
         found.append((measure.measured(run, world), made[-1]))
     return found
 
@@ -111,10 +110,9 @@ def test_balancing_changes_who_trains_samples_and_kinds_take_turns(ranks: RankPo
             np.testing.assert_array_equal(one.marks[:, 1:, 0], one.marks[:, :-1, 4])
 
 
-def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
-    run = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}
-    ((_, (segments, work)),), *_ = ranks.run(4, _measured, [{**run, "tensor_parallel": 2}])
-    np.testing.assert_array_equal(work.tokens[::2], work.tokens[1::2])
+def test_sharded_tables_in_a_pipeline_are_measured(ranks: RankPool) -> None:
+    run = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist"}
+    ((_, (segments, _)),), *_ = ranks.run(2, _measured, [run])
     assert all(np.isfinite(segment.marks).all() for segment in segments)
 
 
