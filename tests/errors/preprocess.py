@@ -146,6 +146,7 @@ _AGAIN, _AT_ONCE = "; append with the same options", "; preprocess all of the lo
 
 # What runs refuse.
 _CALLS: list[tuple[Callable[[Scene], Any], str]] = [
+    (lambda s: _run(s, dataset="custom", synthetic=None), "dataset 'custom' has no description; set `custom` to ..."),
     (
         lambda s: _run(s, synthetic=_drawn("Uniform")),
         "users 1 to 5 have 23,058,... events, more than 1,073,741,824; ...",

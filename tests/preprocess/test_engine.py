@@ -92,11 +92,17 @@ def test_memory_decides_how_many_tasks_run_at_a_time() -> None:
         memory.take("more", largest=20_000_000)
 
 
-def test_without_a_limit_it_is_half_of_what_is_free_and_one_task_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_it_is_half_of_what_is_free_and_one_task_always_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     all_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 1 << 20 < engine_module._free_memory() <= all_memory
-    monkeypatch.setattr(engine_module, "_MEMINFO", Path("missing"))  # without Linux
+    monkeypatch.setattr(engine_module, "_MEMINFO", tmp_path / "missing")  # without Linux
     assert engine_module._free_memory() <= all_memory
+    monkeypatch.setattr(engine_module, "_CGROUP", tmp_path)  # of a container
+    for name, content in (("max", 1 << 20), ("current", 1 << 18)):
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    assert engine_module._free_memory() == 3 << 18
     monkeypatch.setattr(engine_module, "_free_memory", lambda: 6_000_000_000)
     assert 5 < Memory(None, own_memory(), 28).num_tasks < 15
     monkeypatch.setattr(engine_module, "_free_memory", lambda: 1)
@@ -162,7 +168,7 @@ def test_a_run_that_needs_more_memory_goes_on_under_a_higher_limit(
         preprocess(limited)
     assert [path.name for path in sorted(tmp_path.iterdir())] == [".out.partial", "log.csv"]
     with caplog.at_level(logging.WARNING, "evenrank.preprocess"):
-        preprocess(config)
+        preprocess(replace(config, memory_limit=own_memory() / 1e9 + 9))
     assert caplog.messages == ["going on with what an earlier run has finished"]
     preprocess(replace(config, out=tmp_path / "whole"))
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "whole")

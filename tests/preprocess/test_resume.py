@@ -246,6 +246,24 @@ def test_a_run_with_other_files_or_options_or_of_others_starts_over_and_says_why
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "other", "out"]
 
 
+def test_ids_that_began_like_integers_are_texts_also_for_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More rows than those that decide first, and then ids that are no plain integers.
+    rows = [f"{number % 7},{number % 5},{1_600_000_000 + number}\n" for number in range(1500)]
+    (tmp_path / "log.csv").write_text("".join(["user,item,time\n", *rows, "007,1,1700000000\n", "7,x,1700000000\n"]))
+    for name in ("whole", "out"):
+        config = _config(tmp_path, name, filters=Filters(), split="none")
+        if name == "out":
+            _end_early(config, monkeypatch)
+        manifest = preprocess(config)
+        assert {column: (ids.kind, ids.distinct) for column, ids in manifest.ids.items()} == {
+            "user_id": ("text", 9),
+            "item_id": ("text", 6),
+        }
+    assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "null", "{}", "kinds", "[" * 10**5, "\0", "\udcff"])
 def test_a_damaged_plan_is_not_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: str
