@@ -23,15 +23,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.settings import construct
 from evenrank.dataloader import CodeTable, LoaderConfig, StreamConfig, TimeWindows, build_loader, build_stream_loader
 from evenrank.datasets import open_store, schema
 from evenrank.datasets.distributions import Lognormal, Zipf
-from tests.datasets.crafted import copy_dataset
+from tests.datasets.crafted import copy_dataset, update_manifest
 
 NUMBERS = (-(1 << 63), -(1 << 31), -2, -1, 0, 1, 2, 1000, (1 << 31) - 1, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1)
-NAMES = ("", "x", "..", "../x", "a\0b", "\ud800", "label", "offsets", "USER_ID", "train")
-VALUES: tuple[Any, ...] = (*NUMBERS, *NAMES, 1 << 64, 1e308, float("nan"), 0.5, True, None, [], {}, [[]])
 TYPES = (pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.float64(), pa.string(), pa.bool_())
 SPLIT = "eval"  # which has numbers of targets
 ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
@@ -42,24 +39,6 @@ CONFIGS: list[Any] = [
     LoaderConfig(**ROWS, codes=TABLE, history_labels=True),
     LoaderConfig(**ROWS, order=TimeWindows(every="1w"), max_num_candidates=2, extra_events=("timestamp_ms",)),
 ]
-
-
-def change_manifest(rng: random.Random, dataset: Path) -> None:
-    """Change, rename, remove or add a value anywhere in the manifest."""
-    path = dataset / schema.MANIFEST_NAME
-    raw: Any = json.loads(path.read_text())
-    parent, key = raw, rng.choice(("splits", "splits", "splits", *raw))
-    while isinstance(parent[key], dict | list) and len(parent[key]) and rng.random() < 0.9:
-        parent = parent[key]
-        key = rng.choice(list(parent)) if isinstance(parent, dict) else rng.randrange(len(parent))
-    value = parent.pop(key)
-    if (how := rng.random()) > 0.1:
-        value = value + rng.choice((-1, 1)) if isinstance(value, int) and how < 0.5 else rng.choice(VALUES)
-        if isinstance(parent, dict):
-            parent[rng.choice((key, key, *NAMES))] = value
-        else:
-            parent.insert(key, value)
-    path.write_text(json.dumps(raw))
 
 
 def change_columns(rng: random.Random, dataset: Path) -> None:
@@ -112,18 +91,6 @@ def change_cache(rng: random.Random, dataset: Path) -> None:
         path.write_bytes(content[: rng.choice((0, 5, 10, 100, len(content) - 1)) if kind == "size" else None])
 
 
-def let_checksums_agree(dataset: Path) -> None:
-    """Write the checksums of the files, and the content hash, to a manifest that may be malformed."""
-    path = dataset / schema.MANIFEST_NAME
-    raw: Any = json.loads(path.read_text())
-    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError, IndexError, ConfigError):
-        for file in raw["splits"][SPLIT]["files"]:
-            file["sha256"] = schema.sha256_of(dataset / file["path"])
-        known = {name: raw[name] for name in schema.Manifest.__dataclass_fields__ if name in raw}
-        raw["content_hash"] = schema.content_hash(construct(schema.Manifest, known, "manifest"))
-    path.write_text(json.dumps(raw))
-
-
 def read(dataset: Path, make: Any, *, has_valid_ids: bool) -> str:
     """Read a dataset, and return what came of it. Batches are what their lengths say, and ids are below their sizes."""
     try:
@@ -149,11 +116,11 @@ def main(base: Path, folder: Path, first: int, end: int) -> None:
     counts = Counter[str]()
     for seed in range(first, end):
         rng, dataset = random.Random(seed), copy_dataset(base, folder / str(seed))
-        change = rng.choice((change_manifest, change_columns, change_columns, change_cache))
+        change = rng.choice((change_columns, change_columns, change_cache))
         sys.stderr.write(f"seed {seed}: {change.__name__}\n")
         change(rng, dataset)
         if change is not change_cache:
-            let_checksums_agree(dataset)
+            update_manifest(dataset, SPLIT)
         loaders = [lambda c=config: build_loader(dataset, c, **ONE) for config in CONFIGS]  # noqa: B023
         stream = StreamConfig(lanes=2, window_rows=5)
         loaders += [lambda c=config: build_stream_loader(dataset, c, stream, **ONE) for config in CONFIGS[:2]]  # noqa: B023
@@ -162,7 +129,7 @@ def main(base: Path, folder: Path, first: int, end: int) -> None:
     sys.stdout.write(json.dumps(counts))
 
 
-@pytest.mark.parametrize(("first", "end"), [(0, 60), pytest.param(60, 5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("first", "end"), [(0, 40), pytest.param(40, 5000, marks=pytest.mark.long)])
 def test_crafted_datasets_give_errors_or_valid_batches(tmp_path: Path, first: int, end: int) -> None:
     pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess

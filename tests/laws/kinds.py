@@ -148,9 +148,11 @@ def balance_of(job: Job) -> BalanceConfig | None:
     calls = 0 if job.way in BALANCED[1:] else 2  # which are of many steps
     cost: Any = making.FailingCost(calls) if job.fault == "cost" and job.is_faulty else item_tokens
     of_job: dict[str, Any] = {"exchange": job.exchange} if job.way in BALANCED else {}
+    if "window" in options:
+        of_job["window"] = 2 + job.batch_size % 3  # so that the jobs of a chain have other ones
     if "pack" in options:
         of_job["max_tokens_per_rank"] = KINDS[job.kind].max_tokens
-    return BalanceConfig(cost=cost, **options, **of_job)
+    return BalanceConfig(cost=cost, **{**options, **of_job})
 
 
 def make(data: Path, job: Job) -> Any:

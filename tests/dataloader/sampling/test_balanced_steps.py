@@ -1,6 +1,6 @@
 """Loaders with windows of steps, and the values that threads share; `balance/test_packing.py` has packed steps.
 
-That chains of jobs, alone or together, train each sample once is a law; here, windows have any number of steps.
+That chains of jobs, alone or together, train each sample once is a law.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader import LoaderConfig, Mixture, build_loader
@@ -107,48 +107,6 @@ def test_chance_is_another_one_in_each_window_and_epoch(small_dataset: Path) -> 
         assigned += [tuple(np.array(places[i : i + 32]) % 32) for i in range(0, len(places) - 31, 32)]
     # Samples of equal cost can only be told apart by their positions, so alike windows would be assigned alike.
     assert len(set(assigned)) == len(assigned) > 10
-
-
-WAYS = st.one_of(
-    st.sampled_from([None, {"window": 1}, PACKED]),
-    st.fixed_dictionaries({"window": st.integers(2, 6), "cost": st.sampled_from([COST, PaddedCost(COST)])}),
-    st.fixed_dictionaries({"window": st.integers(2, 6), "strategy": st.just("min-move")}),
-)
-JOBS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), WAYS, st.integers(0, 9)), min_size=1, max_size=4)
-
-
-@settings(max_examples=30)
-@given(jobs=JOBS, order=st.sampled_from(["shuffle", "rows"]))
-# What is left of the first window is more than the second one has.
-@example(jobs=[(5, 4, {"window": 6}, 2), (1, 1, {"window": 4}, 2), (2, 3, {"window": 2}, 1)], order="shuffle")
-# It ends within a window of the second job, and has no gap after three of its steps.
-@example(jobs=[(1, 8, {"window": 2}, 7), (1, 1, {"window": 3}, 3)], order="shuffle")
-def test_any_chain_of_jobs_trains_each_sample_once(small_dataset: Path, jobs: Any, order: str) -> None:
-    everything = sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
-    seen: list[int] = []
-    state: Any = None
-    for world_size, batch_size, balance, stop in jobs:
-        # What would have come, had it not stopped, comes in a job of the same shape that resumes.
-        loaders, uninterrupted = (
-            _loaders(small_dataset, world_size, balance, batch_size=batch_size, order=order) for _ in range(2)
-        )
-        if state is not None:
-            _load(loaders, state)
-            _load(uninterrupted, state)
-        if loaders[0].epoch:
-            break
-        expected, before = _iterate(uninterrupted), _iterate(loaders, stop)
-        state, *others = (loader.state_dict() for loader in loaders)
-        assert all(other == state for other in others)
-        resumed = pickle.loads(pickle.dumps(_load(loaders, state)))
-        if not resumed[0].epoch:
-            assert resumed[0].remaining_batches() == len(expected[0]) - len(before[0])
-            assert [a + b for a, b in zip(before, _iterate(resumed), strict=True)] == expected
-        seen += _flat(before)
-        plain = _load(_loaders(small_dataset, 1, None, order=order), state)
-        left = _flat(_iterate(plain)) if plain[0].epoch == state["epoch"] else []
-        assert sorted([*seen, *left]) == everything
-    assert len(set(seen)) == len(seen)
 
 
 def test_states_are_those_of_a_loader_that_stops_there_and_have_nothing_pending_between_windows(
