@@ -133,7 +133,9 @@ def test_a_row_has_ratios_of_the_same_batches_for_each_round() -> None:
     counts = [[[300, 100], [100, 100]], [[9, 1], [1, 1]], [[1, 1], [1, 1]], [[30, 10], [10, 10]]]
     step: Any = type("Step", (), {"before": np.array([30, 10]), "moved_tokens": 60, "tokens": 600})
     flops = {"per_token": 10**9, "per_pair": 10**8, "per_prediction": 10**10}
-    row = summarize(segments, Work(*map(np.array, counts)), [step], flops=flops, peak_flops=1e13, data_ranks=2)
+    options: dict[str, Any] = {"flops": flops, "peak_flops": 1e13}
+    row = summarize(segments, Work(*map(np.array, counts)), [step], data_ranks=2, **options)
+    divided = summarize(segments, Work(*map(np.array, counts)), [step], data_ranks=1, **options)  # heads, not samples
     assert row["live_over_even"] == [1.5, 2.0]  # medians 10 and 20 of the batches, over 5 and 15
     assert row["prepared_over_even"] == [1.0, pytest.approx(40 / 30, abs=1e-6)]
     assert row["exposed_percent"] == [50.0, 50.0]
@@ -143,6 +145,7 @@ def test_a_row_has_ratios_of_the_same_batches_for_each_round() -> None:
     assert row["idle_percent"] == [12.5, 12.5]  # half of a step and three eighths
     tokens, seconds = 3 * (400 + 200), (0.12, 0.18)
     assert row["tokens_per_s"] == [pytest.approx(tokens / each, rel=1e-6) for each in seconds]
+    assert divided["tokens_per_s"] == [pytest.approx(tokens / each / 2, rel=1e-6) for each in seconds]
     tflops = [(1.8e12 + 3 * 1.2e9 + 3 * 4e10) / 2 / each / 1e12 for each in seconds]
     assert row["mfu_percent"] == [pytest.approx(10 * each, rel=1e-5) for each in tflops]
     assert (row["load_before"], row["load_after"], row["moved_tokens_percent"]) == (1.5, 1.25, 10.0)

@@ -26,7 +26,7 @@ long = "uniform:low=9,high=90"
 hidden = 16
 [run]
 unbalanced = { balance = "none" }
-"no exchange" = { item_rows = 7, gpus = 1 }
+"no exchange" = { item_rows = 7, gpus = 1, hidden = 32 }
 """
 
 
@@ -39,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 def test_runs_have_settings_of_the_file_and_their_own(file: Path) -> None:
     runs = read_runs(file, gpus=2, changed={"steps": 20}, lengths=["long"])
     found = [(run.name, run.gpus, run.workload.item_rows, run.settings.balance, run.settings.hidden) for run in runs]
-    assert found == [("unbalanced", 2, 50, "none", 16), ("no exchange", 1, 7, "no-exchange", 16)]
+    assert found == [("unbalanced", 2, 50, "none", 16), ("no exchange", 1, 7, "no-exchange", 32)]
     assert {(run.workload.steps, run.workload.lengths) for run in runs} == {(20, "uniform:low=9,high=90")}
     paths = [run.path(Path("out")) for run in read_runs(file, gpus=2, only=["no exchange"])]
     assert paths == [Path("out/short/no-exchange.json"), Path("out/long/no-exchange.json")]
