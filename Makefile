@@ -49,8 +49,7 @@ test-examples: $(INSTALLED)-test
 	@$(PYTEST) -m examples tests/examples
 
 test-torch: $(INSTALLED)-test
-	@$(PYTEST) tests/core tests/datasets tests/dataloader tests/training tests/examples/trainer/test_pipelines.py \
-		tests/examples/trainer/test_embedding_caches.py
+	@$(PYTEST) tests/core tests/datasets tests/dataloader tests/training tests/examples/trainer/test_pipelines.py
 
 test-long: $(INSTALLED)-test
 	@$(BIN)/pytest -m long --timeout 3600

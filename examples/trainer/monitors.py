@@ -138,13 +138,15 @@ class Monitors(AbstractContextManager["Monitors"]):
         seconds = time.perf_counter() - self._started
         flops = [self._task.flops.of(Work(tokens=t, pairs=p, predictions=n)).total for t, p, n in counts]
         rates = [int(of_rank) / seconds for of_rank in flops]
-        numbers = {
+        numbers: dict[str, Any] = {
             "loss": sum(self._losses.compute()),
             "step_ms": 1e3 * seconds / self._in_interval,
             "tokens": sum(of_rank[0] for of_rank in counts),
             "tflops": sum(rates) / len(rates) / 1e12,
             "mfu": sum(rates) / len(rates) / self._peak,
         }
+        if not math.isnan(self._peak):
+            numbers["rank_mfu"] = [rate / self._peak for rate in rates]
         known = shown_numbers(summarize([*self._steps, *self._compared]))
         numbers |= {name: known[name] for name in _MEASURED if name in known}
         self._losses.reset()

@@ -34,11 +34,9 @@ def _attend() -> Any:
 
 LIMITS = {"user_id": 1, "tags": 3, "item_id": 24, "action": 23}
 NONE = torch.tensor([False])
-ROWS = [
-    (
-        lambda s: HSTUConfig(max_length=10, contextual="user_id"),
-        "HSTUConfig: contextual must be of type tuple..., got 'user_id'",
-    ),  # type: ignore[arg-type]
+USER: Any = {"contextual": "user_id"}  # without a comma behind it
+ROWS: list[tuple[Any, str]] = [
+    (lambda s: HSTUConfig(max_length=9, **USER), "HSTUConfig: contextual must be of type tuple..., got 'user_id'"),
     (lambda s: HSTUConfig(max_length=0), "HSTUConfig: max_length must be at least 1, got 0"),
     (
         lambda s: HSTUConfig(max_length=9, attention="flash"),

@@ -41,7 +41,8 @@ def check_bits(mine: Results, reference: Results) -> None:
 def attended(attention: Attention, inputs: Sequence[Tensor], sequences: Sequences, dtype: torch.dtype) -> Results:
     """Run attention on query, key and value, with the gradient of the output; return it and all gradients."""
     leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs[:3]]
-    output = attention(*leaves, sequences, scale_length=1000)
+    query, key, value = leaves
+    output = attention(query, key, value, sequences, scale_length=1000)
     output.backward(inputs[3].to(dtype))
     return {"output": output.detach(), **{f"d_{index}": _gradient(leaf) for index, leaf in enumerate(leaves)}}
 

@@ -55,10 +55,10 @@ def _inputs(sequences: Sequences, heads: int, head_dim: int, dtype: torch.dtype)
 
 def _compare(inputs: list[Tensor], sequences: Sequences, dtype: torch.dtype, roundings: int = 0) -> None:
     runs = ((triton_attention, dtype), (padded_attention, dtype), (padded_attention, torch.float64))
-    results = [attended(attention, inputs, sequences, kind) for attention, kind in runs]
-    outputs: list[Results] = [{"output": one.pop("output")} for one in results]
-    check(*outputs, dtype, 2, roundings)
-    check(*results, dtype, 5, roundings)
+    mine, reference, exact = (attended(attention, inputs, sequences, kind) for attention, kind in runs)
+    outputs: list[Results] = [{"output": one.pop("output")} for one in (mine, reference, exact)]
+    check(outputs[0], outputs[1], outputs[2], dtype, 2, roundings)
+    check(mine, reference, exact, dtype, 5, roundings)
 
 
 Samples = tuple[list[int], list[int], list[int]]  # lengths, contextual tokens, candidates

@@ -161,7 +161,7 @@ def test_each_window_of_time_is_evaluated_before_it_is_trained_also_after_a_cras
     samples, _ = together(parts)
     # The events of windows are targets once each.
     times = store.columns["timestamp_ms"]
-    trained = []
+    trained: list[int] = []
     for window, sample in chain(*samples.values()):
         cut = cuts[window]
         assert cut.num_targets is not None
