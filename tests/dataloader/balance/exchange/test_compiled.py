@@ -2,15 +2,12 @@ import importlib
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 from numba.core.dispatcher import Dispatcher
 
 from evenrank.dataloader.balance.exchange import device, layout
 from evenrank.dataloader.balance.partition import strategies
-from evenrank.dataloader.balance.partition.strategies import partition, warm_up
 
 _PLAN_AFTER_WARM_UP = """
 import numpy as np
@@ -69,10 +66,3 @@ def test_all_compiled_loops_of_planning_and_exchanging_release_the_gil() -> None
     assert len(functions) > 30
     for function in functions:
         assert function.targetoptions["nogil"], function
-
-
-def test_warm_up_from_several_threads_at_once_is_safe() -> None:
-    with ThreadPoolExecutor(4) as threads:
-        for started in [threads.submit(warm_up, "lpt-swap") for _ in range(4)]:
-            started.result()
-    assert partition(np.array([3, 1, 1, 1]), 2).loads(np.array([3, 1, 1, 1])).tolist() == [4, 2]
