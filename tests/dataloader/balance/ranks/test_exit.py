@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.dataloader.balance.exit_program import KINDS, WORLD_SIZE
 
 
