@@ -1,12 +1,14 @@
 import json
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
-from evenrank.core.errors import ConfigError, DataError, RankError
+from evenrank.core.errors import ConfigError, DataError, MissingPackageError, RankError
 from evenrank.dataloader import balance
 from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost, MeasuredCost, PaddedCost, partition
 from evenrank.dataloader.balance.costs.cost import count_tokens, scaled_costs
@@ -39,6 +41,22 @@ def cost_of(returned: Any = None, raises: str = "") -> Callable[..., Any]:
         return lengths[raises] if raises else np.array(returned)
 
     return cost
+
+
+def without_group(scene: Scene) -> Any:
+    from evenrank.dataloader import LoaderConfig, build_loader
+    from evenrank.training import StepTimer
+
+    refitted = BalanceConfig(cost=LINEAR, on_step=StepTimer(), refit_every=5)
+    return build_loader(scene.data, LoaderConfig(batch_size=32), rank=0, world_size=2, balance=refitted)
+
+
+def without_tensorboard(scene: Scene) -> None:
+    known = [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]
+    with patch.dict(sys.modules, {"tensorboard": None}):
+        for name in known:
+            del sys.modules[name]
+        write(scene, writer="TensorBoard")
 
 
 def feed_forward(multiplier: float) -> Any:
@@ -292,6 +310,7 @@ CONFIG: Calls = [
     (lambda _: train(device="meta"), "device is meta; batches can be on cpu or cuda..."),
     (lambda _: balanced(data_loader()).state_dict(), NO_STATE),
     (lambda _: balanced(data_loader()).load_state_dict({}), NO_STATE),
+    (without_group, "refit_every=5 needs a process group, through which ranks share their times; call ..."),
     (lambda scene: write(scene, every=0), "...every must be at least 1, got 0"),
     (lambda scene: write(scene, writer="TensorBoard", window=-3), "...window must be at least 1, got -3"),
     (lambda scene: write(scene, "log", "Scalars"), "Scalars: log must be of type Callable..., got ..."),
@@ -328,4 +347,5 @@ ROWS = [
     *(Row(call, ConfigError, line) for call, line in CONFIG),
     *(Row(call, DataError, line) for call, line in DATA),
     *(Row(call, RankError, line) for call, line in RANK),
+    Row(without_tensorboard, MissingPackageError, "the package tensorboard is not installed; run pip install ..."),
 ]

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from evenrank.cli.inspect_balance import walk_epoch
 from evenrank.core.errors import ConfigError, EvenrankError, RankError
 from evenrank.dataloader import ElasticSampler, JaggedBatch, LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
 from evenrank.dataloader.balance.ranks import process_group
 from evenrank.dataloader.balance.ranks.agree import common_schema, steps_to_plan
 from evenrank.dataloader.balance.ranks.metadata import StepMetadata, new_message
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from evenrank.training import LossAverage, accumulate
+from evenrank.training import LossAverage, StepTimer, accumulate
 from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
@@ -92,6 +92,15 @@ def _accumulate(data: Path, rank: int, **options: Any) -> None:
     list(accumulate([batch], **{"num_steps": 1, "task_tokens": lambda batch: torch.ones(1), **options}))
 
 
+def _refitted(data: Path, rank: int, on_step: Any = None, exchanges: bool = False) -> None:
+    linear = LinearCost(interleave_actions=False)
+    balance = BalanceConfig(cost=linear, on_step=on_step or StepTimer(), refit_every=20)
+    if exchanges:
+        Balancer([BATCH], balance)
+    else:
+        build_loader(data, LoaderConfig(batch_size=4), rank=rank, world_size=3, balance=balance)
+
+
 def _average(data: Path, rank: int, **options: Any) -> None:
     LossAverage(**options)
 
@@ -111,6 +120,10 @@ def _local_batch() -> JaggedBatch:
 TWO_VALUES = keyed_jagged_tensor(["a", "b"], torch.arange(2), np.array([[2], [3]]))
 GRADIENT = replace(BATCH, matrix=BATCH.matrix.clone().requires_grad_())
 OTHER = "ValueError: a batch differs from the first one"
+TIMER = (
+    "ConfigError: refit_every=20 needs the times of all ranks, but on_step is builtin_function_or_method; pass "
+    "on_step=StepTimer(*writers), on every rank"
+)
 GPU = "device is cuda:7, but PyTorch finds no CUDA device on this host; pass device=None"
 # What is made; with which options on rank 1; and the line there. If it begins with an error's name, others raise a
 # RankError with "rank 1 failed: " before it; else it is the same RankError on all ranks.
@@ -183,6 +196,8 @@ CASES: list[tuple[Callable[..., None], dict[str, Any], str]] = [
         {"balance": {"cost": 1}},
         "ConfigError: ElasticSampler: balance must be of type BalanceConfig | None",
     ),
+    (_refitted, {"on_step": print}, TIMER),
+    (_refitted, {"on_step": print, "exchanges": True}, TIMER),
     (_average, {"num_tasks": 0}, "ConfigError: LossAverage: num_tasks must be at least 1, got 0"),
     (_accumulate, {"num_steps": 0}, "ConfigError: accumulate: num_steps must be at least 1, got 0"),
     (_accumulate, {"task_tokens": lambda batch: 3}, "ConfigError: task_tokens must return a tensor [tasks], got int"),
