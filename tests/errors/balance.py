@@ -59,10 +59,6 @@ def without_tensorboard(scene: Scene) -> None:
         write(scene, writer="TensorBoard")
 
 
-def feed_forward(multiplier: float) -> Any:
-    return balance.SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=multiplier)
-
-
 def scaled(cost: Any, num_candidates: tuple[int, int] = (0, 0), **lengths: list[int]) -> Any:
     keys = {key: np.array(values) for key, values in ({"item_id": [5, 0], **lengths}).items()}
     return scaled_costs(cost, keys, np.array(num_candidates), samples_per_step=8)
@@ -116,29 +112,20 @@ def sample() -> Any:
     return COLLATE([{"item_id": [1, 2, 3], "sample_ids": 3}])
 
 
-def train(*batches: Any, device: Any = None, **options: Any) -> None:
-    with Balancer(batches, BalanceConfig(**{"cost": LINEAR, **options}), device=device) as balancer:
+def balanced(batches: Any, device: Any = None) -> Any:
+    return Balancer(batches, BalanceConfig(cost=LINEAR), device=device)
+
+
+def train(*batches: Any) -> None:
+    with balanced(batches) as balancer:
         list(balancer)
 
 
-def balanced(batches: Any) -> Any:
-    return Balancer(batches, BalanceConfig(cost=LINEAR))
-
-
 def data_loader() -> Any:
-    from torch.utils.data import DataLoader
-
-    from tests.dataloader.own_samples import COLLATE
-
-    samples: Any = [{"item_id": [1], "sample_ids": 1}]
-    return DataLoader(samples, collate_fn=COLLATE)
-
-
-def data_set() -> Any:
     import torch
-    from torch.utils.data import TensorDataset
+    from torch.utils.data import DataLoader, TensorDataset
 
-    return TensorDataset(torch.ones(2))
+    return DataLoader(TensorDataset(torch.ones(2)))
 
 
 def write(scene: Scene, name: str = "log", writer: str = "JsonLines", **options: Any) -> None:
@@ -166,7 +153,8 @@ SIMILAR = (
     "the timed steps are too similar: their tokens vary by 0.0%, at least 2% is needed; time steps that are neither ..."
 )
 COST = "the cost cost_of.<locals>.cost"
-LONG = balance.HSTUCost(hidden=1024, heads=2, head_dim=256, layers=8, interleave_actions=False)
+SHAPE: Any = {"hidden": 1024, "heads": 2, "head_dim": 256, "layers": 8}
+LONG = balance.HSTUCost(**SHAPE, interleave_actions=False)
 PADDED = PaddedCost(LINEAR)
 HALF: Any = {"name": "linear", "interleave_actions": True}
 
@@ -176,9 +164,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens_per_rank": 0}, "BalanceConfig: max_tokens_per_rank must be at least 1, got 0"),
     ({"on_overflow": "skip"}, "BalanceConfig: on_overflow must be one of raise, warn, got 'skip'"),
     ({"log_every": 1, "log_window": (5, 5)}, "log_window must be (start, stop) with 0 <= start < stop, got (5, 5)"),
-    ({"log_every": 1, "log_window": (-1, 5)}, "log_window must be (start, stop) with 0 <= start < stop, got (-1, 5)"),
     ({"log_window": (2, 5)}, "BalanceConfig: log_window=(2, 5) has no effect without log_every; give both, ..."),
-    ({"log_loads": True}, "BalanceConfig: log_loads=True has no effect without log_every; give both, ..."),
     ({"on_step": 3}, "BalanceConfig: on_step must be of type Callable[[..."),
     ({"cost": "hstu"}, "BalanceConfig: cost must be of type Cost, got 'hstu'"),
     ({"timeout": 60}, "BalanceConfig: timeout must be of type timedelta, got 60"),
@@ -188,7 +174,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"compare_every": 4, "window": 2, "exchanges": False}, COMPARE),
     ({"cost": PADDED, "max_tokens_per_rank": 9}, "max_tokens_per_rank = 9 limits sums of tokens, but a PaddedCost ..."),
     ({"exchange": "pigeon"}, "BalanceConfig: exchange must be one of all-to-all, all-gather, got 'pigeon'"),
-    ({"window": 0}, "BalanceConfig: window must be at least 1, got 0"),
     ({"window": 9}, "a Balancer has windows of at most 8 steps, whose metadata it gathers at once, got window=9; ..."),
     ({"lookahead": 3, "exchanges": False}, "BalanceConfig: lookahead=3 is an option of Balancer, not of ..."),
     ({"window": 2, "strategy": "none"}, "window=2 needs a strategy that assigns samples to ranks, got 'none'; ..."),
@@ -211,10 +196,8 @@ FROM_DICT: list[tuple[dict[str, Any], str]] = [
     ({}, "BalanceConfig: missing a required argument: 'cost'; its settings are cost, strategy, tolerance, max_..."),
     ({"cost": LINEAR, "windows": 2}, "BalanceConfig has the unknown key 'windows'; did you mean window..."),
     ({"cost": LINEAR, "timeout": "1h"}, "BalanceConfig: timeout must be of type timedelta, got '1h'"),
-    ({"cost": LINEAR, "timeout": float("inf")}, "BalanceConfig: timeout must be of type timedelta, got inf"),
     ({"cost": LINEAR, "log_window": [1, "2"]}, "BalanceConfig: log_window must be of type tuple[int, int] | None, ..."),
     ({"cost": "mine"}, "no cost is called 'mine'; known are hstu, self-attention, linear, padded, measured, ..."),
-    ({"cost": {"hidden": 8}}, "no cost is called None; known are hstu, self-attention, linear, padded, measured, ..."),
     ({"cost": "linear"}, "the cost 'linear': missing a required argument: 'interleave_actions'; its settings are ..."),
     ({"cost": HALF | {"wide": 1}}, "the cost 'linear' has the unknown key 'wide'; known keys are ..."),
     ({"cost": HALF | {"contextual": ["a", 1]}}, "the cost 'linear': contextual must be of type tuple[str, ...]..."),
@@ -228,14 +211,11 @@ FITS: list[tuple[Callable[..., tuple[Any, ...]], str]] = [
         lambda t, s, n: (t, np.where(n == 3, -1, s)),
         "... finite: 1 of 200 are not, the first -1.0 seconds of step 3; ...",
     ),
-    (lambda t, s, n: (t, np.where(n > 7, np.inf, s)), "... 192 of 200 are not, the first inf seconds of step 8; ..."),
     (lambda t, s, n: (np.full((200, 4), 100), 1 + n / 200), SIMILAR),
     (lambda t, s, n: same(np.concatenate([t % 1000, 1000 - t % 1000], axis=1)), SIMILAR),
     (lambda t, s, n: same(np.where(np.arange(16) < n[:, np.newaxis] % 16 + 1, 64, 0)), ALIKE),
     (lambda t, s, n: (t * 1.0, s), "lengths must be integers [samples] ...; step 0 has float64 of shape (16,)"),
-    (lambda t, s, n: (t.sum(axis=1), s), "lengths must be integers [samples] ...; step 0 has int64 of shape ()"),
     (lambda t, s, n: (t - 10_000, s), "step 0 has a sample of -9,... tokens, which must be between 0 and 131,072; ..."),
-    (lambda t, s, n: (t + 131_072, s), "step 0 has a sample of 13... tokens, which must be between 0 and 131,072; ..."),
     (
         lambda t, s, n: (t, 1 + n % 7),
         "tokens explain ...% of the variance of the 200 times, at least 80% is needed; ...",
@@ -243,7 +223,6 @@ FITS: list[tuple[Callable[..., tuple[Any, ...]], str]] = [
     (lambda t, s, n: (t, 1 - s), "the time of the 200 steps does not grow with tokens; time the forward ..."),
     (lambda t, s, n: (t, s * np.where(n % 10 < 3, 10, 1)), "60 of 200 times are far from ..., at most 25% may be; ..."),
     (lambda t, s, n: (t, s, t[:-1]), "candidates must have an array for each step, got 199 for the 200 steps ..."),
-    (lambda t, s, n: (t, s, t[:, 1:]), "... the same shape as lengths, (16,) in step 0; it has int64 of shape (15,)"),
     (lambda t, s, n: (t, s, t * 0.5), "candidates must be integers of the same shape ... has float64 of shape (16,)"),
     (
         lambda t, s, n: (t, s, t + (n == 7)[:, np.newaxis]),
@@ -257,7 +236,6 @@ FILES: list[tuple[dict[str, Any], str]] = [
     ({"linear": 0, "quadratic": 0}, ": linear and quadratic must not both be 0: ...; fit the cost again"),
     ({"linear": 2**46}, ": linear 70368744177664 and quadratic 11 are too large: ... less than 2^62; fit ..."),
     ({"seconds_per_step": float("nan")}, ": the cost: seconds_per_step must be at least 0 and finite, got nan; ..."),
-    ({"r2": 1.5}, ": the cost: r2 must be at least 0 and at most 1, got 1.5; fit the cost again"),
     ({"version": 2}, " has version 2, this evenrank reads 1; fit the cost again"),
     ({"format": "other"}, " is not a measured cost; create one with MeasuredCost.save"),
 ]
@@ -268,22 +246,21 @@ PARTITIONS: list[tuple[dict[str, Any], str]] = [
     ({"tokens": np.arange(5)}, "tokens must have one value for each of 6 rows, got 5"),
     ({"tokens": np.arange(6) - 1}, "tokens must not be negative and must sum to at most 2^62, got -1..4"),
     ({"costs": np.array([-1, 3])}, "costs must not be negative and must sum to at most 2^62, got -1..3"),
-    ({"costs": np.array([2**62, 2**10])}, "costs must not be negative and must sum to at most 2^62, got 1024..4..."),
     ({"max_tokens_per_rank": 5}, "max_tokens_per_rank needs the tokens of the samples..."),
-    ({"on_overflow": "ignore"}, "...on_overflow must be one of raise, warn, got 'ignore'"),
     (
         EXCEEDED,
         "... = 5 cannot be kept: ... a rank with 6 tokens; the longest sample has 5, the mean ... is 6; raise the ...",
     ),
-    ({"strategy": [0, 0, 1, 1, 0, 1]}, "the strategy 'mine' must return integers of shape (6,), got list"),
-    ({"strategy": np.zeros(6)}, "the strategy 'mine' must return integers of shape (6,), got float64 (6,)"),
     ({"strategy": np.array([0, 0, -1, 1, 1, 1])}, "the strategy 'mine' must return ranks 0..1, got -1..1"),
     ({"strategy": np.array([0, 0, 1, 1, 1, 1])}, "...'mine' must assign 3 of the 6 slots, ...; rank 0 got 2"),
 ]
 Calls = list[tuple[Callable[[Scene], Any], str]]
 CONFIG: Calls = [
     (lambda _: LinearCost(interleave_actions=True, max_tokens=0), "...max_tokens must be at least 1, got 0"),
-    (lambda _: feed_forward(float("nan")), "...ffn_multiplier must be above 0 and finite, got nan"),
+    (
+        lambda _: balance.SelfAttentionCost(**SHAPE, ffn_multiplier=-4),
+        "...ffn_multiplier must be above 0 and finite, got -4",
+    ),
     (lambda _: scaled(cost_of([0.5, 1.0])), f"{COST} must return int64 of shape (2,), got float64 of shape ..."),
     (lambda _: scaled(cost_of([1])), f"{COST} must return int64 of shape (2,), got int64 of shape (1,); ..."),
     (lambda _: scaled(cost_of([1, -5])), f"{COST} must not be negative, got -5"),
@@ -299,20 +276,19 @@ CONFIG: Calls = [
         "... of 30,000,000 tokens does not fit in int64; max_tokens is 131,072: ...",
     ),
     (lambda _: tokens([0, 2**31]), "tokens() of the cost Counting must return 0..2147483647 ... 0..2147483648"),
-    (lambda _: tokens([-1, 0]), "tokens() of the cost Counting must return 0..2147483647 ..., got -1..0"),
     (lambda _: tokens([1]), "tokens() of the cost Counting must return int64 of shape (2,), got ... (1,); ..."),
     (lambda _: balanced("out/ml-20m"), "batches is a path, 'out/ml-20m'; pass build_loader(path, config, ..."),
-    (lambda _: balanced(data_set()), "batches is a TensorDataset, a Dataset of samples; pass DataLoader(..."),
+    (
+        lambda _: balanced(data_loader().dataset),
+        "batches is a TensorDataset, a Dataset of samples; pass DataLoader(...",
+    ),
     (lambda _: balanced(sample()), NOT_BATCHES.format("CollatedBatch")),
     (lambda _: balanced({"item_id": [1]}), NOT_BATCHES.format("dict")),
-    (lambda _: balanced(7), NOT_BATCHES.format("int")),
-    (lambda _: train(device="tpu"), "device is 'tpu', which PyTorch does not know..."),
-    (lambda _: train(device="meta"), "device is meta; batches can be on cpu or cuda..."),
+    (lambda _: balanced([], "tpu"), "device is 'tpu', which PyTorch does not know..."),
+    (lambda _: balanced([], "meta"), "device is meta; batches can be on cpu or cuda..."),
     (lambda _: balanced(data_loader()).state_dict(), NO_STATE),
-    (lambda _: balanced(data_loader()).load_state_dict({}), NO_STATE),
     (without_group, "refit_every=5 needs a process group, through which ranks share their times; call ..."),
     (lambda scene: write(scene, every=0), "...every must be at least 1, got 0"),
-    (lambda scene: write(scene, writer="TensorBoard", window=-3), "...window must be at least 1, got -3"),
     (lambda scene: write(scene, "log", "Scalars"), "Scalars: log must be of type Callable..., got ..."),
 ]
 DATA: Calls = [
@@ -322,11 +298,9 @@ DATA: Calls = [
     ),
     (lambda scene: load(scene).save(scene.folder / "no" / "a"), "<folder>/no/a could not be written: No such file ..."),
     (lambda scene: write(scene, "folder"), "<folder>/folder cannot be written: File exists; choose another file"),
-    (lambda scene: write(scene, "file/a"), "<folder>/file/a cannot be written: Not a directory; choose another file"),
     (lambda scene: write(scene, "file", "TensorBoard"), "<folder>/file cannot be written: ...; choose another folder"),
     (lambda scene: write(scene, "s3://key:secret@bucket/log"), "s3://bucket/log is a URL; write the log to a ..."),
     (lambda scene: read_log(scene, "none"), "<folder>/none cannot be read: No such file or directory; check ..."),
-    (lambda scene: read_log(scene, ""), "<folder> is a folder, not a regular file; put the data itself there"),
     (
         lambda scene: read_log(scene, "text"),
         "<folder>/text has no record; line 1 is not ...: it is not JSON; give a ...",
@@ -334,7 +308,6 @@ DATA: Calls = [
 ]
 RANK: Calls = [
     (lambda _: train(sample(), {"item_id": 3, "label": 1}), NO_BATCH.format("dict of item_id, label")),
-    (lambda _: train(sample(), (1, 2)), NO_BATCH.format("tuple")),
     (lambda _: train(sample(), sample().sample_ids), NO_BATCH.format("Tensor")),
     (lambda _: train(sample(), sample().features), "... KeyedJaggedTensors; derive a dataclass from JaggedBatch ..."),
 ]

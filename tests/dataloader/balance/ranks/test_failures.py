@@ -72,39 +72,33 @@ def test_a_step_in_flight_that_is_kept_does_not_keep_the_other_ranks_waiting(ran
     assert last[2][0].startswith(LOST)
 
 
-def _leave_before_others(rank: int, world_size: int) -> str:
-    balancer = _balancer([replace(BATCH, step=step) for step in range(12)])
-    iterator: Any = iter(balancer)
+def _close_and_leave(rank: int, world_size: int) -> str:
+    balancers = [_balancer([replace(BATCH, step=step) for step in range(12)]) for _ in range(3)]
+    iterator: Any = iter(balancers[2])
     next(iterator)
     if rank == 1:
         iterator.close()  # which launches steps that rank 0 launches after the barrier
     dist.monitored_barrier(timeout=timedelta(seconds=20))
     with pytest.raises(RankError) as raised:
-        list(iterator if rank == 0 else balancer)
-    return one_line(raised.value)
-
-
-def test_a_rank_that_leaves_a_loop_does_not_wait_for_steps_that_others_launch_later(ranks: RankPool) -> None:
-    first, second = ranks.run(2, _leave_before_others)
-    assert first == second
-    assert first.startswith("ranks are out of step: epoch is 0 on rank 0, 1 on rank 1; ")
-
-
-def _close(rank: int, world_size: int) -> None:
-    balancers = [_balancer([BATCH] * 4) for _ in range(2)]
+        list(iterator if rank == 0 else balancers[2])
     iterator = iter(balancers[0])
     next(iterator)
     balancers[0].close()
     balancers[0].close()
     dist.destroy_process_group()
     balancers[1].close()
-    for closed in (iterator, *map(iter, balancers)):
+    for closed in (iterator, *map(iter, balancers[:2])):
         with pytest.raises(ConfigError, match=r"^the Balancer is closed; create a new one$"):
             next(closed)
+    return one_line(raised.value)
 
 
-def test_closing_twice_or_after_the_default_group_does_nothing_and_iterators_say_so(ranks: RankPool) -> None:
-    ranks.run(2, _close)
+def test_a_rank_that_leaves_a_loop_waits_for_none_and_closing_twice_or_after_the_group_does_nothing(
+    ranks: RankPool,
+) -> None:
+    first, second = ranks.run(2, _close_and_leave)
+    assert first == second
+    assert first.startswith("ranks are out of step: epoch is 0 on rank 0, 1 on rank 1; ")
 
 
 def _lose_a_rank_later(rank: int, world_size: int, exchange: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -32,13 +32,7 @@ Samples = list[list[tuple[int, list[int], list[int]]]]  # id, items and actions 
 @pytest.fixture
 def make_hosts() -> Iterator[MakeHosts]:
     with contextlib.ExitStack() as stack:
-
-        def make() -> TwoHosts:
-            hosts = make_two_hosts()
-            stack.callback(hosts.close)
-            return hosts
-
-        yield make
+        yield lambda: stack.enter_context(contextlib.closing(make_two_hosts()))
 
 
 def _samples(batch: SequenceBatch) -> list[tuple[int, list[int], list[int]]]:
@@ -53,10 +47,11 @@ def _loader(path: Path, rank: int, balance: BalanceConfig | None) -> Loader[Sequ
 def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
     seen: list[Samples] = []
     for way in WAYS:
-        batches: Any = _loader(path, rank, BalanceConfig(cost=COST) if way == "no exchange" else None)
-        if way != "no exchange":
-            batches = Balancer(batches, BalanceConfig(cost=COST, exchange=way))
-        with contextlib.closing(batches):
+        alone = BalanceConfig(cost=COST) if way == "no exchange" else None
+        loader: Any = _loader(path, rank, alone)
+        with contextlib.closing(
+            loader if alone else Balancer(loader, BalanceConfig(cost=COST, exchange=way))
+        ) as batches:
             seen.append([_samples(batch) for batch in batches])
     return seen
 
@@ -105,12 +100,8 @@ def _construct(rank: int, gate: Gate, name: str) -> None:
     module, attribute = name.rsplit(".", 1)
     owner = pkgutil.resolve_name(module)
     function = getattr(owner, attribute)
-
-    def after_fault(*arguments: Any, **options: Any) -> Any:
-        gate.wait()
-        return function(*arguments, **options)
-
-    with patch.object(owner, attribute, after_fault):
+    after_fault = mock.Mock(side_effect=lambda *given, **options: [gate.wait(), function(*given, **options)][1])
+    with mock.patch.object(owner, attribute, after_fault):
         Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=rich_tokens, timeout=TIMEOUT))
 
 
