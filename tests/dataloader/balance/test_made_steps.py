@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import ConfigError, RankError, StateError, one_line
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost, PaddedCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
 from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.writers import JsonLines
 from evenrank.training import scale_loss
@@ -48,11 +48,10 @@ def _heaviest(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list
 
 
 def test_windows_wait_less_for_long_samples_and_packed_steps_are_full_and_keep_the_limit(ranks: RankPool) -> None:
-    for cost in (squares, PaddedCost(LinearCost(interleave_actions=False))):
-        (_, plain), _ = ranks.run(2, _heaviest, {"cost": cost})
-        (_, windows), _ = ranks.run(2, _heaviest, {"cost": cost, "window": 8})
-        assert len(windows) == len(plain)
-        assert sum(windows) < 0.95 * sum(plain)
+    (_, plain), _ = ranks.run(2, _heaviest, {"cost": squares})
+    (_, windows), _ = ranks.run(2, _heaviest, {"cost": squares, "window": 8})
+    assert len(windows) == len(plain)
+    assert sum(windows) < 0.95 * sum(plain)
     (first, loads), (second, _) = ranks.run(2, _heaviest, PACK | {"batch_size": 16})
     assert sorted(itertools.chain(*first, *second)) == EVERY
     assert max(loads) <= 260
@@ -99,27 +98,6 @@ def test_a_state_in_the_middle_of_steps_of_any_loader_goes_on_there_with_the_sam
         assert sorted(itertools.chain(*(itertools.chain(*seen) for seen, _ in of_ranks))) == EVERY
     for option, of_ranks in zip(("window=4", "window=4", "pack=True"), of_stops[-len(REFUSED) :], strict=True):
         assert all(f"several with {option}; load it with that" in error for error in of_ranks)
-
-
-@pytest.mark.parametrize("stop", [1, 6, 11])
-def test_pending_samples_of_a_window_are_trained_once_in_another_shape_or_with_another_cost(
-    small_dataset: Path, stop: int
-) -> None:
-    def make(cost: Any, batch_size: int = 8) -> Balancer[Any]:
-        loader = build_loader(small_dataset, LoaderConfig(batch_size=batch_size, seed=1), rank=0, world_size=1)
-        return Balancer(loader, BalanceConfig(cost=cost, window=4))
-
-    with make(COST) as first, make(one_per_sample) as second, make(COST, 6) as third:
-        batches = [batch for batch, _ in zip(first, range(stop), strict=False)]
-        state = through_json(first.state_dict(after=batches[-1]))
-        assert state["pending"]
-        trained = [sample for batch in batches for sample in ids_of(batch)]
-        for other in (second, third):
-            other.load_state_dict(state)
-            again = other.state_dict()
-            assert again == state or (other is third and again["position"] == state["position"])
-            rest = [sample for batch in other for sample in ids_of(batch)]
-            assert sorted(trained + rest) == list(range(state["num_samples"]))
 
 
 class _WithPosition:
@@ -186,22 +164,6 @@ def test_steps_before_an_error_are_trained_and_it_is_the_same_on_all_ranks(ranks
         assert len(ids + others) >= len(trained) - 2  # the step that is launched before the error is not handed out
     assert first == second
     assert first[1].startswith("row 1 of the batch of rank 1 in step 0 of epoch 0 has 30 tokens, more than ")
-
-
-def _leave(rank: int, world_size: int) -> list[list[int]]:
-    of_ways = []
-    for way in ({"window": 2}, {"window": 8}, PACK):
-        with Balancer(_own_loader(rank), BalanceConfig(cost=item_tokens, **way)) as balancer:
-            for stop in (1, 5):
-                for _ in zip(balancer, range(stop), strict=False):
-                    pass
-            of_ways.append([i for batch in balancer for i in ids_of(batch)])
-    return of_ways
-
-
-def test_loops_that_are_left_leave_nothing_for_the_next_one(ranks: RankPool) -> None:
-    for first, second in zip(*ranks.run(2, _leave), strict=True):
-        assert sorted(first + second) == EVERY
 
 
 def test_what_steps_of_several_batches_cannot_do_is_an_error() -> None:
@@ -275,13 +237,3 @@ def test_every_third_step_stays_as_it_was_loaded_with_the_same_gradients_and_the
     assert run.options["tokens"] == tokens
     assert run.options["data"]["datasets"][0].startswith("synthetic train ")
     assert run.options["data"]["num_samples"] > 150
-
-
-def test_steps_are_counted_from_where_a_job_resumes(small_dataset: Path) -> None:
-    metrics: list[StepMetrics] = []
-    loader = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=0, world_size=1)
-    list(itertools.islice(loader, 5))
-    with Balancer(loader, BalanceConfig(cost=COST, compare_every=2, on_step=metrics.append)) as balancer:
-        balancer.load_state_dict(loader.state_dict())
-        list(balancer)
-    assert [step.is_balanced for step in metrics] == [step % 2 == 0 for step in range(len(metrics))]

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import pickle
 import subprocess
 import sys
@@ -71,7 +70,7 @@ def _made_up_times() -> Iterator[None]:
 
 
 def _batches(path: Path, rank: int, world_size: int, way: str, balance: BalanceConfig, **resumed: Any) -> Any:
-    config = LoaderConfig(batch_size=16, max_history_length=60, num_workers=1, prefetch=2)
+    config = LoaderConfig(batch_size=16, max_history_length=60, num_workers=1 + 2 * rank, prefetch=2)
     own: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if way == "elastic":
         lengths = Lognormal(mean=12, std=14, low=1, high=60).sample(np.random.default_rng(0), 1400)
@@ -160,28 +159,6 @@ def test_a_job_that_stops_anywhere_trains_each_sample_once(ranks: RankPool, data
     _check_each_sample_once([first, second])
 
 
-def _leave(rank: int, world_size: int, path: Path) -> tuple[list[list[int]], MeasuredCost | None]:
-    """Leave epochs early, which ranks have planned as far ahead as their threads came."""
-    steps: list[list[int]] = []
-    with _made_up_times(), StepTimer(every=3) as timer:
-        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=EVERY)
-        config = LoaderConfig(batch_size=16, max_history_length=60, num_workers=3 * rank, prefetch=2)
-        loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
-        for stop in (EVERY - 1, 2, EVERY - 1, None):
-            for batch in itertools.islice(loader, stop):
-                steps.append(_train_step(timer, batch).ids)
-            loader.peek(100)  # which waits for no decision
-    return steps, timer.cost
-
-
-def test_ranks_that_plan_ahead_differently_have_the_same_costs(ranks: RankPool, dataset: Path) -> None:
-    (first, cost), (second, of_second) = ranks.run(2, _leave, dataset)  # plans are compared where the last epoch ends
-    assert cost == of_second
-    assert cost is not None
-    assert len(first) == len(second) > 2 * EVERY + 40
-    assert all(not set(ids) & set(others) for ids, others in zip(first, second, strict=True))
-
-
 def _made_up_costs() -> Any:
     """Have each decision change the cost: to that of squares, in large units, or to that of tokens."""
     common: dict[str, Any] = {"fraction_bits": 1, "seconds_per_step": A, "steps": 20, "r2": 1.0, **COUNTED}
@@ -235,36 +212,23 @@ def test_a_job_may_go_back_to_any_step_while_costs_change(dataset: Path, trained
         assert sorted(number for batch in (*before[:saved], *loader) for number in ids_of(batch)) == everything
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def _times_by_chance(rank: int, world_size: int, path: Path, way: str) -> tuple[list[str], MeasuredCost | None, int]:
-    logging.getLogger("evenrank").addHandler(lines := _Lines())
-    by_chance, tokens = np.random.default_rng(rank), 0
-    with _made_up_times(), StepTimer(every=3) as timer:
+def _times_by_chance(rank: int, world_size: int, path: Path) -> tuple[list[str], MeasuredCost | None]:
+    by_chance = np.random.default_rng(rank)
+    with _made_up_times(), StepTimer(every=3) as timer, mock.patch("evenrank.dataloader.balance.refit.say") as said:
         balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=15)
-        with closing(_batches(path, rank, world_size, way, balance)) as batches:
+        with closing(_batches(path, rank, world_size, "balancer", balance)) as batches:
             for batch in batches:
                 _train_step(timer, batch, by_chance=by_chance)
-                tokens += int(batch.features["item_id"].lengths().sum())
-    logging.getLogger("evenrank").removeHandler(lines)
-    return lines.lines, timer.cost, tokens
+    return [call.args[0] for call in said.call_args_list], timer.cost
 
 
-@pytest.mark.parametrize("way", ["balancer"])
-def test_a_cost_that_cannot_be_fitted_stays_and_rank_0_says_why(ranks: RankPool, dataset: Path, way: str) -> None:
-    (lines, cost, tokens), (others, of_second, of_others) = ranks.run(2, _times_by_chance, dataset, way)
+def test_a_cost_that_cannot_be_fitted_stays_and_rank_0_says_why(ranks: RankPool, dataset: Path) -> None:
+    (lines, cost), (others, of_second) = ranks.run(2, _times_by_chance, dataset)
     assert cost is of_second is None
     assert others == []
-    assert [line.partition(":")[0] for line in lines[:2]] == ["step 15", "step 30"]
-    assert all(line.partition(": ")[2].startswith("the cost stays as it is: ") for line in lines)
-    assert tokens == pytest.approx(of_others, rel=1e-3)
+    starts = [f"step {step}: the cost stays as it is: " for step in (15, 30)]
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
+    assert len(lines) >= 2
 
 
 def _leave_waiting(rank: int, world_size: int, path: Path, way: str, persistent: bool) -> list[list[int]]:

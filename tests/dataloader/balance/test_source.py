@@ -1,15 +1,14 @@
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import ConfigError, RankError, StateError
-from evenrank.dataloader import PaddedBatches
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.source import _FORMAT, _FORMAT_OF_RANK
 from evenrank.dataloader.state.checks import encode
@@ -38,14 +37,6 @@ class MapStyle(Dataset[dict[str, Any]]):
         return _sample(self.indices[index])
 
 
-class IterableStyle(IterableDataset[dict[str, Any]]):
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.samples = MapStyle(rank, world_size)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(_sample, self.samples.indices)
-
-
 def _data_loader(dataset: Any, num_workers: int = 0, kind: Any = DataLoader, **options: Any) -> Any:
     # Ranks are started by a fork server; workers that were too would import everything again.
     options |= {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
@@ -55,19 +46,10 @@ def _data_loader(dataset: Any, num_workers: int = 0, kind: Any = DataLoader, **o
 _stateful = partial(_data_loader, kind=StatefulDataLoader)
 
 
-def _padded_batches(rank: int, world_size: int) -> Any:
-    def collate(indices: Any) -> Any:
-        return COLLATE([_sample(index) for index in indices])
-
-    return PaddedBatches(MapStyle(rank, world_size).indices, batch_size=5, collate=collate)
-
-
 LOADERS: dict[str, Callable[[int, int], Any]] = {
     "map-style": lambda rank, n: _data_loader(MapStyle(rank, n), shuffle=True),
     "map-style, workers": lambda rank, n: _data_loader(MapStyle(rank, n), num_workers=2, persistent_workers=True),
-    "iterable, worker": lambda rank, n: _data_loader(IterableStyle(rank, n), num_workers=1),
     "stateful, worker": lambda rank, n: _stateful(MapStyle(rank, n), num_workers=1),
-    "padded batches": _padded_batches,
     "list": lambda rank, n: list(_data_loader(MapStyle(rank, n))),
 }
 
@@ -83,8 +65,7 @@ def _balance_two_epochs(rank: int, world_size: int) -> dict[str, list[list[int]]
     of_kinds: dict[str, list[list[int]]] = {}
     for kind, make in LOADERS.items():
         with Balancer(make(rank, world_size), BalanceConfig(cost=item_tokens)) as balancer:
-            if not kind.startswith("iterable"):
-                assert len(balancer) == 5  # of 22 or 21 samples
+            assert len(balancer) == 5  # of 22 or 21 samples
             epochs = of_kinds[kind] = []
             for epoch in range(2):
                 batches = list(balancer)
@@ -287,18 +268,11 @@ class EstimatingSampler(SequentialSampler):
 
 def test_only_lengths_that_are_exact_are_checked() -> None:
     dataset = MapStyle(0, 1)
-    trained, resumed, asked = (_stateful(dataset) for _ in range(3))
+    trained, resumed = (_stateful(dataset) for _ in range(2))
     list(itertools.islice(iterator := iter(trained), 2))
-    for loader in (resumed, asked):
-        loader.load_state_dict(trained.state_dict())  # not through the Balancer
+    resumed.load_state_dict(trained.state_dict())  # not through the Balancer
     del iterator
-    asked.state_dict()  # creates the next iterator
-    batch_sampler = BatchSampler(EstimatingSampler(dataset), batch_size=5, drop_last=False)
-    for loader, expected in (
-        (_data_loader(dataset, sampler=EstimatingSampler(dataset)), 43),
-        (DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=COLLATE), 43),
-        (resumed, 33),
-        (asked, 33),
-    ):
+    sampled = _data_loader(dataset, sampler=EstimatingSampler(dataset))
+    for loader, expected in ((sampled, 43), (resumed, 33)):
         with Balancer(loader, BalanceConfig(cost=item_tokens)) as balancer:
             assert [sum(batch.num_real for batch in balancer) for _ in range(2)] == [expected, 43]

@@ -63,19 +63,6 @@ def test_a_log_begins_with_the_run(tmp_path: Path) -> None:
     assert abs((datetime.now().astimezone() - datetime.fromisoformat(run.started)).total_seconds()) < 600
 
 
-def test_a_record_after_every_few_steps_summarizes_these(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "log.jsonl", every=2) as log:
-        for metrics in STEPS:
-            log(metrics)
-    records = lines(tmp_path / "log.jsonl")  # the fifth step is left out
-    counts = [[record[name] for name in ("epoch", "step", "seen", "steps")] for record in records]
-    assert counts == [[0, 1, 2, 2], [1, 0, 4, 2]]
-    # The means of 6, 8, then of 10, 8 before, and of 4, 4, then of 5, 4 after.
-    heaviest = [[record["heaviest_before"], record["heaviest_after"]] for record in records]
-    assert heaviest == [[7, 4], [9, 4.5]]
-    assert (records[0]["before"], records[0]["after"]) == ([8, 0], [4, 4])  # of the step itself
-
-
 def test_every_run_has_a_file_of_its_own(tmp_path: Path) -> None:
     paths = []
     for number, folder in enumerate((tmp_path, f"file://{tmp_path}", tmp_path)):
