@@ -21,6 +21,10 @@ PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 9}
 COMPARE = "compare_every=4 needs the same samples in each step; leave it out, or window and max_tokens_per_rank, ..."
 
 
+def call(function: Callable[..., Any], options: dict[str, Any], scene: Scene) -> Any:
+    return function(**options)
+
+
 def check(exchanges: bool = True, **options: Any) -> None:
     from evenrank.training import StepTimer
 
@@ -279,13 +283,13 @@ RANK: Calls = [
     (lambda _: train(sample(), sample().features), "... KeyedJaggedTensors; derive a dataclass from JaggedBatch ..."),
 ]
 ROWS = [
-    *(Row(lambda _, options=options: check(**options), ConfigError, line) for options, line in OPTIONS),
-    *(Row(lambda _, options=options: from_dict(options), ConfigError, line) for options, line in FROM_DICT),
-    *(Row(lambda _, change=change: fit(change), ConfigError, line) for change, line in FITS),
+    *(Row(partial(call, check, options), ConfigError, line) for options, line in OPTIONS),
+    *(Row(partial(call, from_dict, {"options": options}), ConfigError, line) for options, line in FROM_DICT),
+    *(Row(partial(call, fit, {"change": change}), ConfigError, line) for change, line in FITS),
     *(Row(partial(load, **change), DataError, f"<folder>/cost.json{line}") for change, line in FILES),
-    *(Row(lambda _, options=options: split(**options), ConfigError, line) for options, line in PARTITIONS),
-    *(Row(call, ConfigError, line) for call, line in CONFIG),
-    *(Row(call, DataError, line) for call, line in DATA),
-    *(Row(call, RankError, line) for call, line in RANK),
+    *(Row(partial(call, split, options), ConfigError, line) for options, line in PARTITIONS),
+    *(Row(of_scene, ConfigError, line) for of_scene, line in CONFIG),
+    *(Row(of_scene, DataError, line) for of_scene, line in DATA),
+    *(Row(of_scene, RankError, line) for of_scene, line in RANK),
     Row(without_tensorboard, MissingPackageError, "the package tensorboard is not installed; run pip install ..."),
 ]

@@ -184,7 +184,8 @@ def _compared(rank: int, world_size: int, path: Path, has_exchange: bool, folder
     Of all steps balanced, and of one in three that stays as it was loaded; without gradients, of none balanced.
     """
     found: list[Any] = []
-    for options in ({"compare_every": 3}, {}, None):
+    ways: list[dict[str, Any] | None] = [{"compare_every": 3}, {}, None]
+    for options in ways:
         metrics: list[StepMetrics] = []
         config = LoaderConfig(batch_size=4, max_history_length=20)
         balance = None if options is None else BalanceConfig(cost=COST, on_step=metrics.append, **options)

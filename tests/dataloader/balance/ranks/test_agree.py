@@ -84,7 +84,7 @@ def _balanced_loader(
 
 def _sampler(data: Path, rank: int, **options: Any) -> None:
     given = {"num_samples": 8, "batch_size": 2, "rank": rank, "world_size": 3, "lengths": {"item_id": np.arange(8)}}
-    ElasticSampler(**{**given, "balance": BalanceConfig(cost=one_per_sample), **options})  # type: ignore[arg-type]
+    ElasticSampler(**{**given, "balance": BalanceConfig(cost=one_per_sample), **options})
 
 
 def _accumulate(data: Path, rank: int, **options: Any) -> None:
