@@ -41,6 +41,22 @@ def _batches(rank: int, steps: list[Step], rows: int | None = None) -> list[Rich
     return batches if rows is None else [pad_batch(batch, rows) for batch in batches]
 
 
+def test_a_step_is_launched_and_finished_once() -> None:
+    message = r"^{}\(\) needs a {} step; this step is {}$"
+    batches = _batches(0, [[[(1, 1), (1, 1)]]], 2)
+    with Balancer(batches, BalanceConfig(cost=rich_tokens)) as balancer:
+        handle = balancer.start(batches[0])
+        with pytest.raises(ConfigError, match=message.format("finish", "launched", "only started")):
+            balancer.finish(handle)
+        balancer.launch(handle)
+        with pytest.raises(ConfigError, match=message.format("launch", "started", "already launched")):
+            balancer.launch(handle)
+        assert balancer.finish(handle) is not None
+        assert balancer.finish(balancer.launch(balancer.start(None))) is None
+        with pytest.raises(ConfigError, match=message.format("finish", "launched", "already finished")):
+            balancer.finish(handle)
+
+
 def _balance(rank: int, world_size: int, world: World, is_padded: bool, options: dict[str, Any]) -> list[Any]:
     rows, steps = world
     metrics: list[StepMetrics] = []
@@ -134,22 +150,6 @@ def test_shorter_batches_are_padded_to_the_longest_first_one_or_to_the_batch_siz
         first, second = ranks.run(2, _rows, batch_size)
         assert [number for number, _ in first] == [number for number, _ in second] == [rows] * 6
         assert [one + other for (_, one), (_, other) in zip(first, second, strict=True)] == [5, 4, 2] * 2
-
-
-def test_a_step_is_launched_and_finished_once() -> None:
-    message = r"^{}\(\) needs a {} step; this step is {}$"
-    batches = _batches(0, [[[(1, 1), (1, 1)]]], 2)
-    with Balancer(batches, BalanceConfig(cost=rich_tokens)) as balancer:
-        handle = balancer.start(batches[0])
-        with pytest.raises(ConfigError, match=message.format("finish", "launched", "only started")):
-            balancer.finish(handle)
-        balancer.launch(handle)
-        with pytest.raises(ConfigError, match=message.format("launch", "started", "already launched")):
-            balancer.launch(handle)
-        assert balancer.finish(handle) is not None
-        assert balancer.finish(balancer.launch(balancer.start(None))) is None
-        with pytest.raises(ConfigError, match=message.format("finish", "launched", "already finished")):
-            balancer.finish(handle)
 
 
 def _count(kind: type) -> int:

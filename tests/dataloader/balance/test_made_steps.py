@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenrank.core.errors import ConfigError, RankError, StateError, one_line
+from evenrank.core.errors import ConfigError, StateError, one_line
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
 from evenrank.dataloader.balance.metrics.log import read_json_lines
@@ -21,7 +21,7 @@ from tests.dataloader.balance.costs import COST, Ints, Lengths, item_tokens, one
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.own_samples import COLLATE
 from tests.dataloader.resuming import through_json
-from tests.dataloader.rich_batch import RichBatch, rich_batch
+from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 700).astype(int), 1, 200).tolist()
@@ -127,43 +127,6 @@ def test_the_epoch_after_a_rest_in_the_middle_of_steps_is_whole(
         rest, following = ([sample for batch in second for sample in ids_of(batch)] for _ in range(2))
     trained = [sample for batch in batches for sample in ids_of(batch)]
     assert sorted(trained + rest) == sorted(following)
-
-
-FAILING = [(way, step) for way in (WINDOW, {"pack": True, "max_tokens_per_rank": 10}) for step in (0, 5, 9)]
-
-
-def _fail(rank: int, world_size: int) -> list[tuple[list[int], str]]:
-    def batches(step: int) -> Iterator[RichBatch]:
-        for number in range(12):
-            if rank == 1 and number == step:
-                raise OSError("cannot read row 17")
-            yield rich_batch([[(1, 1), (1, 1)]], first_id=100 * rank + number)
-
-    found = []
-    for way, step in FAILING:
-        ids: list[int] = []
-        try:
-            with Balancer(batches(step), BalanceConfig(cost=rich_tokens, **way)) as balancer:
-                for batch in balancer:
-                    ids += batch.ids[: batch.num_real].tolist()
-        except RankError as error:
-            found.append((ids, one_line(error)))
-    long = [rich_batch([[(2, 0), (0, 0)], [(30 if rank else 3, 0), (0, 0)]])] * 3
-    config = BalanceConfig(cost=one_per_sample, pack=True, max_tokens_per_rank=20)
-    with pytest.raises(ConfigError) as too_long, Balancer(long, config) as balancer:
-        list(balancer)
-    return [*found, ([], one_line(too_long.value))]
-
-
-def test_steps_before_an_error_are_trained_and_it_is_the_same_on_all_ranks(ranks: RankPool) -> None:
-    *of_cases, (first, second) = zip(*ranks.run(2, _fail), strict=True)
-    for (_, step), ((ids, line), (others, other)) in zip(FAILING, of_cases, strict=True):
-        assert line == other == "rank 1 failed: OSError: cannot read row 17"
-        trained = [100 * rank + number for rank in range(2) for number in range(step)]
-        assert {*ids, *others} <= {*trained}
-        assert len(ids + others) >= len(trained) - 2  # the step that is launched before the error is not handed out
-    assert first == second
-    assert first[1].startswith("row 1 of the batch of rank 1 in step 0 of epoch 0 has 30 tokens, more than ")
 
 
 def test_what_steps_of_several_batches_cannot_do_is_an_error() -> None:

@@ -23,12 +23,22 @@ from evenrank.dataloader.balance import (
     register_strategy,
 )
 from evenrank.dataloader.balance.packing import PackedSchedule, pack
+from evenrank.dataloader.balance.partition.strategies import PartitionProblem
 from evenrank.dataloader.balance.plan import plan_steps
 from tests.dataloader.balance.costs import COST, Ints
 from tests.dataloader.batch_helpers import ids_of
 from tests.registrations import restored
 
 LINEAR = LinearCost(interleave_actions=False)
+
+
+def _in_place(problem: PartitionProblem) -> Any:
+    """Assign in reverse, in the arrays that a strategy is given."""
+    assert problem.tokens is not None
+    for values in (problem.costs, problem.tokens, problem.order):
+        values[:] = 0
+    problem.home[:] = problem.home[::-1].copy()
+    return problem.home
 
 
 @pytest.mark.filterwarnings("ignore::evenrank.dataloader.balance.TokenLimitWarning")
@@ -42,18 +52,14 @@ def test_many_steps_are_planned_as_each_alone(
     costs, tokens = rng.integers(0, 1000, shape) ** 2, rng.integers(0, 100, shape)
     num_real = None if is_full else rng.integers(0, batch_size + 1, shape[:2])
     with restored(STRATEGIES):
-        register_strategy("in reverse")(lambda problem: problem.home[::-1].copy())
+        register_strategy("in place")(_in_place)
         options: dict[str, Any] = {"strategy": data.draw(st.sampled_from(list(STRATEGIES)))}
         options["tolerance"] = data.draw(st.sampled_from([0.0, 0.01, 0.2]))
         if is_limited:
             options |= {"max_tokens_per_rank": int(tokens.sum(axis=2).max()), "on_overflow": "warn"}
-        planned = plan_steps(
-            costs.copy(),
-            tokens.copy(),
-            BalanceConfig(cost=LINEAR, **options),
-            num_real=num_real,
-            steps=range(num_steps),
-        )
+        before, config = (costs.tolist(), tokens.tolist()), BalanceConfig(cost=LINEAR, **options)
+        planned = plan_steps(costs, tokens, config, num_real=num_real, steps=range(num_steps))
+        assert (costs.tolist(), tokens.tolist()) == before
         for step, rank_of in enumerate(planned):
             of_step = None if num_real is None else num_real[step]
             alone = partition(costs[step], world_size, tokens=tokens[step], num_real=of_step, **options)

@@ -30,7 +30,7 @@ from evenrank.dataloader.balance import (
 )
 from evenrank.dataloader.balance.metrics.step_metrics import RankTimes
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.ranks.process_group import Members, members_of
+from evenrank.dataloader.balance.ranks.process_group import members_of
 from evenrank.dataloader.balance.refit import CostSchedule, refit
 from evenrank.datasets.distributions import Lognormal
 from evenrank.training import StepTimer
@@ -306,13 +306,6 @@ def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose(ranks: RankPool
         "rank 0 has not planned step 7, before which it fits the cost, within 0:00:00.500000; train equally many steps "
         "on all ranks, or raise timeout"
     )
-
-
-def test_steps_are_kept_until_they_have_times_enough_but_some_of_however_many_ranks() -> None:
-    for world_size, steps in ((1, 16384), (4, 4096), (256, 64), (1024, 64)):
-        timer: Any = mock.Mock()
-        CostSchedule(FIRST, every=7, timer=timer, members=Members(rank=0, world_size=world_size, store=None))
-        timer.keep.assert_called_once_with(steps, world_size=world_size)
 
 
 def _times(cost: tuple[float, float, float], num_steps: int, noise: float, world_size: int = 4) -> RankTimes:

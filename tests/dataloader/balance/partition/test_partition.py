@@ -16,14 +16,11 @@ from evenrank.dataloader.balance.partition.parts import relabel
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 from evenrank.dataloader.balance.partition.strategies import (
     STRATEGIES,
-    PartitionProblem,
     TokenLimitWarning,
     lower_bound,
     partition,
-    register_strategy,
 )
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
-from tests.registrations import restored
 
 Ints = NDArray[np.int64]
 LENGTHS: tuple[Distribution, ...] = (Lognormal(mean=512, std=512), Zipf(exponent=1.2))
@@ -312,28 +309,3 @@ def test_padded_samples_stay_and_every_row_costs_as_much_as_the_most_expensive_o
     for values in (real, real.astype(np.float64)):
         assert assignment.loads(values).tolist() == (batch_size * real.max(axis=1)).tolist()
     assert lower_bound(real, world_size, padded=True) == batch_size * real.max() == assignment.loads(real).max()
-
-
-@pytest.mark.parametrize("max_tokens", [None, 40])
-def test_a_strategy_that_works_in_place_assigns_the_same_and_hides_no_limit(max_tokens: int | None) -> None:
-    costs, tokens = np.random.default_rng(0).integers(1, 15, (2, 24))
-    before, problems = (costs.tolist(), tokens.tolist()), []
-
-    def mangles(problem: PartitionProblem) -> Ints:
-        assert problem.tokens is not None
-        problems.append((problem.costs.tolist(), problem.tokens.tolist(), problem.order.tolist()))
-        for values in (problem.costs, problem.tokens, problem.order, problem.home):
-            values[:] = 0
-        return np.arange(24) // 6
-
-    with restored(STRATEGIES):
-        register_strategy("mangles")(mangles)
-        assigned = partition(costs, 4, strategy="mangles", tokens=tokens, max_tokens_per_rank=max_tokens)
-        with pytest.raises(ConfigError, match="max_tokens_per_rank = 5 cannot be kept"):
-            partition(costs, 4, strategy="mangles", tokens=tokens, max_tokens_per_rank=5)
-    assert (costs.tolist(), tokens.tolist()) == before
-    assert problems[0] == (*before, np.argsort(-costs, kind="stable").tolist())
-    if max_tokens is None:
-        assert assigned.rank_of.reshape(-1).tolist() == (np.arange(24) // 6).tolist()
-    else:  # which the strategy alone does not keep
-        assert np.bincount(np.arange(24) // 6, weights=tokens).max() > max_tokens >= assigned.loads(tokens).max()
