@@ -1,3 +1,5 @@
+"""Plans of many steps, and packed steps, which have as many samples as fit."""
+
 import itertools
 import warnings
 from pathlib import Path
@@ -10,20 +12,74 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, StepMetrics, TokenLimitWarning, packing, partition
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader.balance import (
+    STRATEGIES,
+    BalanceConfig,
+    LinearCost,
+    TokenLimitWarning,
+    packing,
+    partition,
+    register_strategy,
+)
 from evenrank.dataloader.balance.packing import PackedSchedule, pack
+from evenrank.dataloader.balance.partition.strategies import PartitionProblem
+from evenrank.dataloader.balance.plan import plan_steps
 from tests.dataloader.balance.costs import COST, Ints
 from tests.dataloader.batch_helpers import ids_of
+from tests.registrations import restored
 
-Tokens = dict[int, int]  # by sample
-Problem = tuple[Ints, int, int, int]  # tokens of all samples, world size, batch size and budget
+LINEAR = LinearCost(interleave_actions=False)
+
+
+def _in_place(problem: PartitionProblem) -> Any:
+    """Assign in reverse, in the arrays that a strategy is given."""
+    assert problem.tokens is not None
+    for values in (problem.costs, problem.tokens, problem.order):
+        values[:] = 0
+    problem.home[:] = problem.home[::-1].copy()
+    return problem.home
+
+
+@pytest.mark.filterwarnings("ignore::evenrank.dataloader.balance.TokenLimitWarning")
+@settings(max_examples=300)
+@given(st.data(), st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())
+def test_many_steps_are_planned_as_each_alone(
+    data: st.DataObject, num_steps: int, world_size: int, batch_size: int, is_full: bool, is_limited: bool
+) -> None:
+    shape = num_steps, world_size, batch_size
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    costs, tokens = rng.integers(0, 1000, shape) ** 2, rng.integers(0, 100, shape)
+    num_real = None if is_full else rng.integers(0, batch_size + 1, shape[:2])
+    with restored(STRATEGIES):
+        register_strategy("in place")(_in_place)
+        options: dict[str, Any] = {"strategy": data.draw(st.sampled_from(list(STRATEGIES)))}
+        options["tolerance"] = data.draw(st.sampled_from([0.0, 0.01, 0.2]))
+        if is_limited:
+            options |= {"max_tokens_per_rank": int(tokens.sum(axis=2).max()), "on_overflow": "warn"}
+        before, config = (costs.tolist(), tokens.tolist()), BalanceConfig(cost=LINEAR, **options)
+        planned = plan_steps(costs, tokens, config, num_real=num_real, steps=range(num_steps))
+        assert (costs.tolist(), tokens.tolist()) == before
+        for step, rank_of in enumerate(planned):
+            of_step = None if num_real is None else num_real[step]
+            alone = partition(costs[step], world_size, tokens=tokens[step], num_real=of_step, **options)
+            assert rank_of.tolist() == alone.rank_of.tolist()
+
+
+def test_one_step_in_so_many_stays_unbalanced_and_others_stay_balanced() -> None:
+    config = BalanceConfig(cost=LINEAR, compare_every=3)
+    unbalanced = [[step for step in range(9) if not config.balances(epoch, step)] for epoch in range(3)]
+    assert unbalanced == [[1, 4, 7], [0, 3, 6], [2, 5, 8]]
+    costs = np.tile([[9, 9], [1, 1]], (6, 1, 1))
+    planned = plan_steps(costs, costs, config, epoch=1, steps=range(10, 16))
+    assert [bool((rank_of != [[0], [1]]).any()) for rank_of in planned] == [step % 3 > 0 for step in range(10, 16)]
 
 
 def _pack(tokens: Ints, world_size: int, batch_size: int, budget: int, **options: Any) -> PackedSchedule:
     options = {"num_samples": len(tokens), "start": 0, "drop_last": False, **options}
-    limits: dict[str, Any] = {"world_size": world_size, "batch_size": batch_size, "max_tokens": budget}
-    return pack(lambda positions: tokens[positions], **limits, **options)
+    return pack(
+        lambda positions: tokens[positions], world_size=world_size, batch_size=batch_size, max_tokens=budget, **options
+    )
 
 
 def _fits(tokens: Ints, world_size: int, batch_size: int, budget: int) -> bool:
@@ -35,16 +91,19 @@ def _fits(tokens: Ints, world_size: int, batch_size: int, budget: int) -> bool:
 
 
 @st.composite
-def _problems(draw: st.DrawFn) -> Problem:
+def _problems(draw: st.DrawFn) -> tuple[Ints, int, int, int]:
+    """Draw the tokens of all samples, world size, batch size and budget."""
     budget = draw(st.integers(1, 60))
     lengths = st.one_of(st.integers(0, budget), st.sampled_from([0, 1, budget, budget // 2, budget // 2 + 1]))
     tokens = draw(st.lists(lengths, min_size=1, max_size=80))
     return np.array(tokens, dtype=np.int64), draw(st.integers(1, 6)), draw(st.integers(1, 12)), budget
 
 
-@settings(max_examples=200)
-@given(_problems(), st.data())
-def test_steps_are_full_and_ranks_would_load_equal_shares(problem: Problem, data: st.DataObject) -> None:
+@settings(max_examples=250)
+@given(_problems(), st.data(), st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]), st.integers(0, 3))
+def test_steps_are_full_shared_equally_and_assigned_within_the_budget_by_any_strategy(
+    problem: tuple[Ints, int, int, int], data: st.DataObject, strategy: str, seed: int
+) -> None:
     tokens, *limits = problem
     world_size, batch_size, budget = limits
     start = data.draw(st.integers(0, len(tokens)))
@@ -59,26 +118,16 @@ def test_steps_are_full_and_ranks_would_load_equal_shares(problem: Problem, data
         assert end == len(tokens) or is_full or not _fits(longer, *limits)
         assert _pack(tokens, *limits, start=end).ends.tolist() == ends[step + 2 :]  # the rest of the epoch
         shares = [schedule.positions(step, rank) for rank in range(world_size)]
-        counts = [len(share) for share in shares]
-        assert np.concatenate(shares).tolist() == list(range(first, end))
-        assert schedule.positions_of_all(range(step, step + 1)).tolist() == list(range(first, end))
-        assert schedule.num_loaded(step).tolist() == counts
-        assert max(counts) <= min(batch_size, min(counts) + 1)
-
-
-@settings(max_examples=200)
-@given(_problems(), st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]), st.integers(0, 3))
-def test_any_strategy_can_assign_every_packed_step(problem: Problem, strategy: str, seed: int) -> None:
-    tokens, world_size, batch_size, budget = problem
-    schedule = _pack(tokens, world_size, batch_size, budget)
-    for step in range(schedule.num_steps):
         num_real = schedule.num_loaded(step)
+        assert np.concatenate(shares).tolist() == [*range(first, end)]
+        assert schedule.positions_of_all(range(step, step + 1)).tolist() == [*range(first, end)]
+        assert num_real.tolist() == [len(share) for share in shares]
+        assert num_real.max() <= min(batch_size, num_real.min() + 1)
         rows = np.zeros((world_size, batch_size), dtype=np.int64)
-        rows[np.arange(batch_size) < num_real[:, np.newaxis]] = tokens[schedule.positions_of_all(range(step, step + 1))]
+        rows[np.arange(batch_size) < num_real[:, np.newaxis]] = tokens[first:end]
         costs = np.random.default_rng(seed).permutation(rows.reshape(-1)) if seed else rows
         options: dict[str, Any] = {"num_real": num_real, "strategy": strategy, "max_tokens_per_rank": budget}
-        assignment = partition(costs, world_size, tokens=rows, **options)
-        assert assignment.loads(rows).max() <= budget
+        assert partition(costs, world_size, tokens=rows, **options).loads(rows).max() <= budget
 
 
 def test_a_step_ends_where_samples_no_longer_fit_however_many_are_too_many() -> None:
@@ -114,119 +163,43 @@ def test_drop_last_leaves_out_a_last_step_with_room(tokens: list[int], ends: lis
     assert _pack(np.array(tokens), 2, 3, 10, drop_last=True).ends.tolist() == ends
 
 
-def _loaders(path: Path, world_size: int, *, budget: int = 100, **options: Any) -> list[Loader[SequenceBatch]]:
-    balance = {name: options.pop(name) for name in ("on_overflow", "strategy", "on_step") if name in options}
-    config = LoaderConfig(**{"batch_size": 16, **options})
-    packed = BalanceConfig(cost=COST, max_tokens_per_rank=budget, pack=True, **balance)
-    return [build_loader(path, config, rank=rank, world_size=world_size, balance=packed) for rank in range(world_size)]
-
-
-@pytest.fixture(scope="module")
-def tokens_of(small_dataset: Path) -> Tokens:
-    """Return the tokens of each sample by its id."""
-    loader = build_loader(small_dataset, LoaderConfig(batch_size=1), rank=0, world_size=1)
-    tokens = {ids_of(batch)[0]: int(batch.features["item_id"].lengths().sum()) for batch in loader}
-    assert max(tokens.values()) == 60  # so that budgets from 60 on are enough
-    return tokens
-
-
-@settings(max_examples=25)
-@given(
-    world_size=st.integers(1, 6),
-    options=st.builds(
-        dict,
-        batch_size=st.integers(1, 24),
-        budget=st.integers(60, 400),
-        strategy=st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]),
-        num_workers=st.integers(0, 2),
-    ),
-)
-def test_each_sample_comes_once(small_dataset: Path, tokens_of: Tokens, world_size: int, options: Any) -> None:
-    metrics: list[StepMetrics] = []
-    loaders = _loaders(small_dataset, world_size, **options, on_step=metrics.append)
-    for epoch in range(2):
-        num_steps = len(loaders[0])
-        assert loaders[0].remaining_batches() == num_steps
-        ranks = [list(loader) for loader in loaders]
-        assert [len(batches) for batches in ranks] == [num_steps] * world_size
-        batches = list(itertools.chain(*ranks))
-        assert sorted(sample for batch in batches for sample in ids_of(batch)) == sorted(tokens_of)
-        for batch in batches:
-            assert sum(tokens_of[sample] for sample in ids_of(batch)) <= options["budget"]
-            assert batch.num_real <= batch.batch_size == options["batch_size"]
-            assert (batch.dp_size, batch.epoch) == (world_size, epoch)
-        consumed = 0
-        for step in zip(*ranks, strict=True):
-            consumed += sum(batch.num_real for batch in step)
-            world_loss_tokens = sum(batch.loss_tokens for batch in step)
-            assert {(batch.position, batch.world_loss_tokens) for batch in step} == {(consumed, world_loss_tokens)}
-    assert sum(step.tokens for step in metrics) == 2 * world_size * sum(tokens_of.values())
-
-
-@settings(max_examples=8)
-@given(
-    world_size=st.integers(1, 4),
-    budget=st.integers(60, 300),
-    other=st.builds(dict, world_size=st.integers(1, 4), budget=st.integers(60, 300), batch_size=st.integers(2, 20)),
-)
-def test_it_resumes_on_other_ranks(
-    small_dataset: Path, tokens_of: Tokens, world_size: int, budget: int, other: Any
-) -> None:
-    loaders, same = (_loaders(small_dataset, world_size, budget=budget) for _ in range(2))
-    others = _loaders(small_dataset, **other)
-    steps = list(zip(*loaders, strict=True))
-    states = [[loader.state_dict(after=batch) for loader, batch in zip(loaders, step, strict=True)] for step in steps]
-    trained: list[int] = []
-    for index, (step, of_ranks) in enumerate(zip(steps, states, strict=True)):
-        assert all(state == of_ranks[0] for state in of_ranks)
-        trained += [sample for batch in step for sample in ids_of(batch)]
-        if index + 1 == len(steps):
-            break
-        for loader in [*same, *others]:
-            loader.load_state_dict(of_ranks[0])
-        assert same[0].remaining_batches() == len(steps) - index - 1
-        for resumed, rest in zip(zip(*same, strict=True), steps[index + 1 :], strict=True):
-            assert [ids_of(batch) for batch in resumed] == [ids_of(batch) for batch in rest]
-        rest_of_others = [sample for loader in others for batch in loader for sample in ids_of(batch)]
-        assert sorted(trained + rest_of_others) == sorted(tokens_of)
-    assert sorted(trained) == sorted(tokens_of)
+def _loader(path: Path, rank: int, budget: int, on_overflow: str = "raise", **options: Any) -> Any:
+    balance = BalanceConfig(cost=COST, max_tokens_per_rank=budget, pack=True, on_overflow=on_overflow)  # type: ignore[arg-type]
+    return build_loader(path, LoaderConfig(batch_size=16, **options), rank=rank, world_size=3, balance=balance)
 
 
 def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Mock(wraps=pack)
     monkeypatch.setattr("evenrank.dataloader.sampling.balanced_steps.pack", planned)
-    loader = _loaders(small_dataset, 2, drop_last=True)[0]
+    loader = _loader(small_dataset, 0, 100, drop_last=True)
     length = len(loader)
     assert len(list(loader)) == length
     assert planned.call_count == 1
     for _ in loader:  # the second epoch; its own length, and that of the third
-        assert len(loader) > 0
-        assert loader.remaining_batches() == len(loader)
+        assert len(loader) == loader.remaining_batches() > 0
     assert planned.call_count == 3
     loader.load_state_dict(loader.state_dict())  # after the last step, although samples were left out
-    assert loader.epoch == 2
-    assert next(iter(loader)).epoch == 2
+    assert loader.epoch == next(iter(loader)).epoch == 2
 
 
-def test_a_sample_above_the_budget_is_an_error_that_names_it(small_dataset: Path, tokens_of: Tokens) -> None:
+def test_a_sample_above_the_budget_is_an_error_that_names_it_or_has_a_rank_of_its_own(small_dataset: Path) -> None:
+    batches: Any = build_loader(small_dataset, LoaderConfig(batch_size=1), rank=0, world_size=1)
+    tokens_of = {ids_of(batch)[0]: int(batch.features["item_id"].lengths().sum()) for batch in batches}
     longest = min(row for row, tokens in tokens_of.items() if tokens == 60)
     message = rf"^row {longest} of \S+ has 60 tokens, more than max_tokens_per_rank = 59; raise the .*$"
     with pytest.raises(ConfigError, match=message):
-        len(_loaders(small_dataset, 2, budget=59, order="rows")[0])
-
-
-def test_a_sample_above_the_budget_can_have_a_rank_of_its_own(small_dataset: Path, tokens_of: Tokens) -> None:
-    loaders = _loaders(small_dataset, 3, budget=40, on_overflow="warn")
+        len(_loader(small_dataset, 0, 59, order="rows"))
+    loaders = [_loader(small_dataset, rank, 40, "warn") for rank in range(3)]
     with pytest.warns(TokenLimitWarning, match="some samples have more tokens than max_tokens_per_rank = 40"):
         len(loaders[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TokenLimitWarning)
-        batches = [batch for loader in loaders for batch in loader]
+        trained = [ids_of(batch) for loader in loaders for batch in loader]
     assert len(caught) == 2  # of the other ranks; that of rank 0 has planned the epoch before
-    assert sorted(sample for batch in batches for sample in ids_of(batch)) == sorted(tokens_of)
+    assert sorted(itertools.chain(*trained)) == sorted(tokens_of)
     above = 0
-    for batch in batches:
-        tokens = [tokens_of[sample] for sample in ids_of(batch) if tokens_of[sample]]
+    for ids in trained:
+        tokens = [tokens_of[sample] for sample in ids if tokens_of[sample]]
         assert sum(tokens) <= 40 or len(tokens) == 1
         above += sum(tokens) > 40
     assert above == sum(tokens > 40 for tokens in tokens_of.values()) > 0

@@ -15,6 +15,8 @@ from evenrank.dataloader.balance.exchange.device import (
     write_tiles,
 )
 
+Copies = NDArray[np.int64]
+
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
@@ -22,9 +24,6 @@ def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
     length = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 40_000 // unit))
     return unit, draw(st.lists(st.tuples(st.integers(0, 3), length), max_size=8))
-
-
-Copies = NDArray[np.int64]
 
 
 def _tiles(copies: Copies) -> Copies:
@@ -48,24 +47,23 @@ def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[Copies, list[torc
     return copies[sizes > 0], sources, expected
 
 
-@settings(max_examples=60)
-@given(layouts())
-def test_the_loop_copies_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
-    copies, sources, expected = _copies(*layout)
-    copied = torch.zeros_like(expected)
-    copy_ranges(copies, addresses_of(sources), copied.data_ptr())
-    assert torch.equal(copied, expected)
+@pytest.mark.parametrize(("on_gpu", "count"), [(False, 60), pytest.param(True, 200, marks=pytest.mark.gpu)])
+def test_every_range_is_copied(on_gpu: bool, count: int) -> None:
+    """By the loop on the CPU, and by the kernel on a GPU."""
 
+    @settings(max_examples=count)
+    @given(layouts())
+    def check(layout: tuple[int, list[tuple[int, int]]]) -> None:
+        copies, sources, expected = _copies(*layout)
+        copied = torch.zeros_like(expected, device="cuda" if on_gpu else "cpu")
+        if on_gpu:
+            on_device = [source.cuda() for source in sources]
+            copy_with_kernel(as_bytes(torch.from_numpy(_tiles(copies))).cuda(), on_device, copied)
+        else:
+            copy_ranges(copies, addresses_of(sources), copied.data_ptr())
+        assert torch.equal(copied.cpu(), expected)
 
-@pytest.mark.gpu
-@settings(max_examples=200)
-@given(layouts())
-def test_on_a_gpu_the_kernel_copies_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
-    copies, sources, expected = _copies(*layout)
-    on_gpu = [source.cuda() for source in sources]
-    copied = torch.zeros_like(on_gpu[0])
-    copy_with_kernel(as_bytes(torch.from_numpy(_tiles(copies))).cuda(), on_gpu, copied)
-    assert torch.equal(copied.cpu(), expected)
+    check()
 
 
 @pytest.mark.gpu

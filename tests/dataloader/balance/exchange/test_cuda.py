@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torchdata.nodes import PinMemory
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
 from evenrank.dataloader.balance.config import EXCHANGES
@@ -166,15 +165,3 @@ def test_1000_steps_between_all_reduces_neither_hang_nor_lose_samples(gpu_ranks:
     expected = np.sum(gpu_ranks.run(count, _sums_on_the_cpu, 1000), axis=0).tolist()
     assert [wrong for wrong, _ in balanced] == [0] * count
     assert [sums for _, sums in balanced] == [expected] * count
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("tpu", "device is 'tpu', which PyTorch does not know"),
-        ("meta", "device is meta; batches can be on cpu or cuda"),
-    ],
-)
-def test_an_unknown_device_is_named(device: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Balancer([], BalanceConfig(cost=COST), device=device)

@@ -1,4 +1,7 @@
+"""Layouts of small steps, of which every number was worked out by hand."""
+
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,7 +9,6 @@ import pytest
 from evenrank.dataloader.balance.exchange.layout import (
     Sections,
     lay_out,
-    new_rows,
     output_parts,
     received_copies,
     sent_chunks,
@@ -30,88 +32,40 @@ SECTIONS = Sections(
 # Rank 0 has samples of 3, 1 and 0 values, rank 1 of 2 and 5 values and a padding row.
 LENGTHS = np.array([[[3, 1, 0]], [[2, 5, 0]]])
 RANK_OF = np.array([[0, 1, 1], [1, 0, -1]], dtype=np.int32)
-# Values and dense rows of each chunk, by sender and receiver, each section aligned to 16 bytes.
-CHUNKS = {(0, 0): [32, 16], (0, 1): [16, 16], (1, 0): [48, 16], (1, 1): [16, 16]}
-
-
-def test_new_rows_are_in_the_order_of_the_ranks_they_come_from_then_of_rows() -> None:
-    for rank, (rows, loss_tokens) in enumerate([([3, 5, 0], 2 + 4), ([1, 0, 2], 0 + 0 + 1)]):
-        num_real, of_rank, of_all, lengths = new_rows(SECTIONS, RANK_OF, LENGTHS, 3, rank)
-        assert (num_real, of_rank, of_all) == (2 + rank, loss_tokens, 7)
-        assert lengths.tolist() == [rows]
-
-
-def test_parts_of_the_output_begin_aligned_and_have_the_bytes_of_all_rows() -> None:
-    targets, bounds, output_data, output_bytes = output_parts(SECTIONS, np.array([[3, 5, 0]]))
-    assert targets.tolist() == [0, 64]
-    starts, ends = bounds.reshape(-1, 2).T
-    assert starts.tolist() == [0, 0, 64, 80, 96]  # the buffer, then its parts
-    assert (ends - starts).tolist() == [112, 8 * 8, 3 * 4, 3 * 4, 4 * 4]  # lengths, and one offset more
-    assert (output_data, output_bytes) == (80, 112)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_chunks_are_sent_in_the_order_of_ranks_and_the_own_one_stays_at_the_end(rank: int) -> None:
-    other = 1 - rank
-    send_bytes, chunk_starts, end = sent_chunks(SECTIONS, RANK_OF, LENGTHS, rank, False)
-    to_other, own = CHUNKS[rank, other], CHUNKS[rank, rank]
-    assert (send_bytes[other], send_bytes[rank]) == (sum(to_other), 0)
-    assert chunk_starts[other].tolist() == [0, to_other[0]]
-    assert chunk_starts[rank].tolist() == [sum(to_other), sum(to_other) + own[0]]
-    assert end == sum(to_other) + sum(own)
-
-
-def test_an_all_gather_sends_one_chunk_which_has_the_size_of_the_largest() -> None:
-    sizes = [sent_chunks(SECTIONS, RANK_OF, LENGTHS, rank, True) for rank in range(2)]
-    assert [send_bytes.tolist() for send_bytes, _, _ in sizes] == [[64 + 16]] * 2  # of rank 1: 7 values, 2 rows
-    assert [end for _, _, end in sizes] == [64 + 16] * 2
-
-
-# Source buffer (0: received, 1: uploaded), place in it, place in the output and bytes, by collective and rank.
-COPIES = {
-    (False, 0): [(1, 32, 0, 24), (1, 64, 64, 4), (0, 0, 24, 40), (0, 48, 68, 4)],
-    (False, 1): [(0, 0, 0, 8), (0, 16, 32, 8), (1, 64, 8, 16), (1, 80, 40, 4)],
-    # The chunk of rank 1 begins at 80, its rows at 144.
-    (True, 0): [(0, 0, 0, 24), (0, 32, 64, 4), (0, 96, 24, 40), (0, 148, 68, 4)],
-    (True, 1): [(0, 24, 0, 8), (0, 36, 32, 8), (0, 80, 8, 16), (0, 144, 40, 4)],
+# New rows are in the order of the ranks that they come from, then of rows. Parts of the output begin aligned: the
+# values, the dense rows, then lengths and offsets. As int64 there are nothing, the values, the rest; as int32 values,
+# dense rows, a gap, lengths, a gap, offsets, nothing.
+OF_RANKS: list[dict[str, Any]] = [
+    {"num_real": 2, "loss_tokens": 2 + 4, "world_loss_tokens": 7, "lengths": [[3, 5, 0]], "length_per_key": [8]}
+    | {"max_lengths": [5], "views": [0, 8, 6, 16, 3, 1, 3, 1, 4, 0], "output_bytes": 112},
+    {"num_real": 3, "loss_tokens": 0 + 0 + 1, "world_loss_tokens": 7, "lengths": [[1, 0, 2]], "length_per_key": [3]}
+    | {"max_lengths": [2], "views": [0, 3, 7, 8, 3, 1, 3, 1, 4, 0], "output_bytes": 80},
+]
+# Copies have the source (0: received, 1: uploaded), the place there, the place in the output, and bytes. The last ones
+# are of what the host knows: lengths and offsets and, of rank 0, a padding row.
+EXCHANGES: dict[tuple[bool, int], dict[str, Any]] = {
+    # A chunk for the other rank, then its own, which is not sent.
+    (False, 0): {"send_bytes": [0, 32], "receive_bytes": [0, 64], "chunk_starts": [[32, 64], [0, 16]], "host_data": 80}
+    | {"copies": [(1, 32, 0, 24), (1, 64, 64, 4), (0, 0, 24, 40), (0, 48, 68, 4), (1, 80, 80, 32), (1, 112, 72, 4)]},
+    (False, 1): {"send_bytes": [64, 0], "receive_bytes": [32, 0], "chunk_starts": [[0, 48], [64, 80]], "host_data": 96}
+    | {"copies": [(0, 0, 0, 8), (0, 16, 32, 8), (1, 64, 8, 16), (1, 80, 40, 4), (1, 96, 48, 32)]},
+    # One chunk with the size of the largest, that of rank 1: 7 values, 2 rows. It begins at 80, its rows at 144.
+    (True, 0): {"send_bytes": [80], "receive_bytes": [80, 80], "chunk_starts": [[0, 32]], "host_data": 80}
+    | {"copies": [(0, 0, 0, 24), (0, 32, 64, 4), (0, 96, 24, 40), (0, 148, 68, 4), (1, 80, 80, 32), (1, 112, 72, 4)]},
+    (True, 1): {"send_bytes": [80], "receive_bytes": [80, 80], "chunk_starts": [[0, 64]], "host_data": 80}
+    | {"copies": [(0, 24, 0, 8), (0, 36, 32, 8), (0, 80, 8, 16), (0, 144, 40, 4), (1, 80, 48, 32)]},
 }
 
 
-@pytest.mark.parametrize("sends_all", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_copies_fill_the_sections_of_the_output_without_a_gap(rank: int, sends_all: bool) -> None:
-    lengths = new_rows(SECTIONS, RANK_OF, LENGTHS, 3, rank)[-1]
-    targets = output_parts(SECTIONS, lengths)[0]
-    first_targets = targets.copy()
-    send_bytes, chunk_starts, _ = sent_chunks(SECTIONS, RANK_OF, LENGTHS, rank, sends_all)
-    received, copies, num_copies = received_copies(
-        SECTIONS, RANK_OF, LENGTHS, 3, rank, sends_all, send_bytes, chunk_starts, targets
-    )
-    other = 1 - rank
-    expected = [80, 80] if sends_all else [sum(CHUNKS[other, rank]) * (source == other) for source in range(2)]
-    assert received.tolist() == expected
-    assert (targets - first_targets).tolist() == [8 * lengths.sum(), 4 * (2 + rank)]
-    assert [*map(tuple, copies[:num_copies].tolist())] == COPIES[sends_all, rank]
-    filled = sorted((target, target + size) for _, _, target, size in copies[:num_copies].tolist())
-    for section, first in enumerate(first_targets.tolist()):
-        of_section = [(start, end) for start, end in filled if first <= start < targets[section]]
-        assert of_section[0][0] == first
-        assert of_section[-1][1] == targets[section]
-        assert all(end == start for (_, end), (start, _) in itertools.pairwise(of_section))
-
-
-def test_a_layout_has_what_the_host_knows_after_the_chunks_and_then_the_tiles() -> None:
-    layout = lay_out(SECTIONS, RANK_OF, LENGTHS, 3, 0, False, 8192)
-    assert layout.host_data == 16 + 16 + 32 + 16  # a chunk for rank 1, then its own
-    assert layout.tiles == layout.host_data + 16 + 16 + 16  # lengths, offsets, a padding row
+@pytest.mark.parametrize(("sends_all", "rank"), EXCHANGES)
+def test_layouts_of_two_ranks(sends_all: bool, rank: int) -> None:
+    layout = lay_out(SECTIONS, RANK_OF, LENGTHS, 3, rank, sends_all, 8192)
+    expected = OF_RANKS[rank] | EXCHANGES[sends_all, rank]
+    for name, value in expected.items():
+        assert np.array_equal(getattr(layout, name), value), name
+    # Lengths, offsets, of rank 0 a padding row; then the tiles.
+    assert layout.tiles == layout.host_data + 16 + 16 + 16 * (rank == 0)
     assert layout.host_bytes == layout.tiles + 8 * layout.copies.size
-    assert (layout.length_per_key.tolist(), layout.max_lengths.tolist()) == ([8], [5])
-    # As int64: nothing, the values, the rest; as int32: values, dense rows, a gap, lengths, a gap, offsets, nothing.
-    assert layout.views.tolist() == [0, 8, 6, 16, 3, 1, 3, 1, 4, 0]
-    assert [copy for copy in layout.copies.tolist() if copy[1] >= layout.host_data] == [
-        [1, layout.host_data, 80, 32],
-        [1, layout.host_data + 32, 64 + 8, 4],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -162,17 +116,11 @@ OF_THREE = np.array(
 )
 THREE_RANKS = np.array([[1, 2, 0, -1], [2, 1, -1, 0], [0, 1, 2, -1]], dtype=np.int32)
 # Of rank 1, in batches of 5 rows: its samples are row 0 of rank 0, its own row 1, and row 1 of rank 2.
-NEW_LENGTHS = np.array([[2, 3, 2, 0, 0], [1, 0, 1, 0, 0], [0, 1, 0, 0, 0]])
-
-
-def test_each_sample_is_a_loss_token_without_a_key_of_the_loss_also_where_rows_belong_to_other_steps() -> None:
-    *counts, lengths = new_rows(TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1)
-    assert counts == [3, 3, 9]
-    assert lengths.tolist() == NEW_LENGTHS.tolist()
+NEW_LENGTHS = [[2, 3, 2, 0, 0], [1, 0, 1, 0, 0], [0, 1, 0, 0, 0]]
 
 
 def test_keys_of_a_field_follow_each_other_in_the_output_and_fields_begin_aligned() -> None:
-    targets, bounds, *ends = output_parts(TWO_FIELDS, NEW_LENGTHS)
+    targets, bounds, *ends = output_parts(TWO_FIELDS, np.array(NEW_LENGTHS))
     assert targets.tolist() == [0, 32, 32 + 16, 64, 80]
     assert bounds[: 2 * 9].reshape(-1, 2).tolist() == [
         [0, 368],
@@ -182,51 +130,46 @@ def test_keys_of_a_field_follow_each_other_in_the_output_and_fields_begin_aligne
     assert ends == [128, 368]
 
 
-def test_a_rank_between_others_sends_chunks_to_both_before_its_own() -> None:
-    send_bytes, chunk_starts, end = sent_chunks(TWO_FIELDS, THREE_RANKS, OF_THREE, 1, False)
-    assert send_bytes.tolist() == [64, 0, 80]
-    assert chunk_starts.tolist() == [[0, 0, 16, 32, 48], [144, 160, 160, 176, 192], [64, 80, 96, 112, 128]]
-    assert end == 208
-    for rank, starts in enumerate([[0, 16, 48, 64, 80], [0, 16, 48, 80, 96], [0, 16, 48, 96, 112]]):
-        send_bytes, chunk_starts, end = sent_chunks(TWO_FIELDS, THREE_RANKS, OF_THREE, rank, True)
-        assert (send_bytes.tolist(), end) == ([144], 144)  # as rank 2 needs
-        assert chunk_starts.tolist() == [starts]
-
-
 @pytest.mark.parametrize(
-    ("sends_all", "expected_bytes", "expected"),
+    ("sends_all", "sent", "received", "chunk_starts", "copies"),
     [
         (
-            False,
-            [64, 0, 64],
+            *(False, [64, 0, 80], [64, 0, 64]),
+            [[0, 0, 16, 32, 48], [144, 160, 160, 176, 192], [64, 80, 96, 112, 128]],
             [
                 *((0, 0, 0, 8), (0, 16, 32, 8), (0, 32, 64, 1), (0, 48, 80, 8)),
                 *((1, 144, 8, 12), (1, 160, 48, 8), (1, 176, 65, 1), (1, 192, 88, 8)),
                 *((0, 64, 20, 8), (0, 80, 40, 8), (0, 96, 66, 1), (0, 112, 96, 8)),
+                *((1, 208, 128, 240), (1, 448, 67, 2), (1, 464, 104, 16)),
             ],
         ),
         (
-            True,
-            [144, 144, 144],
+            *(True, [144], [144, 144, 144]),  # as rank 2 needs
+            [[0, 16, 48, 80, 96]],
             [
                 *((0, 0, 0, 8), (0, 16, 32, 8), (0, 64, 64, 1), (0, 80, 80, 8)),
                 *((0, 148, 8, 12), (0, 200, 48, 8), (0, 225, 65, 1), (0, 248, 88, 8)),
                 *((0, 288, 20, 8), (0, 312, 40, 8), (0, 385, 66, 1), (0, 408, 96, 8)),
+                *((1, 144, 128, 240), (1, 384, 67, 2), (1, 400, 104, 16)),
             ],
         ),
     ],
 )
-def test_a_rank_copies_from_the_chunks_of_two_others_and_its_own(
-    sends_all: bool, expected_bytes: list[int], expected: list[tuple[int, int, int, int]]
+def test_a_rank_between_others_sends_to_both_and_copies_from_both(
+    sends_all: bool, sent: list[int], received: list[int], chunk_starts: list[list[int]], copies: list[Any]
 ) -> None:
-    targets = np.array([0, 32, 48, 64, 80])
-    send_bytes, chunk_starts, _ = sent_chunks(TWO_FIELDS, THREE_RANKS, OF_THREE, 1, sends_all)
-    received, copies, num_copies = received_copies(
-        TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1, sends_all, send_bytes, chunk_starts, targets
-    )
-    assert received.tolist() == expected_bytes
-    assert [*map(tuple, copies[:num_copies].tolist())] == expected
-    assert targets.tolist() == [28, 48, 56, 67, 104]
+    layout = lay_out(TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1, sends_all, 0)
+    assert (layout.num_real, layout.loss_tokens, layout.world_loss_tokens) == (3, 3, 9)
+    assert layout.lengths.tolist() == NEW_LENGTHS
+    assert (layout.send_bytes.tolist(), layout.receive_bytes.tolist()) == (sent, received)
+    assert layout.chunk_starts.tolist() == chunk_starts
+    assert [*map(tuple, layout.copies.tolist())] == copies
+
+
+def test_chunks_of_an_all_gather_have_the_size_of_the_largest_on_all_ranks() -> None:
+    for rank, starts in enumerate([[0, 16, 48, 64, 80], [0, 16, 48, 80, 96], [0, 16, 48, 96, 112]]):
+        send_bytes, chunk_starts, end = sent_chunks(TWO_FIELDS, THREE_RANKS, OF_THREE, rank, True)
+        assert (send_bytes.tolist(), end, chunk_starts.tolist()) == ([144], 144, [starts])
 
 
 def test_the_host_buffer_has_rows_of_several_batches_and_every_padding_row_and_nothing_in_gaps() -> None:
@@ -273,38 +216,31 @@ BYTES = Sections(
 ONE_EACH = np.array([[[1] * 17, [1] * 16 + [0]]] * 2)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "expected_targets", "expected_data"), [(16, [0, 16, 32, 48], 64), (17, [0, 17, 48, 80], 112)]
-)
-def test_a_part_that_is_a_byte_longer_than_a_multiple_of_the_alignment_takes_one_more(
-    num_rows: int, expected_targets: list[int], expected_data: int
-) -> None:
-    targets, _, output_data, _ = output_parts(BYTES, ONE_EACH[0, :, :num_rows])
-    assert (targets.tolist(), output_data) == (expected_targets, expected_data)
+def test_a_part_that_is_a_byte_longer_than_a_multiple_of_the_alignment_takes_one_more() -> None:
+    for num_rows, expected_targets, expected_data in ((16, [0, 16, 32, 48], 64), (17, [0, 17, 48, 80], 112)):
+        targets, _, output_data, _ = output_parts(BYTES, ONE_EACH[0, :, :num_rows])
+        assert (targets.tolist(), output_data) == (expected_targets, expected_data)
 
 
 def test_an_all_gather_has_room_for_a_copy_of_each_row_and_an_exchange_for_one_of_each_chunk() -> None:
     every_other = np.array([[*[0, 1] * 8, -1], [*[1, 0] * 8, 1]], dtype=np.int32)
-    send_bytes, chunk_starts, _ = sent_chunks(BYTES, every_other, ONE_EACH, 0, True)
-    assert send_bytes.tolist() == [32 + 16 + 32 + 32]  # of rank 1, whose last row is a sample
-    targets = np.array([0, 17, 48, 80])
-    _, copies, num_copies = received_copies(
-        BYTES, every_other, ONE_EACH, 17, 0, True, send_bytes, chunk_starts, targets
-    )
-    assert copies[:2].tolist() == [[0, 0, 0, 1], [0, 2, 1, 1]]
-    # Besides them, room for a copy of the padding of each section, and for one of lengths and offsets.
-    assert (num_copies, len(copies)) == (16 * 4, 17 * 4 + 4 + 1)
-
     halves = np.array([[0] * 8 + [1] * 9, [0] * 9 + [1] * 8], dtype=np.int32)
-    send_bytes, chunk_starts, _ = sent_chunks(BYTES, halves, ONE_EACH, 0, False)
-    targets = np.array([0, 17, 48, 80])
-    _, copies, num_copies = received_copies(BYTES, halves, ONE_EACH, 17, 0, False, send_bytes, chunk_starts, targets)
-    own_start = 16 * 4  # after 9 or 8 bytes of each section for rank 1
-    assert copies[:num_copies].tolist() == [
-        *([1, own_start + 16 * section, target, 8] for section, target in enumerate([0, 17, 48, 80])),
-        *([0, 16 * section, target + 8, 9] for section, target in enumerate([0, 17, 48, 80])),
+    targets, own_start = [0, 17, 48, 80], 16 * 4  # after 9 or 8 bytes of each section for rank 1
+    copies_of_halves = [
+        *([1, own_start + 16 * section, target, 8] for section, target in enumerate(targets)),
+        *([0, 16 * section, target + 8, 9] for section, target in enumerate(targets)),
     ]
-    assert len(copies) == 2 * 4 + 4 + 1
+    for rank_of, sends_all, num_expected, room, first_copies in (
+        (every_other, True, 16 * 4, 17 * 4, [[0, 0, 0, 1], [0, 2, 1, 1]]),
+        (halves, False, 2 * 4, 2 * 4, copies_of_halves),
+    ):
+        send_bytes, chunk_starts, _ = sent_chunks(BYTES, rank_of, ONE_EACH, 0, sends_all)
+        sizes = BYTES, rank_of, ONE_EACH, 17, 0, sends_all, send_bytes, chunk_starts, np.array(targets)
+        _, copies, num_copies = received_copies(*sizes)
+        assert copies[: len(first_copies)].tolist() == first_copies
+        # Besides them, room for a copy of the padding of each section, and for one of lengths and offsets.
+        assert (num_copies, len(copies)) == (num_expected, room + 4 + 1)
+        assert not sends_all or send_bytes.tolist() == [32 + 16 + 32 + 32]  # of rank 1, whose last row is a sample
 
 
 @pytest.mark.parametrize("num_real", [1, 16])
@@ -315,9 +251,8 @@ def test_padding_rows_of_each_dense_field_begin_aligned_after_the_offsets(num_re
     addresses = np.array([[tensor.ctypes.data for tensor in tensors]])
     buffer = np.full(layout.host_bytes, 255, dtype=np.uint8)
     write_host_buffer(layout, BYTES, addresses, ONE_EACH[0], rank_of[0], 0, buffer)
-    parts = [[first + row for row in range(num_real)] for first in (0, 17, 100, 200)]  # 17 values, then 16
-    for section, part in enumerate(parts):
-        assert buffer[16 * section : 16 * section + num_real].tolist() == part
+    for section, first in enumerate((0, 17, 100, 200)):  # 17 values, then 16
+        assert buffer[16 * section : 16 * section + num_real].tolist() == [*range(first, first + num_real)]
     padding = 64 + 144 + 144  # after the chunk, 34 int32 lengths, 35 offsets
     assert layout.host_bytes == padding + 16 + 16
     for start, value in ((padding, 7), (padding + 16, 8)):

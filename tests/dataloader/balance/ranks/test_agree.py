@@ -1,28 +1,41 @@
+"""What is wrong or different on one rank alone is an error on all ranks, at once: none waits, and nothing moves."""
+
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from evenrank.cli.inspect_balance import walk_epoch
-from evenrank.core.errors import RankError
+from evenrank.core.errors import ConfigError, EvenrankError, RankError
 from evenrank.dataloader import ElasticSampler, JaggedBatch, LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
+from evenrank.dataloader.balance.ranks import process_group
 from evenrank.dataloader.balance.ranks.agree import common_schema, steps_to_plan
 from evenrank.dataloader.balance.ranks.metadata import StepMetadata, new_message
+from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import schema_of
-from evenrank.training import LossAverage, accumulate
-from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
+from evenrank.training import LossAverage, StepTimer, accumulate
+from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample, rich_tokens
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
 
+BATCH = rich_batch([[(1, 1), (1, 1)]])
 
-class _Cost:
+
+class _Power:
     """Costs of one name, which are compared by what they return."""
 
     def __init__(self, power: int) -> None:
@@ -32,118 +45,219 @@ class _Cost:
         return lengths["item_id"] ** self._power
 
 
-def _create(rank: int, world_size: int, path: Path, of_second: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"path": path, "config": {}, "balance": {}, "rank": rank, "world_size": world_size}
-    options |= of_second if rank == 1 else {}
-    config = LoaderConfig(**{"batch_size": 4, **options.pop("config")})
-    balance = BalanceConfig(**{"cost": _Cost(1), "timeout": timedelta(seconds=30), **options.pop("balance")})
+def _negative(lengths: Lengths, num_candidates: Ints) -> Ints:
+    return 5 - lengths["a"]
+
+
+def _loader(data: Path, rank: int, **changes: Any) -> None:
+    options: dict[str, Any] = {"path": data, "config": {}, "balance": {}, "rank": rank, "world_size": 3} | changes
+    if isinstance(config := options.pop("config"), dict):
+        config = LoaderConfig(**{"batch_size": 4, **config})
+    balance = BalanceConfig(**{"cost": _Power(1), "timeout": timedelta(seconds=30), **options.pop("balance")})
     build_loader(options.pop("path"), config, **options, balance=balance)
 
 
-@pytest.mark.parametrize(
-    ("change", "own", "message"),
-    [
-        ({"path": Path("/nowhere")}, "DataError", "rank 1 failed: /nowhere"),
-        ({"config": {"seed": 1}}, "RankError", "seed differs between ranks: 0 on rank 0, 1 on rank 1"),
-        ({"config": {"max_history_length": 7}}, "RankError", "max_history_length differs between ranks: 512 on rank 0"),
-        ({"config": {"prefetch": 3}}, "RankError", "prefetch differs between ranks: 16 on rank 0, 3 on rank 1"),
-        ({"balance": {"window": 4}}, "RankError", "window differs between ranks: 1 on rank 0, 4 on rank 1"),
-        ({"balance": {"cost": COST}}, "RankError", "cost differs between ranks: _Cost on rank 0, HSTUCost("),
-        ({"balance": {"cost": _Cost(2)}}, "RankError", "costs and plan of the first step differs between ranks: "),
-        (
-            {"balance": {"tolerance": 2}},
-            "ConfigError",
-            "rank 1 failed: BalanceConfig: tolerance must be at least 0 and below 1",
-        ),
-        ({"rank": 0}, "RankError", "the loader of rank 1 was created for rank 0"),
-        ({"world_size": 3}, "ConfigError", "rank 1 failed: the loader is created for world_size 3, but 2 ranks would"),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value)[:40],
-)
-def test_what_differs_is_told(ranks: RankPool, small_dataset: Path, change: Any, own: str, message: str) -> None:
-    first, second = ranks.try_run(2, _create, small_dataset, change)
-    assert (first.type_name, second.type_name) == ("RankError", own)
-    assert message in first.message
+def _balancer(data: Path, rank: int, batches: Any = (BATCH, BATCH), device: Any = None, **options: Any) -> None:
+    with Balancer(batches, BalanceConfig(**{"cost": _negative, **options}), device=device) as balancer:
+        list(balancer)
 
 
-def _balancer(options: Any) -> None:
-    Balancer([], BalanceConfig(**{"cost": COST, **options}))
+def _packed(data: Path, rank: int, length: int = 3) -> None:
+    batches = [rich_batch([[(length, 0), (0, 0)]])] * 3
+    _balancer(data, rank, batches, cost=rich_tokens, pack=True, max_tokens_per_rank=20)
 
 
-def _loader(path: Path, rank: int, options: Any) -> None:
-    balance = BalanceConfig(**{"cost": COST, **options.pop("balance", {})})
-    given = {"config": LoaderConfig(batch_size=4), "rank": rank, "world_size": 2, "balance": balance, **options}
-    build_loader(path, **given)
+def _balancer_without_group(data: Path, rank: int, **options: Any) -> None:
+    # A rank that creates a group would wait there for the others.
+    with patch.object(process_group.FailFastGroup, "__init__", side_effect=AssertionError("created a group")):
+        _balancer(data, rank, **options)
 
 
-def _sampler(rank: int, options: Any) -> None:
-    lengths = {"item_id": np.arange(8)}
-    balance = BalanceConfig(cost=one_per_sample)
-    given = {"batch_size": 2, "rank": rank, "world_size": 2, "lengths": lengths, "balance": balance, **options}
-    ElasticSampler(**{"num_samples": 8, **given})
+def _balanced_loader(
+    data: Path, rank: int, seed: int = 0, number: int | None = None, state_of: int | None = None, leaves: bool = False
+) -> None:
+    loader = build_loader(data, LoaderConfig(batch_size=4, seed=seed), rank=number or rank, world_size=3)
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
+        for batch in balancer:
+            if leaves and batch.step == 2:
+                break
+        if state_of is not None:
+            other = build_loader(data, LoaderConfig(batch_size=4, seed=state_of), rank=0, world_size=1)
+            next(iter(other))
+            balancer.load_state_dict(other.state_dict())
+        list(balancer)
 
 
-# What is wrong on rank 1 alone, and the error there. Rank 0 would wait for the default timeout, 30 minutes.
-MISTAKES: list[tuple[str, dict[str, Any], str]] = [
-    ("Balancer", {"timeout": 60}, "BalanceConfig: timeout must be of type timedelta, got 60"),
-    (
-        "Balancer",
-        {"timeout": timedelta(seconds=-1)},
-        "BalanceConfig: timeout must be above 0:00:00, got -1 day, 23:59:59",
-    ),
-    ("Balancer", {"on_step": 3}, "BalanceConfig: on_step must be of type Callable[["),
-    ("Balancer", {"lookahead": "2"}, "BalanceConfig: lookahead must be of type int, got '2'"),
-    ("Balancer", {"strategy": 5}, "BalanceConfig: strategy must be of type str, got 5"),
-    ("build_loader", {"balance": {"timeout": 60}}, "BalanceConfig: timeout must be of type timedelta, got 60"),
-    (
-        "build_loader",
-        {"balance": {"log_every": float("nan")}},
-        "BalanceConfig: log_every must be of type int | None, g",
-    ),
-    ("build_loader", {"rank": 0.5}, "build_loader: rank must be of type int, got 0.5"),
-    ("build_loader", {"config": {"batch_size": 4}}, "build_loader: config must be of type LoaderConfig, got {"),
-    ("ElasticSampler", {"rank": 2}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
-    ("ElasticSampler", {"rank": 0.5}, "ElasticSampler: rank must be of type int, got 0.5"),
-    ("ElasticSampler", {"batch_size": 0}, "ElasticSampler: batch_size must be at least 1, got 0"),
-    ("ElasticSampler", {"num_samples": "8"}, "ElasticSampler: num_samples must be of type int, got '8'"),
-    ("ElasticSampler", {"drop_last": "False"}, "ElasticSampler: drop_last must be of type bool, got 'False'"),
-    ("ElasticSampler", {"lengths": None}, "lengths and balance belong together"),
-    ("ElasticSampler", {"lengths": {"item_id": [1, 2]}}, "lengths['item_id'] must be integers of shape (8,), got int"),
-    ("ElasticSampler", {"balance": None}, "lengths and balance belong together"),
-    ("ElasticSampler", {"balance": {"cost": 1}}, "ElasticSampler: balance must be of type BalanceConfig | None, got {"),
-    ("LossAverage", {"num_tasks": 0}, "LossAverage: num_tasks must be at least 1, got 0"),
-    ("accumulate", {"num_steps": 0}, "accumulate: num_steps must be at least 1, got 0"),
-    ("accumulate", {"task_tokens": lambda batch: 3}, "task_tokens must return a tensor [tasks], got int"),
-    ("inspect-balance", {"path": Path("/nowhere")}, "/nowhere"),
-]
+def _sampler(data: Path, rank: int, **options: Any) -> None:
+    given = {"num_samples": 8, "batch_size": 2, "rank": rank, "world_size": 3, "lengths": {"item_id": np.arange(8)}}
+    ElasticSampler(**{**given, "balance": BalanceConfig(cost=one_per_sample), **options})
 
 
-def _make(rank: int, world_size: int, path: Path, number: int) -> None:
-    name, mistake, _ = MISTAKES[number]
-    options: dict[str, Any] = dict(mistake) if rank == 1 else {}
+def _accumulate(data: Path, rank: int, **options: Any) -> None:
     batch = JaggedBatch(batch_size=1, num_real=0, world_loss_tokens=1)
-    if name == "Balancer":
-        _balancer(options)
-    elif name == "build_loader":
-        _loader(path, rank, options)
-    elif name == "ElasticSampler":
-        _sampler(rank, options)
-    elif name == "LossAverage":
-        LossAverage(**options)
-    elif name == "accumulate":
-        list(accumulate([batch], **{"num_steps": 1, "task_tokens": lambda batch: torch.ones(1), **options}))
+    list(accumulate([batch], **{"num_steps": 1, "task_tokens": lambda batch: torch.ones(1), **options}))
+
+
+def _refitted(data: Path, rank: int, on_step: Any = None, exchanges: bool = False) -> None:
+    linear = LinearCost(interleave_actions=False)
+    balance = BalanceConfig(cost=linear, on_step=on_step or StepTimer(), refit_every=20)
+    if exchanges:
+        Balancer([BATCH], balance)
     else:
-        walk_epoch(options.get("path", path), LoaderConfig(batch_size=4), BalanceConfig(cost=COST))
+        build_loader(data, LoaderConfig(batch_size=4), rank=rank, world_size=3, balance=balance)
 
 
-@pytest.mark.parametrize(
-    "number", range(len(MISTAKES)), ids=lambda number: f"{MISTAKES[number][0]}-{','.join(MISTAKES[number][1])}"
+def _average(data: Path, rank: int, **options: Any) -> None:
+    LossAverage(**options)
+
+
+def _walk(data: Path, rank: int, **options: Any) -> None:
+    walk_epoch(options.get("path", data), LoaderConfig(batch_size=4), BalanceConfig(cost=COST))
+
+
+def _local_batch() -> JaggedBatch:
+    @dataclass(kw_only=True, eq=False, repr=False)
+    class Local(JaggedBatch):
+        ids: torch.Tensor
+
+    return Local(batch_size=1, num_real=1, ids=torch.zeros(1))
+
+
+TWO_VALUES = keyed_jagged_tensor(["a", "b"], torch.arange(2), np.array([[2], [3]]))
+GRADIENT = replace(BATCH, matrix=BATCH.matrix.clone().requires_grad_())
+OTHER = "ValueError: a batch differs from the first one"
+TIMER = (
+    "ConfigError: refit_every=20 needs the times of all ranks, but on_step is builtin_function_or_method; pass "
+    "on_step=StepTimer(*writers), on every rank"
 )
-def test_a_mistake_of_one_rank_is_an_error_of_all_at_once(ranks: RankPool, small_dataset: Path, number: int) -> None:
-    first, second = ranks.try_run(2, _make, small_dataset, number)
-    assert (first.type_name, second.type_name) in (("RankError", "ConfigError"), ("RankError", "DataError"))
-    assert second.message.startswith(MISTAKES[number][2])
-    assert first.message == f"rank 1 failed: {second.message}"
+GPU = "device is cuda:7, but PyTorch finds no CUDA device on this host; pass device=None"
+# What is made; with which options on rank 1; and the line there. If it begins with an error's name, others raise a
+# RankError with "rank 1 failed: " before it; else it is the same RankError on all ranks.
+CASES: list[tuple[Callable[..., None], dict[str, Any], str]] = [
+    (_loader, {"path": Path("/nowhere")}, "DataError: /nowhere"),
+    (_loader, {"config": {"seed": 1}}, "seed differs between ranks: 0 on rank 0, 1 on rank 1"),
+    (_loader, {"config": {"max_history_length": 7}}, "max_history_length differs between ranks: 512 on rank 0"),
+    (_loader, {"config": {"prefetch": 3}}, "prefetch differs between ranks: 16 on rank 0, 3 on rank 1"),
+    (_loader, {"balance": {"compare_every": 4}}, "compare_every differs between ranks: None on rank 0, 4 on rank 1"),
+    (_loader, {"balance": {"cost": COST}}, "cost differs between ranks: _Power on rank 0, HSTUCost("),
+    (_loader, {"balance": {"cost": _Power(2)}}, "costs and plan of the first step differs between ranks: "),
+    (_loader, {"balance": {"tolerance": 2}}, "ConfigError: BalanceConfig: tolerance must be at least 0 and below 1"),
+    (_loader, {"balance": {"timeout": 60}}, "ConfigError: BalanceConfig: timeout must be of type timedelta, got 60"),
+    (_loader, {"rank": 0}, "the loader of rank 1 was created for rank 0; pass each rank its own number"),
+    (_loader, {"rank": 0.5}, "ConfigError: build_loader: rank must be of type int, got 0.5"),
+    (_loader, {"world_size": 4}, "ConfigError: the loader is created for world_size 4, but 3 ranks would"),
+    (_loader, {"config": 4}, "ConfigError: build_loader: config must be of type LoaderConfig, got 4"),
+    (_balancer, {"timeout": timedelta(seconds=-1)}, "ConfigError: BalanceConfig: timeout must be above 0:00:00"),
+    (_balancer, {"on_step": 3}, "ConfigError: BalanceConfig: on_step must be of type Callable[["),
+    (_balancer, {"strategy": "none"}, "strategy differs between ranks: lpt-swap on rank 0, none on rank 1"),
+    (_balancer_without_group, {"lookahead": 0}, "ConfigError: BalanceConfig: lookahead must be at least 1, got 0"),
+    (_balancer, {"batches": [replace(BATCH, ids=BATCH.ids.int())]}, "batches differ between rank 0 and rank 1: ids"),
+    (_balancer, {"batches": [replace(BATCH, nothing=torch.zeros(1))]}, "batches differ between rank 0 and rank 1: not"),
+    (_balancer, {"batches": [BATCH, pad_batch(BATCH, 2)]}, "! a batch has 2 rows, but balanced batches have 1:"),
+    (_balancer, {"batches": [BATCH, replace(BATCH, flags=BATCH.flags[:, :2])]}, f"! {OTHER}: flags: torch.bool[3] "),
+    (_balancer, {"batches": [BATCH, rich_batch([[(6, 1), (1, 1)]])]}, "! the cost _negative must not be negative"),
+    (_balancer, {"batches": [BATCH, replace(BATCH, first=TWO_VALUES)]}, f"! {OTHER}: first: torch.int64 of keys a, b"),
+    (_balancer, {"batches": [BATCH, replace(BATCH, num_real=7)]}, "! ValueError: num_real must be between 0 and "),
+    (_balancer, {"batches": [BATCH, GRADIENT]}, "! ValueError: matrix must be on the CPU and require no gradient"),
+    (_balancer, {"batches": [_local_batch()]}, "! "),
+    (_packed, {"length": 30}, "= row 0 of the batch of rank 1 in step 0 of epoch 0 has 30 tokens, more than "),
+    (_balanced_loader, {"seed": 1}, "seed differs between ranks: 0 on rank 0, 1 on rank 1"),
+    (_balanced_loader, {"number": 2}, "the loader of rank 1 was created for rank 2; pass each rank its own number"),
+    (_balanced_loader, {"state_of": 0}, "ranks are out of step: "),
+    (_balanced_loader, {"state_of": 5}, "seed differs between ranks: 0 on rank 0, 5 on rank 1"),
+    (_balanced_loader, {"leaves": True}, "ranks are out of step: epoch is 0 on rank 0, 1 on rank 1; iterate over "),
+    (_sampler, {"rank": 3}, "ConfigError: rank must be between 0 and world_size - 1, got rank 3 of 3"),
+    (_sampler, {"num_samples": "8"}, "ConfigError: ElasticSampler: num_samples must be of type int, got '8'"),
+    (_sampler, {"lengths": None}, "ConfigError: lengths and balance belong together"),
+    (_sampler, {"lengths": {"item_id": [1, 2]}}, "ConfigError: lengths['item_id'] must be integers of shape (8,)"),
+    (_sampler, {"balance": {"cost": 1}}, "ConfigError: ElasticSampler: balance must be of type BalanceConfig | None"),
+    (_refitted, {"on_step": print}, TIMER),
+    (partial(_refitted, exchanges=True), {"on_step": print}, TIMER),
+    (_average, {"num_tasks": 0}, "ConfigError: LossAverage: num_tasks must be at least 1, got 0"),
+    (_accumulate, {"num_steps": 0}, "ConfigError: accumulate: num_steps must be at least 1, got 0"),
+    (_accumulate, {"task_tokens": lambda batch: 3}, "ConfigError: task_tokens must return a tensor [tasks], got int"),
+    (_walk, {"path": Path("/nowhere")}, "DataError: /nowhere"),
+]
+if not torch.cuda.is_available():  # where there is one, exchange/test_cuda.py has these faults
+    CASES.append((_balancer_without_group, {"device": "cuda:7"}, f"ConfigError: {GPU}"))
+
+
+def _errors(rank: int, world_size: int, data: Path) -> list[str]:
+    """Return the error of each case, with its name unless it is a RankError."""
+    errors = []
+    for make, options, _ in CASES:
+        try:
+            make(data, **{"rank": rank, **(options if rank == 1 else {})})
+            errors.append("no error")
+        except RankError as error:
+            errors.append(str(error))
+        except EvenrankError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors(ranks: RankPool, small_dataset: Path) -> list[tuple[str, ...]]:
+    """Return the errors of three ranks in each case, all of which they meet one after the other."""
+    return list(zip(*ranks.run(3, _errors, small_dataset), strict=True))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: CASES[number][2][:50])
+def test_a_mistake_or_a_difference_of_one_rank_is_an_error_of_all(errors: list[tuple[str, ...]], number: int) -> None:
+    first, own, last = errors[number]
+    line = CASES[number][2].removeprefix("! ").removeprefix("= ")
+    assert first == last
+    if CASES[number][2].startswith("= "):  # found by all of them
+        assert first == own
+        assert first.startswith(f"ConfigError: {line}")
+        return
+    if CASES[number][2].startswith("! "):  # found by one rank, in a batch of its own
+        assert first == own
+        assert first.startswith(f"rank 1 failed: {line}")
+        return
+    assert own.startswith(line)
+    is_own = line.split(":")[0] in ("ConfigError", "DataError")
+    assert first == (f"rank 1 failed: {own.partition(': ')[2]}" if is_own else own)
+
+
+def _overflow(rank: int, world_size: int) -> None:
+    _balancer(Path(), rank, max_tokens_per_rank=3)
+
+
+def test_an_argument_that_is_wrong_on_all_ranks_is_the_same_error_on_all(ranks: RankPool) -> None:
+    for failure in ranks.try_run(3, _overflow):
+        assert failure.type_name == "ConfigError"
+        assert failure.message.startswith("max_tokens_per_rank = 3 cannot be kept: the best assignment found has a r")
+
+
+def _pass_wrong_group(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    of_other = [dist.new_group([other]) for other in range(world_size)][1 - rank]
+    wrong: list[tuple[Any, str]] = [
+        (mesh, r"group is a device mesh of the dimensions \('dp', 'tp'\); pass one dimension, such as"),
+        (of_other, "this process is not a rank of the group; pass a group on its own ranks only"),
+        ("dp", "group must be a process group or a device mesh, got str"),
+    ]
+    for group, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            Balancer([BATCH], BalanceConfig(cost=COST), group=group)
+
+
+def test_a_wrong_group_is_an_error(ranks: RankPool) -> None:
+    ranks.run(2, _pass_wrong_group)
+
+
+def _create_on_one_rank(rank: int, world_size: int) -> None:
+    if rank == 0:
+        Balancer([BATCH], BalanceConfig(cost=COST, timeout=timedelta(seconds=1)))
+
+
+def test_a_rank_that_creates_no_balancer_is_named(ranks: RankPool) -> None:
+    failure, none = ranks.try_run(2, _create_on_one_rank)
+    assert none is None
+    assert failure.message.startswith("rank 1 has not created its Balancer in time (")
+    assert failure.message.endswith("create one on every rank of the group, in the same order, or raise timeout")
 
 
 SCHEMA = schema_of(rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]]))
@@ -168,25 +282,20 @@ def test_steps_are_planned_up_to_the_first_that_ranks_are_not_in_together(
     assert steps_to_plan(known, []) == (num_steps, None)
 
     word = data.draw(st.sampled_from(["schema_hash", "epoch", "step", "position", "plan_hash"]))
-    differing = _steps(num_steps, world_size)
+    differing, missing = _steps(num_steps, world_size), _steps(num_steps, world_size)
     differing[word][index, rank] = 7
-    found, error = steps_to_plan(differing, [])
-    assert (found, type(error)) == (index, RankError)
-    assert f"ranks are out of step: {word} is " in str(error)
-    assert f" 7 on rank {rank}" in str(error) or f"is 7 on rank {rank}" in str(error)
-
-    missing = _steps(num_steps, world_size)
     missing["started"][index:, rank] = 0
-    found, error = steps_to_plan(missing, [])
-    assert (found, type(error)) == (index, RankError)
-    assert f"rank {rank} has not started a step of others" in str(error)
+    errors = [[None] * index + ["no data"] if each == rank else [None] * num_steps for each in range(world_size)]
+    for found, texts in (
+        (steps_to_plan(differing, []), (f"ranks are out of step: {word} is ", f" 7 on rank {rank}")),
+        (steps_to_plan(missing, []), (f"rank {rank} has not started a step of others",)),
+        (steps_to_plan(_steps(num_steps, world_size), errors), (f"rank {rank} failed: no data",)),
+    ):
+        assert (found[0], type(found[1])) == (index, RankError)
+        assert all(text in str(found[1]) for text in texts)
 
     known["ended"][index:] = 1
     assert steps_to_plan(known, []) == (index, None)
-    errors = [[None] * index + ["no data"] if each == rank else [None] * num_steps for each in range(world_size)]
-    found, error = steps_to_plan(_steps(num_steps, world_size), errors)
-    assert (found, type(error)) == (index, RankError)
-    assert f"rank {rank} failed: no data" in str(error)
 
 
 def test_the_schema_of_all_ranks_has_the_rows_of_the_largest_batch() -> None:

@@ -1,3 +1,5 @@
+"""Groups and stores that fail: everything that uses them ends, with one line, within its timeout."""
+
 import subprocess
 import sys
 import threading
@@ -31,8 +33,7 @@ def _raise(error: Exception) -> None:
 
 def test_a_call_has_its_result_or_its_error_and_that_of_the_store_is_one_line() -> None:
     thread = within(TIMEOUT, threading.current_thread)
-    assert thread.daemon
-    assert not thread.is_alive()
+    assert (thread.daemon, thread.is_alive()) == (True, False)
     for error in (ConfigError("a"), RankLostError("c"), RuntimeError("out of memory")):
         with pytest.raises(type(error)) as raised:
             within(TIMEOUT, partial(_raise, error))
@@ -43,53 +44,44 @@ def test_a_call_has_its_result_or_its_error_and_that_of_the_store_is_one_line() 
     assert str(lost.value) == NO_ANSWER.replace("no answer within 0.5 s", "Connection reset by peer")
 
 
-def _members(store: TCPStore) -> Members:
-    return Members(rank=1, world_size=2, store=store)
-
-
-def _publish_heartbeat(store: TCPStore) -> Any:
-    arrivals = Arrivals(_members(store))
+def _publish_heartbeat(members: Members) -> Any:
+    arrivals = Arrivals(members)
     arrivals.publish(1)
     return arrivals.line(2)
 
 
-ENDS: dict[Callable[[TCPStore], Any], str | None] = {  # None: returns None
-    lambda store: within(TIMEOUT, lambda: store.wait(["key"], TIMEOUT)): NO_ANSWER,
-    lambda store: FailFastGroup(_members(store), "metadata", TIMEOUT): NO_ANSWER,
-    lambda store: handshake(lambda: (0, RankReport()), _members(store), TIMEOUT): NO_ANSWER.replace("0.5", "10.5"),
-    lambda store: FailureNote(_members(store)).write(ValueError("unheard")): None,
-    lambda store: FailureNote(_members(store)).read(): None,
+ENDS: dict[Callable[[Members], Any], str | None] = {  # None: returns None
+    lambda members: within(TIMEOUT, lambda: members.substore("a").wait(["key"], TIMEOUT)): NO_ANSWER,
+    lambda members: FailFastGroup(members, "metadata", TIMEOUT): NO_ANSWER,
+    lambda members: handshake(lambda: (0, RankReport()), members, TIMEOUT): NO_ANSWER.replace("0.5", "10.5"),
+    lambda members: FailureNote(members).write(ValueError("unheard")): None,
+    lambda members: FailureNote(members).read(): None,
     _publish_heartbeat: None,
 }
 
 
-def _stores(port: int) -> list[TCPStore]:
-    return [TCPStore("127.0.0.1", port, None, False, timedelta(seconds=1)) for _ in ENDS]
+def _use(members: Members, call: Callable[[Members], Any]) -> str | None:
+    try:
+        assert call(members) is None
+    except RankLostError as error:
+        return str(error)
+    return None
 
 
-def test_all_that_uses_a_store_ends_although_its_server_does_not_answer() -> None:
-    def use(store: TCPStore, call: Callable[[TCPStore], Any]) -> str | None:
-        try:
-            assert call(store) is None
-        except RankLostError as error:
-            return str(error)
-        return None
+def _members(port: int) -> list[Members]:
+    stores = [TCPStore("127.0.0.1", port, None, False, timedelta(seconds=1)) for _ in ENDS]
+    return [Members(rank=1, world_size=2, store=store) for store in stores]
 
+
+def test_all_that_uses_a_store_ends_although_its_server_does_not_answer_or_has_ended() -> None:
     with store_server() as server, ThreadPoolExecutor(len(ENDS)) as threads:
-        stores = _stores(server.port)
+        members = _members(server.port)
+        of_ended = _members(server.port)
         server.stop()
-        assert list(threads.map(use, stores, ENDS)) == list(ENDS.values())
-
-
-def test_all_that_uses_a_store_ends_once_its_server_has_ended() -> None:
-    with store_server() as server:
-        stores = _stores(server.port)
-    for store, (call, message) in zip(stores, ENDS.items(), strict=True):
-        if message is None:
-            assert call(store) is None
-        else:
-            with pytest.raises(RankLostError, match=r"^(the process group|a rank is lost or) does not respond \("):
-                call(store)
+        assert list(threads.map(_use, members, ENDS)) == list(ENDS.values())
+    starts = ("the process group does not respond (", "a rank is lost or does not respond (")
+    for found, expected in zip(map(_use, of_ended, ENDS), ENDS.values(), strict=True):
+        assert found is expected is None or (found or "").startswith(starts)
 
 
 PROGRAM = """
@@ -113,14 +105,16 @@ if sys.argv[2] == "destroys":
 """
 
 
-@pytest.mark.parametrize("ending", ["destroys", "leaves"])
-def test_a_process_ends_cleanly_although_a_call_has_not_returned(ending: str) -> None:
+def test_a_process_ends_cleanly_although_a_call_has_not_returned() -> None:
     with store_server() as server:
-        command = [sys.executable, "-P", "-c", PROGRAM, str(server.port), ending]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as process:
+        pipe, processes = subprocess.PIPE, []
+        for ending in ("destroys", "leaves"):
+            command = [sys.executable, "-P", "-c", PROGRAM, str(server.port), ending]
+            processes.append(subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe))
+        for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            server.stop()
+        server.stop()
+        for process in processes:
             output, _ = process.communicate("go on\n", timeout=60)
-        assert (process.returncode, output) == (0, f"{NO_ANSWER}\n")
+            assert (process.returncode, output) == (0, f"{NO_ANSWER}\n")

@@ -19,12 +19,11 @@ def _num_workers() -> int:
     return sum("gloo_runloop" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 
+@atexit.register  # before evenrank registers anything, so that it runs after that
 def _check_workers() -> None:
     if _max_workers is not None and _num_workers() > _max_workers:
         os._exit(3)
 
-
-atexit.register(_check_workers)  # before evenrank registers anything, so that it runs after that
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -67,23 +66,22 @@ def _run(rank: int, folder: Path, kind: str) -> None:
 
 
 def _main() -> None:
-    runs, parent = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     warm_up("lpt-swap")
-    codes: dict[str, list[int]] = {}
-    for kind in KINDS:
-        codes[kind] = []
-        for run in range(runs):
-            folder = parent / f"{kind} {run}"
+    codes: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for run in range(int(sys.argv[1])):
+        processes = []
+        for kind in KINDS:
+            folder = Path(sys.argv[2], f"{kind} {run}")
             folder.mkdir()
-            processes = []
             for rank in range(WORLD_SIZE):
                 process = os.fork()
                 if process == 0:
                     _run(rank, folder, kind)
                     return
-                processes.append(process)
-            codes[kind] += [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+                processes.append((kind, process))
+        for kind, process in processes:
+            codes[kind].append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
     sys.stdout.write(json.dumps(codes))
 
 
