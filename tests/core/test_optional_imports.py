@@ -82,7 +82,7 @@ def test_a_command_names_the_extra_that_is_missing_and_needs_no_other(tmp_path: 
     end = of_inspect.index("inspect ends with 2")
     assert of_inspect[end - 1] == f"error: {MISSING.format('matplotlib', 'reports')}"
     assert "p50" in "".join(of_inspect[:end])  # tables need less than pages
-    assert "idle before balancing, by the cost" in "".join(of_inspect[end:])
+    assert "idle before balancing, predicted" in "".join(of_inspect[end:])
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
