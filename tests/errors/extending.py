@@ -64,7 +64,11 @@ OTHER = "the loader's state is of other data, codes or filters..."
 ROWS = [
     Row(lambda s: _load(s, _Mine([0, 2, 1, 2])), ConfigError, f"{MINE}has row 2 at position 3 of epoch 0, ..."),
     Row(lambda s: _load(s, _Mine([0, 198])), ConfigError, f"{MINE}has row 198 at position 1 of epoch 0, ..."),
-    Row(lambda s: _load(s, _Mine(np.arange(2, dtype=np.uint64) - 1)), ConfigError, f"{MINE}has row -1 at position 0 of epoch 0..."),
+    Row(
+        lambda s: _load(s, _Mine(np.arange(2, dtype=np.uint64) - 1)),
+        ConfigError,
+        f"{MINE}has row -1 at position 0 of epoch 0...",
+    ),
     Row(
         lambda s: _load(s, _Mine([0.0, 1.0])), ConfigError, f"{MINE}must return integers of shape (2,), got float64..."
     ),
