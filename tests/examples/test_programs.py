@@ -35,8 +35,8 @@ def _losses_of_balanced(lines: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("library", "example", "options", "page"),
     [
-        ("lightning", "lightning_fit", [], "lightning"),
-        ("transformers", "transformers_trainer", [], "transformers"),
+        ("lightning", "lightning_fit", [], "trainers"),
+        ("transformers", "transformers_trainer", [], "trainers"),
         ("transformers", "transformers_trainer", ["--accumulate", 2], None),
     ],
 )
