@@ -245,8 +245,8 @@ def log_line(metrics: StepMetrics, *, with_loads: bool = False) -> str:
 
     epoch 0 step 100: idle 31.2% -> 0.1%, speed-up 1.35x, 1.352 -> 1.001 x lower bound, moved 312 of 4,210 tokens, ...
 
-    Idle is the predicted share of rank time that waits for the heaviest rank, and the lower bound is that of the heaviest
-    load. With loads, those of all ranks follow, in units of the cost.
+    Idle is the predicted share of rank time that waits for the heaviest rank, and the lower bound is that of the
+    heaviest load. With loads, those of all ranks follow, in units of the cost.
     """
     summary = summarize([dataclasses.replace(metrics, is_balanced=True)])
     line = (
