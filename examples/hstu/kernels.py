@@ -18,9 +18,7 @@ more registers and issue slots to the products.
 These are bound by memory, so each reads and writes every value once. They compute in float32, whatever they read and
 write. Programs of the backward pass also sum gradients over their tokens, for weights and biases, instead of a second
 pass that would read them again; torch adds up these sums. Tensors of rows must be contiguous, except U and its
-gradient, whose heads may be apart. Outputs are written in the dtypes they have.
-
-Nothing is added atomically, so equal inputs give equal bits.
+gradient, whose heads may be apart. Nothing is added atomically, so equal inputs give equal bits.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
