@@ -69,7 +69,7 @@ def inspect_command(
         report = render_page(manifest, stores, name=name, on_stage=on_stage)
         write_page(page, report.html)
     if report.gains:
-        console.print_result(textwrap.fill(describe_gains(len(stores["train"])), 79))
+        console.print_result(textwrap.fill(describe_gains(len(stores["train"]), str(dataset)), 79))
         print_gains(report.gains, compared="model")
     if report.routing is not None:
         console.print_result(_ROUTING.format(rows=report.routing.num_embeddings), routing=report.routing)

@@ -339,8 +339,10 @@ def manifest_bytes(dataset: Path | Remote) -> bytes:
             isinstance(dataset, Remote) or dataset.exists(),
         )
         reason = f"it contains no {MANIFEST_NAME}" if is_folder else "it is a file" if is_there else "no such folder"
-        place = "FOLDER`, another one than that of the log" if is_there else f"{dataset}`"
-        raise DataError(f"{dataset} is not a dataset: {reason}; make one with `evenrank preprocess --out {place}")
+        remedy = f"make one with `evenrank preprocess --dataset NAME --out {dataset}`"
+        if is_there:
+            remedy = "pass a folder that `evenrank preprocess --out` wrote"
+        raise DataError(f"{dataset} is not a dataset: {reason}; {remedy}")
     if isinstance(path, Remote):
         return path.read()
     with open_regular(path) as file:

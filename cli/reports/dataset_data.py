@@ -115,7 +115,7 @@ def balancing_gains(
     return tuple(gains)
 
 
-def describe_gains(num_rows: int) -> str:
+def describe_gains(num_rows: int, place: str) -> str:
     """Return for which steps, models and numbers of ranks gains are shown, in sentences."""
     model = CostOptions()
     return (
@@ -123,8 +123,14 @@ def describe_gains(num_rows: int) -> str:
         f"at most {MAX_HISTORY_LENGTH} events, drawn from the {num_rows:,} rows of train, which fill a step of up to "
         f"{num_rows // BATCH_SIZE:,} ranks. A jagged HSTU ({model.layers} layers of width {model.hidden}, "
         f"{model.heads} heads) computes no padding. A padded model of that size pads all samples of a rank to the "
-        "longest; it gains if steps are planned together: evenrank simulate --cost padded --window 8."
+        f"longest; it gains if steps are planned together (--cost padded --window 8). For your own model, run "
+        f"evenrank simulate {place} with its --cost, --hidden, --heads and --layers."
     )
+
+
+def routing_ranks(num_embeddings: int) -> Sequence[int]:
+    """Return the numbers of ranks that routing is shown for: those that have a row each."""
+    return [ranks for ranks in _ROUTING_RANKS if ranks <= num_embeddings] or _ROUTING_RANKS[:1]
 
 
 def routing_loads(

@@ -43,7 +43,8 @@ def render_page(
     routing = dataset_data.routing_loads(
         ids,
         counts,
-        manifest.vocabulary_sizes[ITEM_ID],
+        num_items := manifest.vocabulary_sizes[ITEM_ID],
+        ranks=dataset_data.routing_ranks(num_items),
         on_ranks=lambda ranks: on_stage(f"spreading items over {ranks:,} ranks"),
     )
     on_stage("measuring histories")
@@ -66,7 +67,7 @@ def render_page(
         hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
         gains=gains_table(gains, "model") if gains else None,
-        gain_settings=dataset_data.describe_gains(len(stores[_TRAIN])) if gains else None,
+        gain_settings=dataset_data.describe_gains(len(stores[_TRAIN]), name) if gains else None,
         gain_columns=EXPLANATION,
         predicted=PREDICTED,
         gains_svg=gains_svg(gains) if gains else None,

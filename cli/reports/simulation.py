@@ -75,9 +75,10 @@ def open_source(text: str, split: str, max_length: int) -> LengthSource:
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *tokens])
         lengths = lengths[lengths > 0]
     else:
+        missing = "" if path.exists() else ", and no such file or folder exists"
         raise ConfigError(
-            f"{text!r} is no source of lengths; pass a folder written by `evenrank preprocess`, a .npy or .parquet "
-            f"file of lengths, the .jsonl log of a run, or one of the distributions {', '.join(DISTRIBUTIONS)}"
+            f"{text!r} is no source of lengths{missing}; pass a folder written by `evenrank preprocess`, a .npy or "
+            f".parquet file of lengths, the .jsonl log of a run, or one of the distributions {', '.join(DISTRIBUTIONS)}"
         )
     if len(lengths) == 0:
         raise ConfigError(f"{text} has no lengths" + f" in the split {split!r}" * has_dataset + "; choose another")

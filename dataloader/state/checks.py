@@ -63,6 +63,9 @@ class StateFormat:
         of_owner = f"the state of {self.owner}"
         if not isinstance(state, Mapping):
             raise StateError(f"{of_owner} must be a mapping, got {show(state)}; {_REMEDY}")
+        if "version" not in state:
+            entries = f"only {', '.join(map(show, state))}" if state else "and nothing else"
+            raise StateError(f"{of_owner} has no version, {entries}; pass what its state_dict() returned")
         found = state.get("version")
         if type(found) is not int or found != self.version:
             raise StateError(

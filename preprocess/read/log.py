@@ -204,7 +204,8 @@ def _action(config: TabularConfig, table: Table) -> Checked:
         reason = f"{name} is not on the scale {lowest:g} to 5 in steps of {lowest:g}"
         return steps - 1, hints | {reason: (steps == steps.round()) & steps.is_between(1, 5 * _PER_STAR[action_map])}
     action, largest = as_integer(table, name), min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
-    return action, hints | {f"{name} is not an integer in 0..{largest}": action.is_between(0, largest)}
+    reason = f"{name} is not an integer in 0..{largest} (ratings and words need --action-map)"
+    return action, hints | {reason: action.is_between(0, largest)}
 
 
 def _flag(table: Table, name: str) -> pl.Expr:

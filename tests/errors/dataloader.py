@@ -424,6 +424,10 @@ OF_STATES = _rows(
     (lambda s: _load(s, position=10**5000), "the state of the loader: position must be ..., got an integer of ..."),
     (lambda s: _load(s, more=1), "the state of the loader has the unknown entry 'more'; load a state that ..."),
     (lambda s: _load(s, position=64), "the state of the loader is damaged: its checksum is not that of its ..."),
+    (
+        lambda s: _loader(s.data).load_state_dict({"model": 1, "opt": 2}),
+        "the state of the loader has no version, only 'model', 'opt'; pass what its state_dict() returned",
+    ),
     (lambda s: _load(s, version=2), "the state of the loader has version 2, expected 6; load it with the version ..."),
     (lambda s: _loader(s.data).load_state_dict(5), "the state of the loader must be a mapping, got 5; load a ..."),
     (lambda s: _load_into(s, {}, max_num_candidates=3), "the loader's state is of other data, codes or filters: ..."),

@@ -138,7 +138,7 @@ ROWS = [
     ),
     data(
         lambda scene: read_manifest(scene.folder),
-        "<folder> is not a dataset: it contains no manifest.json; make one...",
+        "<folder> is not a dataset: it contains no manifest.json; pass a folder that `evenrank preprocess --out` wrote",
     ),
     manifest("{", "<folder>/manifest.json is not valid JSON..."),
     manifest('{"schema_version": 99}', "...schema version 99, this version of evenrank reads 2..."),
@@ -147,7 +147,8 @@ ROWS = [
         lambda scene: read_manifest(scene.folder / "no"), "<folder>/no is not a dataset: no such folder; make one wi..."
     ),
     data(
-        lambda scene: read_manifest(scene.file("log.csv", "")), "<folder>/log.csv is not a dataset: it is a file; ma..."
+        lambda scene: read_manifest(scene.file("log.csv", "")),
+        "<folder>/log.csv is not a dataset: it is a file; pass...",
     ),
     data(
         lambda scene: FolderLog(scene.folder / "missing", MANIFEST), "...missing is no folder; make that of the log..."

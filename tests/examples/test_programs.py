@@ -163,6 +163,7 @@ def test_without_a_dataset_the_examples_say_how_to_make_one_and_exit_with_2(tmp_
     command = [sys.executable, "-c", WITHOUT_DATA, *paths]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.stdout.split() == ["2"] * len(paths), done.stderr
-    line = "error: missing is not a dataset: no such folder; make one with `evenrank preprocess --out missing`"
+    remedy = "make one with `evenrank preprocess --dataset NAME --out missing`"
+    line = f"error: missing is not a dataset: no such folder; {remedy}"
     assert [found for found in done.stderr.splitlines() if found.startswith("error")] == [line] * len(paths)
     assert "Traceback" not in done.stderr

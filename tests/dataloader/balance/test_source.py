@@ -184,7 +184,7 @@ def _part(**changes: Any) -> dict[str, Any]:
         (OF_TWO_RANKS, "the state is of 2 ranks, with that of ranks 0; this is rank 0 of 1"),
         ({"ranks": {"0": "x"}}, "the loader's part of the state is damaged"),
         ({"ranks": {"0": "abcd"}}, "the loader's part of the state is damaged"),
-        ({"ranks": {"0": encode({})}}, "the state of a rank has version None, expected 4"),
+        ({"ranks": {"0": encode({})}}, "the state of a rank has no version, and nothing else; pass what its"),
         (_part(rank=1), "the state of the Balancer has that of rank 1 under rank 0; load an intact"),
         ({"ranks": {"0": encode(Position(1, 2))}}, r"contains evenrank\..*\.Position, which is not loaded from files"),
     ],
