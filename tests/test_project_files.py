@@ -164,13 +164,15 @@ def test_checks_run_in_a_folder_called_evenrank_whatever_the_clone_is_called(tmp
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "message"]):
         subprocess.run([*git, *command], cwd=clone, check=True)
     programs.mkdir()
-    for program, line in (("chromium", "true"), ("make", f"""echo "$1:$PWD:$(git status -s)" >> '{log}'""")):
+    for program, line in (("chromium", "true"), ("make", f"""echo "$*:$PWD:$(git status -s)" >> '{log}'""")):
         (programs / program).write_text(f"#!/bin/sh\n{line}\n")
         (programs / program).chmod(0o755)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     subprocess.run(["bash", str(script)], cwd="/", env=environment, check=True)
     checks, folders, changes = zip(*(line.split(":") for line in log.read_text().splitlines()), strict=True)
-    assert list(checks) == ["check", "check-imports", "package", "docs", "test"]
+    made = [word for words in checks for word in words.split() if not word.startswith("--")]
+    assert made[-5:] == ["check", "check-imports", "docs", "package", "test"]
+    assert set(made[:-5]) == {f".venv/installed-{tools}" for tools in ("check", "docs", "package", "test")}
     (folder,) = {Path(folder) for folder in folders}
     assert folder.name == "evenrank"
     assert (folder == clone) == (name == "evenrank")
