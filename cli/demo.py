@@ -75,9 +75,8 @@ def demo_command(
         on_stage("drawing")
         title = f"{_NUM_RANKS} ranks, {BATCH_SIZE} samples each\nlognormal histories, cost of an HSTU model"
         draw_loads([gain for gain in gains if gain.has_exchange], plot, title=title)
-    print_gains(
-        gains, **{"*": "no exchange: every rank plans from the lengths and reads the samples that it trains on"}
-    )
+    marks = {"*": "no exchange: every rank plans from the lengths and reads the samples that it trains on"}
+    print_gains(gains, marks=marks)
     console.print_result(f"every strategy: {gains[0].num_samples:,} samples, each seen exactly once and unaltered")
     console.print_result(f"plot: {plot}")
 

@@ -128,26 +128,23 @@ def describe_gains(num_rows: int, place: str) -> str:
     )
 
 
-def routing_ranks(num_embeddings: int) -> Sequence[int]:
-    """Return the numbers of ranks that routing is shown for: those that have a row each."""
-    return [ranks for ranks in _ROUTING_RANKS if ranks <= num_embeddings] or _ROUTING_RANKS[:1]
-
-
 def routing_loads(
     ids: NDArray[np.int64],
     counts: NDArray[np.int64],
     num_embeddings: int,
     *,
-    ranks: Sequence[int] = _ROUTING_RANKS,
+    ranks: Sequence[int] | None = None,
     on_ranks: Callable[[int], None] = lambda world_size: None,
 ) -> RoutingLoads | None:
     """Count the distinct ids and the events of each rank, in each mode.
 
     `ids` [n] are distinct, with `counts` [n] events each; `on_ranks` is called with each number of ranks before
-    counting. None if there are no ids, or more than 2^62 embeddings: ids that are hashes index no table.
+    counting; without `ranks`, these are powers of two up to 1,024 that have a row for each rank. None if there are no
+    ids, or more than 2^62 embeddings: ids that are hashes index no table.
     """
     if not len(ids) or num_embeddings > _MAX_ROWS:
         return None
+    ranks = ranks or [each for each in _ROUTING_RANKS if each <= num_embeddings] or _ROUTING_RANKS[:1]
     id_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
     lookup_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
     for world_size in ranks:

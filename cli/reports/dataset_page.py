@@ -43,8 +43,7 @@ def render_page(
     routing = dataset_data.routing_loads(
         ids,
         counts,
-        num_items := manifest.vocabulary_sizes[ITEM_ID],
-        ranks=dataset_data.routing_ranks(num_items),
+        manifest.vocabulary_sizes[ITEM_ID],
         on_ranks=lambda ranks: on_stage(f"spreading items over {ranks:,} ranks"),
     )
     on_stage("measuring histories")

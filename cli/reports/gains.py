@@ -2,7 +2,7 @@
 
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evenrank.cli import console
@@ -96,14 +96,14 @@ class Gain(NamedTuple):
         }
 
 
-def print_gains(gains: Sequence[Gain], *, compared: str = "strategy", **marks: str) -> None:
+def print_gains(gains: Sequence[Gain], *, compared: str = "strategy", marks: Mapping[str, str] | None = None) -> None:
     """Print the table of gains, what its columns and `marks` in it mean, and how far its numbers are measured."""
     numbers = [gain.numbers(compared) for gain in gains]
     console.print_result(gains_table(gains, compared), gains=numbers)
     indent = 12
     lines = [
         textwrap.fill(meaning, _WIDTH, initial_indent=name.ljust(indent), subsequent_indent=" " * indent)
-        for name, meaning in {**EXPLANATION, **marks}.items()
+        for name, meaning in {**EXPLANATION, **(marks or {})}.items()
     ]
     if known := [1e3 * of_gain["plan_seconds"] for of_gain in numbers if of_gain["plan_seconds"]]:
         lines.append(f"Planning a step took {min(known):.2g} to {max(known):.2g} ms, on one thread of this machine.")

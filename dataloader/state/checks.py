@@ -66,7 +66,7 @@ class StateFormat:
         if "version" not in state:
             entries = f"only {', '.join(map(show, state))}" if state else "and nothing else"
             raise StateError(f"{of_owner} has no version, {entries}; pass what its state_dict() returned")
-        found = state.get("version")
+        found = state["version"]
         if type(found) is not int or found != self.version:
             raise StateError(
                 f"{of_owner} has version {show(found)}, expected {self.version}; load it with the version of evenrank "
