@@ -5,7 +5,7 @@
     .venv/bin/python scripts/bench/report.py planner.jsonl --plot ms --by strategy,ranks --into planner.png
 
 Keys are the names of columns and end in their unit. A list holds the values of single rounds, and is shown as their
-mean and half of their range.
+mean and its standard error.
 """
 
 import argparse
@@ -19,8 +19,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import evenrank
@@ -78,11 +79,11 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str
 
 
 def cell(value: Any) -> str:
-    """Return a value as text: numbers with three or four digits, rounds as their mean ± half of their range."""
+    """Return a value as text: numbers with three or four digits, rounds as their mean ± its standard error."""
     if value is None:
         return "-"
     if isinstance(value, list):
-        mean, noise = fmean(value), (max(value) - min(value)) / 2
+        mean, noise = fmean(value), stdev(value) / sqrt(len(value)) if len(value) > 1 else 0.0
         return f"{mean:,.{_digits(mean)}f} ± {noise:,.{_digits(mean)}f}"
     if isinstance(value, float):
         return f"{value:,.{_digits(value)}f}"

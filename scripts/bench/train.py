@@ -95,7 +95,7 @@ def _kept(path: Path, run: Run) -> report.Row | None:
 
 
 def _measure(run: Run, path: Path, *, device: str, gpus: int, seconds: float) -> report.Row:
-    # Imported here, because they import torch, which --help and --dry-run do not need.
+    # Imported here, because they import torch, which --help does not need.
     from torch.multiprocessing.spawn import ProcessException
 
     from end_to_end.measure import measure_run

@@ -11,7 +11,7 @@ ROWS: list[report.Row] = [
 TABLE = """\
 | run | steps | ms | mfu | failure |
 | --- | ---: | ---: | ---: | --- |
-| a\\|b | 1,200 | 1.500 ± 0.500 | - | - |
+| a\\|b | 1,200 | 1.500 ± 0.289 | - | - |
 | c | 8 | 12.35 | - | out of memory |
 """
 
@@ -23,7 +23,7 @@ def test_rows_are_printed_read_again_and_become_a_table_and_a_plot(
     for row in (machine := report.machine(), *ROWS):
         report.emit(row)
     assert {"date", "commit", "processor", "cores", "memory_gib", "numba"} <= machine.keys()
-    report.show(ROWS)  # lists become their mean and half of their range
+    report.show(ROWS)  # lists become their mean and its standard error
     (output := tmp_path / "output").write_text(text := capsys.readouterr().out)
     assert text.endswith(f"\n\n{TABLE}")
     report.write(again := tmp_path / "rows.jsonl", ROWS)
@@ -34,7 +34,7 @@ def test_rows_are_printed_read_again_and_become_a_table_and_a_plot(
         report.main()
         return capsys.readouterr().out
 
-    assert run("--columns", "ms") == "| ms |\n| ---: |\n| 1.500 ± 0.500 |\n| 12.35 |\n"
+    assert run("--columns", "ms") == "| ms |\n| ---: |\n| 1.500 ± 0.289 |\n| 12.35 |\n"
     assert run("--plot", "ms", "--by", "run", "--into", f"{tmp_path}/plots/ms.png") == ""
     assert (tmp_path / "plots" / "ms.png").read_bytes().startswith(b"\x89PNG")
     assert [report.cell(value) for value in (0.12345, 5.0, 99.5, 1234.5)] == ["0.123", "5.000", "99.50", "1,234"]
