@@ -48,7 +48,10 @@ def test_a_mistake_is_one_line_and_exits_with_2(here: Path, arguments: str, mess
     pq.write_table(pa.table({"a": [1], "b": [2]}), here / "two.parquet")
     before = {path.name: path.read_bytes() for path in here.iterdir() if path.exists()}
     words = arguments.split()
-    for run in (evenrank(*words), *([evenrank(*words, "--json")] if words[0] in ("simulate", "metrics", "fit") else ())):
+    for run in (
+        evenrank(*words),
+        *([evenrank(*words, "--json")] if words[0] in ("simulate", "metrics", "fit") else ()),
+    ):
         assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
         assert run.stderr.startswith(f"error: {message}")
     assert {path.name: path.read_bytes() for path in here.iterdir() if path.exists()} == before

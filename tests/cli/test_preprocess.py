@@ -22,7 +22,7 @@ EVERY = {*PUBLIC, "synthetic", "expanded", "custom"}
 assert {*DATASETS, "all", "expanded"} == EVERY
 CUSTOM, DRAWN, LOGS = {"custom"}, {"synthetic"}, EVERY - {"synthetic"}
 NAMES = ["a", "b"]
-# A value of each option, the datasets that it applies to, and the options that it needs, the one that errors name first.
+# A value of each option, the datasets that it applies to, and what it needs, the option that errors name first.
 OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     **{name: (text, EVERY, {}) for name, text in {"out": "out", "split": "file:users.txt", "ids": "dense"}.items()},
     **{name: (True, EVERY, {}) for name in ("overwrite", "allow_empty")},

@@ -57,7 +57,9 @@ def _idle_before(*options: object) -> str:
     return str(idle)
 
 
-def test_costs_by_name_file_and_function_and_a_fixed_part_of_a_step(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_by_name_file_and_function_and_a_fixed_part_of_a_step(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _measured(linear=0, quadratic=1).save(here / "cost.json")
     cube = "    def cube(lengths, candidates):\n        return lengths['item_id']**3\n"
     (here / "my_costs.py").write_text(f"class Costs:\n{cube}")

@@ -75,6 +75,6 @@ def test_wrong_credentials_give_one_line_without_them(command: str, here: Path, 
 
 
 def test_an_uncaught_error_shows_no_credentials_either(locked: S3) -> None:
-    with pytest.raises(DataError, match="s3://histories/data/manifest.json cannot be read: ") as caught:
+    with pytest.raises(DataError, match=r"s3://histories/data/manifest\.json cannot be read: ") as caught:
         open_store(locked.url("data"))
     assert SECRET not in "".join(traceback.format_exception(caught.value))

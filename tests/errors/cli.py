@@ -1,4 +1,4 @@
-"""Mistakes in files of options and in what commands are given; those of the command line are in tests/cli/mistakes.txt."""
+"""Mistakes in files of options and in calls; those of the command line are in tests/cli/mistakes.txt."""
 
 import typer
 
@@ -46,7 +46,9 @@ ROWS = [
     in_file("requests = false", ": requests must be a number, got False..."),
     in_file("allow_empty = 1", ": allow_empty must be true or false, got 1..."),
     Row(lambda scene: page_path(scene.data, scene.data / "page.html"), ConfigError, f"<data>/page.html {INSIDE}"),
-    Row(lambda scene: page_path(scene.data, scene.folder), ConfigError, "<folder> is a folder; --html needs the name..."),
+    Row(
+        lambda scene: page_path(scene.data, scene.folder), ConfigError, "<folder> is a folder; --html needs the name..."
+    ),
     seen([[0], [1]], "2 different samples were seen 2"),
     seen([[0, 1], [1]], "2 different samples were seen 3"),
     seen([[0, 1, 2], [1]], "3 different samples were seen 4"),
