@@ -4,7 +4,6 @@ A scenario belongs to a section of a page. It puts into `names` what the reader 
 to let the next piece of code run in them, maybe with replacements, and checks what the code has made of them.
 """
 
-import contextlib
 import itertools
 import re
 import sys
@@ -39,33 +38,22 @@ LINEAR = LinearCost(interleave_actions=False)
 close = torch.testing.assert_close
 Scenario = Callable[[dict[str, Any]], Iterator[Any]]
 SCENARIOS: dict[tuple[str, str], Scenario] = {}
-COLLECTIVE: set[tuple[str, str]] = set()  # those that need a process group
 # Run elsewhere, or in need of what tests do not have; their names and arguments are checked all the same.
-NOT_RUN = {
-    ("start.md", "In your own training loop"),  # programs
-    ("how-to/own-loader.md", "Resuming on any number of ranks"),
-    ("how-to/own-loader.md", "Without an exchange { #without-an-exchange }"),
-    ("how-to/own-loader.md", "Process groups and device meshes"),
-    ("how-to/continuous-logs.md", "A dataset per day"),
-    ("how-to/gain.md", "1. Record"),
-    ("how-to/clusters.md", "Data in an object store"),  # S3
-    ("how-to/routing.md", "On stock TorchRec"),  # tests of routing
-    ("how-to/routing.md", "Checkpoints"),
-    ("how-to/training.md", "TorchRec pipelines"),  # tests of examples
-    ("how-to/training.md", "Watchdogs"),  # a GPU
-    ("how-to/trainers.md", "Lightning"),  # tests of checkpoints
-    ("how-to/trainers.md", "Accelerate"),
-    ("how-to/trainers.md", "TorchRec"),
-}
+NOT_RUN = """
+start.md: In your own training loop
+how-to/own-loader.md: Resuming on any number of ranks|Without an exchange { #without-an-exchange }
+how-to/own-loader.md: Process groups and device meshes
+how-to/continuous-logs.md: A dataset per day
+how-to/gain.md: 1. Record
+how-to/clusters.md: Data in an object store
+how-to/routing.md: On stock TorchRec|Checkpoints
+how-to/training.md: TorchRec pipelines|Watchdogs
+how-to/trainers.md: Lightning|Accelerate|TorchRec
+"""
 
 
-def runs(name: str, heading: str = "", *, group: bool = False) -> Callable[[Scenario], Scenario]:
-    def register(scenario: Scenario) -> Scenario:
-        SCENARIOS[name, heading] = scenario
-        COLLECTIVE.update([(name, heading)] if group else [])
-        return scenario
-
-    return register
+def runs(name: str, heading: str = "") -> Callable[[Scenario], Scenario]:
+    return lambda scenario: SCENARIOS.setdefault((name, heading), scenario)
 
 
 class _Model(nn.Module):
@@ -97,8 +85,7 @@ def test_code_does_what_the_page_says(name: str, heading: str, small_dataset: Pa
     for place in ("demo/data", "mine", "all"):
         (here / "out" / place).symlink_to(small_dataset)
     torch.manual_seed(0)
-    group = single_rank() if (name, heading) in COLLECTIVE else contextlib.nullcontext()
-    with restored(COSTS, STRATEGIES, ORDERS), group:
+    with restored(COSTS, STRATEGIES, ORDERS), single_rank():
         names = _readers_names(small_dataset)
         scenario = SCENARIOS[name, heading](names)
         for code in code_of(section(page(name), heading)):
@@ -110,21 +97,18 @@ def test_code_does_what_the_page_says(name: str, heading: str, small_dataset: Pa
 
 
 def test_every_piece_of_code_is_run() -> None:
+    known = {(name, heading) for name, heading in SCENARIOS if heading}
+    for name, headings in (line.split(": ") for line in NOT_RUN.strip().splitlines()):
+        known |= {(name, heading) for heading in headings.split("|")}
     found = set()
-    pages = ("README.md", "start.md", *(f"how-to/{path.name}" for path in page("how-to").glob("*.md")))
-    for name in (*pages, "explanation/fits-my-model.md"):
-        if (name, "") not in SCENARIOS:
-            headings = re.findall(r"^## (.*)$", page(name).read_text(), re.M)
-            found |= {(name, heading) for heading in headings if code_of(section(page(name), heading))}
-    assert found == NOT_RUN | {(name, heading) for name, heading in SCENARIOS if heading}
+    for name in ("start.md", *(f"how-to/{path.name}" for path in page("how-to").glob("*.md"))):
+        headings = re.findall(r"^## (.*)$", page(name).read_text(), re.M)
+        found |= {(name, heading) for heading in headings if code_of(section(page(name), heading))}
+    assert found == known
 
 
 def _load(names: dict[str, Any], **options: Any) -> Any:
     return build_loader(names["path"], LoaderConfig(**options), rank=0, world_size=1, balance=names["balance"])
-
-
-def _mesh() -> Any:
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
 
 def _ids(batch: Any) -> list[int]:
@@ -191,14 +175,15 @@ class _TwoTasks(nn.Module):
         return self.weight * len(batch.features["item_id"].values())
 
 
-@runs("how-to/training.md", "Losses", group=True)
+@runs("how-to/training.md", "Losses")
 def _mean_losses_of_two_tasks(names: dict[str, Any]) -> Iterator[Any]:
     batches = RandomBatches(
         LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1),
         RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4)),
         num_batches=6,
     )
-    names |= {"model": DistributedDataParallel(_TwoTasks()), "num_tasks": 2, "mesh": _mesh(), "loader": batches}
+    names |= {"model": DistributedDataParallel(_TwoTasks()), "num_tasks": 2, "loader": batches}
+    names["mesh"] = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.0)
     yield
     mean = sum(len(each.features["item_id"].values()) for each in batches) / sum(each.loss_tokens for each in batches)
@@ -227,9 +212,10 @@ def _sampled_softmax(names: dict[str, Any]) -> Iterator[Any]:
     assert embedding.weight.grad.isfinite().all()
 
 
-@runs("how-to/training.md", "Metrics", group=True)
+@runs("how-to/training.md", "Metrics")
 def _metrics_of_perfect_scores(names: dict[str, Any]) -> Iterator[Any]:
-    names |= {"balancer": _load(names, batch_size=12, max_num_candidates=3), "mesh": _mesh()}
+    names |= {"balancer": _load(names, batch_size=12, max_num_candidates=3)}
+    names["mesh"] = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     names["model"] = lambda batch: (None, 8 * names["label_bits"](batch.labels["label"].values(), 2) - 4)
     names["print"] = lambda *values: names["printed"].extend(values)
     yield
@@ -246,7 +232,7 @@ def _utilization(names: dict[str, Any]) -> Iterator[Any]:
     assert float(names["printed"][0].removeprefix("MFU ")) == names["done"] / 1e12 > 0
 
 
-@runs("how-to/trainers.md", "DDP and FSDP2", group=True)
+@runs("how-to/trainers.md", "DDP and FSDP2")
 def _a_checkpoint(names: dict[str, Any]) -> Iterator[Any]:
     """It is loaded into a job that has never stepped."""
     model, new_model = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -311,7 +297,7 @@ def _requests(names: dict[str, Any]) -> Iterator[Any]:
     assert 0 < answered <= sum(split.interactions for split in read_manifest("out/requests").splits.values())
 
 
-@runs("how-to/gain.md", "While a job runs", group=True)
+@runs("how-to/gain.md", "While a job runs")
 def _measured_steps(names: dict[str, Any]) -> Iterator[Any]:
     """A loop with its own collectives measures balanced and unbalanced steps; writers take them."""
     names["scale_loss"] = lambda loss, batch: loss
@@ -332,7 +318,7 @@ def _measured_steps(names: dict[str, Any]) -> Iterator[Any]:
     assert {"balance/idle_after", "balance/step"} <= set(logged)
 
 
-@runs("how-to/gain.md", "Fit while the job trains", group=True)
+@runs("how-to/gain.md", "Fit while the job trains")
 def _a_fitted_cost(names: dict[str, Any]) -> Iterator[Any]:
     names |= {"config": LoaderConfig(batch_size=2), "scale_loss": lambda loss, batch: loss}
     yield {"refit_every=200": "refit_every=20"}

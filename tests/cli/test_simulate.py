@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ def _rows(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines() if line.strip()[:1].isdigit()]
 
 
-def _measured(**options: int) -> MeasuredCost:
-    fitted = {"seconds_per_step": 0.0, "steps": 20, "r2": 1.0, "max_tokens": 8192, "fraction_bits": 0}
-    return MeasuredCost(interleave_actions=False, **{**fitted, **options})  # type: ignore[arg-type]
+def _save_cost(path: Path, **options: Any) -> None:
+    fitted: dict[str, Any] = {"seconds_per_step": 0.0, "steps": 20, "r2": 1.0, "max_tokens": 8192, "fraction_bits": 0}
+    MeasuredCost(interleave_actions=False, **{**fitted, **options}).save(path)
 
 
 def test_a_dataset_is_simulated_in_80_columns(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,7 @@ def test_a_dataset_is_simulated_in_80_columns(small_dataset: Path, monkeypatch: 
 
 
 def test_a_distribution_and_the_log_of_a_run_are_sources(here: Path) -> None:
-    _measured(linear=1, quadratic=0).save(here / "cost.json")
+    _save_cost(here / "cost.json", linear=1, quadratic=0)
     one = ("--strategy", "lpt-swap", "--steps")
     text = printed("simulate", "uniform:low=5,high=5", "--ranks", 8, *one, 1, "--cost", "cost.json")
     head = "uniform:low=5,high=5: 1 steps of 32 samples per rank, histories of at most 512 events; cost: cost.json"
@@ -60,7 +61,10 @@ def _idle_before(*options: object) -> str:
 def test_costs_by_name_file_and_function_and_a_fixed_part_of_a_step(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _measured(linear=0, quadratic=1).save(here / "cost.json")
+    _save_cost(here / "cost.json", linear=0, quadratic=1)
+    # A token takes 1/1024 s.
+    per_token = {"linear": 1 << 40, "quadratic": 0, "fraction_bits": 50}
+    _save_cost(here / "fixed.json", **per_token, seconds_per_step=200 / 1024)
     cube = "    def cube(lengths, candidates):\n        return lengths['item_id']**3\n"
     (here / "my_costs.py").write_text(f"class Costs:\n{cube}")
     monkeypatch.delitem(sys.modules, "my_costs", raising=False)
@@ -70,6 +74,8 @@ def test_costs_by_name_file_and_function_and_a_fixed_part_of_a_step(
         ("cost.json", 1 - (1 + 9) / 2 / 9),
         ("padded:cost.json", 1 - (1 + 9) / 2 / 9),  # one sample per rank
         ("my_costs:Costs.cube", 1 - (1 + 27) / 2 / 27),
+        ("fixed.json", 1 - 400 / 500),
+        ("padded:fixed.json", 1 - 400 / 500),
         # The longest sample takes 60 of 100 ms, so that loads are 100 + 200 and 300 + 200.
         ("linear --step-ms 100 --fixed-ms 40", 1 - 400 / 500),
         ("linear --step-ms 100 --fixed-ms 0", 1 - 200 / 300),

@@ -39,34 +39,24 @@ STATISTICS = Statistics(
     split="user:0.3", by="user", events={"train": 7, "eval": 1}, users=4, items=3,
     first_ms=100 * DAY_MS, last_ms=150 * DAY_MS, largest_day_ms=150 * DAY_MS, largest_day_events=4,
     hours_of_day=[7, *[0] * 11, 1, *[0] * 11], bin_start_ms=100 * DAY_MS, bin_width_ms=DAY_MS,
-    bins=[3, 1, *[0] * 48, 4], ranks=[1, 2, 3], ranks_events=[5, 2, 1], top_events=5,
-    early_eval_events=1, eval_items=1, cold_items=0, cold_item_events=0, eval_users=1,
-    cold_users=1,
-)
+    bins=[3, 1, *[0] * 48, 4], ranks=[1, 2, 3], ranks_events=[5, 2, 1], top_events=5, early_eval_events=1,
+    eval_items=1, cold_items=0, cold_item_events=0, eval_users=1, cold_users=1,
+)  # fmt: skip
 OPTIONS = {"seed": 7, "note": SCRIPT, "statistics": dataclasses.asdict(STATISTICS)}
 MANIFEST = Manifest(
-    schema_version=2,
-    dataset=f"tiny {SCRIPT}",
+    schema_version=2, dataset=f"tiny {SCRIPT}", content_hash="ab" * 32, ids={}, extra_events={},
     sources=(SourceFile(path="raw/tiny.csv", bytes=1234, sha256="0" * 64),),
     options={**OPTIONS, "audit": {"duplicate events (kept)": 1234}},
     splits={"train": _split("train", [3, 0, 4]), "eval": _split("eval", [1])},
-    contextual={"country": "int64"},
-    extra_events={},
     vocabulary_sizes={"user_id": 5, "item_id": 31, "country": 3},
-    context_labels={"country": (None, SCRIPT, "Peru")},
-    ids={},
-    content_hash="ab" * 32,
-)
+    contextual={"country": "int64"}, context_labels={"country": (None, SCRIPT, "Peru")},
+)  # fmt: skip
 
 
 def _store(lengths: list[int], items: list[int], days: Sequence[float], countries: list[int]) -> SequenceStore:
-    columns: dict[str, Any] = {
-        "user_id": np.arange(len(lengths)),
-        "country": np.array(countries, dtype=np.int64),
-        "item_id": np.array(items, dtype=np.int64),
-        "action": np.zeros(len(items), dtype=np.int32),
-        "timestamp_ms": (np.array(days, dtype=np.float64) * DAY_MS).astype(np.int64),
-    }
+    times, numbers = (np.array(days) * DAY_MS).astype(np.int64), np.array(items, dtype=np.int64)
+    columns: dict[str, Any] = {"user_id": np.arange(len(lengths)), "country": np.array(countries, dtype=np.int64)}
+    columns |= {"item_id": numbers, "action": np.zeros(len(items), dtype=np.int32), "timestamp_ms": times}
     return SequenceStore(manifest=MANIFEST, split="any", offsets=np.cumsum([0, *lengths]), columns=columns)
 
 
@@ -81,8 +71,9 @@ def text_of(html: str) -> str:
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html)))
 
 
-def _sections(html: str) -> list[str]:
-    return re.findall(r'<section id="(\w+)"', html)
+def _parts(html: str) -> tuple[list[str], int]:
+    """Return the sections of a page, and how many plots it has."""
+    return re.findall(r'<section id="(\w+)"', html), html.count("<svg")
 
 
 def test_lengths_are_counted_per_doubling_and_every_length_has_a_bin() -> None:
@@ -161,7 +152,7 @@ def test_no_events_and_hashed_ids_have_no_routing() -> None:
 def test_the_page_is_self_contained_escapes_text_and_has_the_numbers() -> None:
     rows = _store([3] * 64, [30] * 192, [100] * 192, [1] * 64)
     html, gains, routing = render_page(MANIFEST, {**STORES, "train": rows}, name=SCRIPT)
-    assert (_sections(html), html.count("<svg"), EXTERNAL.findall(html)) == (SECTIONS, 7, [])
+    assert (*_parts(html), EXTERNAL.findall(html)) == (SECTIONS, 7, [])
     # Title, heading, gains; twice the dataset; an option, a label, twice.
     assert html.count("&lt;script&gt;alert(") == 8
     for label, text in {**STATISTICS.describe(), "duplicate events (kept)": "1,234"}.items():
@@ -184,7 +175,7 @@ def test_the_page_is_self_contained_escapes_text_and_has_the_numbers() -> None:
     manifest = dataclasses.replace(MANIFEST, **lacking, contextual={}, context_labels={})
     html, _, routing = render_page(manifest, {**STORES, "train": _store([], [], [], [])}, name="empty")
     assert routing is None
-    assert (_sections(html), html.count("<svg")) == ([name for name in SECTIONS if name != "context"], 4)
+    assert _parts(html) == ([name for name in SECTIONS if name != "context"], 4)
     assert "Train has too few rows for a step of two ranks, so there is nothing to balance." in html
     assert "There are no events in train, or more ids than a table can have rows." in html
 
@@ -238,7 +229,10 @@ def test_a_browser_shows_the_whole_page_on_a_phone_and_on_a_desktop(tmp_path: Pa
         )
         run = subprocess.run(
             [*command, (tmp_path / "frame.html").as_uri()],
-            capture_output=True, text=True, timeout=250, check=True,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=True,
             env={**os.environ, "HOME": str(tmp_path)},
         )
         # No errors. Without the line of the frame, the log would have no messages of the console at all.

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from evenrank.cli.reports.simulation import LengthSource, open_source, simulate
-from evenrank.dataloader.balance import BalanceConfig, LinearCost, MeasuredCost, MetricsSummary, PaddedCost, summarize
+from evenrank.dataloader.balance import BalanceConfig, LinearCost, MetricsSummary, PaddedCost, summarize
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.dataloader.balance.metrics.example_steps import step, write
@@ -70,15 +70,6 @@ def test_padded_models_gain_by_windows_alone() -> None:
     assert (windows.heaviest_before, windows.tokens) == (equal_sums.heaviest_before, equal_sums.tokens)
     # Long samples are 2 of 32 on average, so nearly every step has one; in windows, one step of four has them all.
     assert windows.speedup == pytest.approx(equal_sums.heaviest_before / ((400 + 3 * 4) / 4))
-
-
-def test_the_fixed_seconds_of_a_measured_cost_are_a_load_of_all_ranks() -> None:
-    # A token takes 1/1024 s.
-    fitted: dict[str, Any] = {"linear": 1 << 40, "quadratic": 0, "fraction_bits": 50, "interleave_actions": False}
-    fixed = MeasuredCost(seconds_per_step=200 / 1024, steps=20, r2=1.0, max_tokens=8192, **fitted)
-    for cost in (fixed, PaddedCost(fixed)):
-        summary = _simulate(LengthSource(lengths=np.array([100, 300])), 2, cost, (1, 3))
-        assert summary.idle_after == pytest.approx(1 - (300 + 500) / 2 / 500)
 
 
 def test_sources_of_lengths(tmp_path: Path, small_dataset: Path) -> None:
