@@ -4,6 +4,7 @@ A scenario belongs to a section of a page. It puts into `names` what the reader 
 to let the next piece of code run in them, maybe with replacements, and checks what the code has made of them.
 """
 
+import contextlib
 import itertools
 import re
 import sys
@@ -25,7 +26,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, build_loader
-from evenrank.dataloader.balance import COSTS, STRATEGIES, BalanceConfig, LinearCost
+from evenrank.dataloader.balance import COSTS, STRATEGIES, BalanceConfig, Balancer, LinearCost
 from evenrank.datasets import ORDERS, open_store, read_manifest
 from evenrank.datasets.distributions import Uniform
 from evenrank.training import StepTimer
@@ -50,6 +51,7 @@ how-to/routing.md: On stock TorchRec|Checkpoints
 how-to/training.md: TorchRec pipelines|Watchdogs
 how-to/trainers.md: Lightning|Accelerate|TorchRec
 """
+OF_TWO_RANKS = ("how-to/extending.md", "explanation/fits-my-model.md")  # the loader of one of them, without a group
 
 
 def runs(name: str, heading: str = "") -> Callable[[Scenario], Scenario]:
@@ -85,7 +87,8 @@ def test_code_does_what_the_page_says(name: str, heading: str, small_dataset: Pa
     for place in ("demo/data", "mine", "all"):
         (here / "out" / place).symlink_to(small_dataset)
     torch.manual_seed(0)
-    with restored(COSTS, STRATEGIES, ORDERS), single_rank():
+    group = contextlib.nullcontext() if name in OF_TWO_RANKS else single_rank()
+    with restored(COSTS, STRATEGIES, ORDERS), group:
         names = _readers_names(small_dataset)
         scenario = SCENARIOS[name, heading](names)
         for code in code_of(section(page(name), heading)):
@@ -182,10 +185,11 @@ def _mean_losses_of_two_tasks(names: dict[str, Any]) -> Iterator[Any]:
         RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4)),
         num_batches=6,
     )
-    names |= {"model": DistributedDataParallel(_TwoTasks()), "num_tasks": 2, "loader": batches}
+    names |= {"model": DistributedDataParallel(_TwoTasks()), "num_tasks": 2}
     names["mesh"] = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.0)
-    yield
+    with Balancer(batches, names["balance"]) as names["loader"]:
+        yield
     mean = sum(len(each.features["item_id"].values()) for each in batches) / sum(each.loss_tokens for each in batches)
     assert names["printed"] == [[pytest.approx(mean), pytest.approx(2 * mean)]]
 

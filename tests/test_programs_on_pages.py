@@ -129,29 +129,24 @@ histories = Histories()
 collate = JaggedCollate({"item_id": jagged(), "bought": dense()})
 cost = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
 """
-IDS = "print([id for batch in {} for id in batch.sample_ids[: batch.num_real].tolist()])"
+COUNT = "print(sum(batch.num_real for batch in loader))"
+IDS = "print([id for batch in balancer for id in batch.sample_ids[: batch.num_real].tolist()])"
 
 
 def test_own_samples_are_balanced_with_and_without_an_exchange_and_peers_on_a_mesh_get_the_same(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    *balanced, on_mesh = (code.replace("workers=2", "workers=0") for code in blocks(OWN_LOADER)[:3])
+    for code in balanced:
+        counts = [int(text) for text in ranks.run(2, run_program, tmp_path, NAMES + code + COUNT)]
+        assert sum(counts) == 48
+        assert min(counts) > 12
     names = f"{NAMES}\npath, config = {str(small_dataset)!r}, LoaderConfig(batch_size=12)\n"
-    balanced, without_exchange, on_mesh = (code.replace("workers=2", "workers=0") for code in blocks(OWN_LOADER)[:3])
-    num_rows = read_manifest(small_dataset).splits["train"].rows
-    for code, loader, world_size, num_samples in (
-        (balanced, "loader", 2, 48),
-        (without_exchange, "loader", 2, 48),
-        (on_mesh, "balancer", 4, num_rows),
-    ):
-        texts = ranks.run(world_size, run_program, tmp_path, names + code + IDS.format(loader))
-        ids = [ast.literal_eval(text) for text in texts]
-        if world_size == 4:
-            assert ids[::2] == ids[1::2]  # of tensor-parallel peers
-            ids = ids[::2]
-        assert min(map(len, ids)) > num_samples // 4
-        assert sorted(ids[0] + ids[1]) == sorted({*ids[0], *ids[1]})
-        assert len(ids[0] + ids[1]) == num_samples
+    ids = [ast.literal_eval(text) for text in ranks.run(4, run_program, tmp_path, names + on_mesh + IDS)]
+    assert ids[::2] == ids[1::2]  # of tensor-parallel peers
+    assert sorted(ids[0] + ids[2]) == sorted({*ids[0], *ids[2]})
+    assert len(ids[0] + ids[2]) == read_manifest(small_dataset).splits["train"].rows
 
 
 DAYS = ("2026-03-02", "2026-03-03")

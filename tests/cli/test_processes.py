@@ -233,6 +233,7 @@ COUNT_COMPILED = f"""
 from numba.core import event
 listener = event.RecordingListener()
 event.register("numba:compile", listener)
+import evenrank.cli.reports.simulation  # or the small simulation leaves functions plain Python
 {RUN_ALL}
 from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, LinearCost
