@@ -29,6 +29,7 @@ SITE, GITHUB = "https://evenrank.github.io/evenrank/", "https://github.com/evenr
 OF_FILES = re.compile(rf"(?:{GITHUB}/(?:blob|tree)|https://raw.githubusercontent.com/evenrank/evenrank)/main/")
 # What users import from. Names of other modules are internal.
 PUBLIC_PACKAGES = ("preprocess", "datasets", "dataloader", "dataloader.balance", "dataloader.routing", "training")
+Check = Callable[[Path], Iterator[object]]
 OURS = ("evenrank", "hstu", "semantic_ids", "trainer")
 # What a reader has: a model and its parts, the settings of a job, places, and functions of a loop.
 READERS = """
@@ -107,14 +108,14 @@ def unknown_options(page: Path) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("check", [wrong_links, long_text, wrong_code, unknown_options])
-def test_pages(check: Callable[[Path], Iterator[object]], tmp_path: Path) -> None:
+def test_pages(check: Check, tmp_path: Path) -> None:
     assert {page: found for page in PAGES if (found := [*check(page)])} == {}
     # What is wrong is found.
     (page := tmp_path / "page.md").write_text(
         "[a](b.md) `LoaderConfig(batch=1)`\n\n```python\nfrom evenrank.dataloader import LoaderConfig\nfoo\n"
         "LoaderConfig(batch_size=1, a=2)\n```\n\n```bash\nevenrank fit log.jsonl --foo 1\n```\n"
     )
-    wrong = {wrong_links: ["b.md#"], unknown_options: ["--foo"], long_text: []}
+    wrong: dict[Check, list[str]] = {wrong_links: ["b.md#"], unknown_options: ["--foo"], long_text: []}
     call = "LoaderConfig({}): got an unexpected keyword argument '{}'"
     wrong[wrong_code] = ["foo", call.format("batch_size=1, a=2", "a"), call.format("batch=1", "batch")]
     assert [*check(page)] == wrong[check]

@@ -27,9 +27,9 @@ def _timed_steps(*, padded: bool = False, noise: float = 0.0) -> list[StepMetric
         squares = 8 * tokens.max(axis=1) ** 2 if padded else (tokens**2).sum(axis=1)
         seconds = (PER_STEP + PER_TOKEN * counted + PER_SQUARE * squares) * (1 + noise * rng.standard_normal(2))
         assignment = partition(tokens, 2, strategy="none", padded=padded)
-        measured = {"compute_seconds": seconds, "wait_seconds": seconds.max() - seconds}
-        of_samples = dict.fromkeys(("costs", "tokens", "sample_bytes"), tokens)
-        steps.append(measure_step(assignment, **of_samples, step=number, **measured))
+        measured: dict[str, Any] = {"compute_seconds": seconds, "wait_seconds": seconds.max() - seconds}
+        measured |= dict.fromkeys(("costs", "tokens", "sample_bytes"), tokens)
+        steps.append(measure_step(assignment, step=number, **measured))
         assert steps[-1].rank_tokens.tolist() == counted.tolist()
     return steps
 
@@ -97,7 +97,7 @@ def test_times_that_say_nothing_are_refused(here: Path) -> None:
     even = measure_step(partition(tokens, 2), costs=tokens, tokens=tokens, sample_bytes=tokens, **times)
     similar = "the timed steps are too similar: their tokens vary by 0.0%, at least 2% is needed"
     uncounted = "log.jsonl does not say which tokens its cost counts; record the run with a cost of the package, such"
-    of_costs = ({}, {"tokens": None}, {"tokens": {"foo": 1}})
+    of_costs: list[dict[str, Any]] = [{}, {"tokens": None}, {"tokens": {"foo": 1}}]
     for steps, options, message in (
         ([even] * 20, RUN["options"], similar),
         *((_timed_steps(), options, uncounted) for options in of_costs),

@@ -9,7 +9,7 @@ from typing import Any
 from evenrank.dataloader.balance.metrics.step_metrics import SHOWN
 from evenrank.dataloader.routing import MODES
 from evenrank.datasets import read_manifest
-from evenrank.datasets.event_statistics import DAY_MS, read_statistics
+from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.schema import MANIFEST_NAME
 from tests.cli.programs import printed
 from tests.cli.reports.test_dataset_page import text_of
@@ -66,7 +66,7 @@ def test_inspect_prints_tables_and_the_path_of_a_page_that_escapes_labels(small_
     assert max(map(len, lines[start:-1])) <= 80
     ids, lookups = (line.split() for line in lines[start:] if line.split()[:1] in (["distinct"], ["lookups"]))
     assert (ids[2:], lookups[1:]) == (RANKS, RANKS)
-    rows = [line.split() for line in lines[start:] if line.split()[:1] in ([mode] for mode in MODES)]
+    rows = [words for words in map(str.split, lines[start:]) if words and words[0] in MODES]
     assert [row[0] for row in rows] == [*MODES] * 2
     routing, decimals = document["routing"], (2, 1, 0)
     expected = [*routing["ids"].values(), *routing["lookups"].values()]
@@ -81,13 +81,7 @@ def test_the_run_and_the_page_count_each_event_once(here: Path) -> None:
     log = ("--dataset", "custom", "--events", "log.csv")
     lines = printed("preprocess", *log, "--split", "leave-last:1", "--out", "a log").splitlines()
     assert lines[-1] == "next: evenrank inspect 'a log'"
-    manifest = read_manifest(here / "a log")
-    repeated = sum(split.interactions for split in manifest.splits.values())
-    statistics = read_statistics(manifest)
-    assert repeated == 37_001  # 4,999 users have 4 or 5 events
-    assert (statistics.num_events, statistics.bins, statistics.bin_width_ms) == (21_000, [3000] * 7, DAY_MS)
-    assert statistics.hours_of_day == [875] * 24
-    described = statistics.describe()
+    described = read_statistics(read_manifest(here / "a log")).describe()
     assert described["events per day"] == "3,000 on average, 3,000 on the busiest, 2024-01-01"
     shown = lines[-len(described) - 1 : -1]
     assert [re.split(": +", line, maxsplit=1) for line in shown] == [list(line) for line in described.items()]
@@ -97,7 +91,7 @@ def test_the_run_and_the_page_count_each_event_once(here: Path) -> None:
     assert next(line for line in inspected if line.strip().startswith("all")).split()[-2] == "21,000"
     html = (here / "a log-report.html").read_text()
     assert all(text in text_of(html) for text in described.values())
-    assert f"{repeated:,}" not in html
+    assert "37,001" not in html  # events in both splits; 4,999 users have 4 or 5 events
     assert ">2.4k<" in html  # of events per day
     assert ">events per day<" in html
 

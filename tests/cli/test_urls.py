@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.datasets import open_store, read_manifest
-from evenrank.datasets.schema import version_name
+from evenrank.datasets import open_store
 from tests.cli.programs import evenrank, printed
 from tests.s3_server import BUCKET, S3, SECRET, run_s3
 
@@ -51,12 +50,9 @@ def test_a_log_becomes_a_dataset_at_a_url_by_options_or_a_file(s3: S3, here: Pat
     rest = "  # with the options and credentials of --out"  # which are not printed
     assert text.splitlines()[-1] == f"next: evenrank inspect s3://{BUCKET}/made{rest}"
     assert SECRET not in text
-    first = s3.read("made/manifest.json")
-    for place in (out, here / "local"):
-        printed("preprocess", "--dataset", "custom", "--events", log, "--split", "none", "--out", place)
-    assert s3.read("made/manifest.json") == first == (here / "local" / "manifest.json").read_bytes()
-    assert version_name(first) in {name.partition("/")[0] for name in s3.keys("made")}
-    assert read_manifest(here / "local").sources[0].path == "log.csv"
+    options = ("--dataset", "custom", "--events", log, "--split", "none")
+    assert SECRET not in printed("preprocess", *options, "--out", here / "local")
+    assert s3.read("made/manifest.json") == (here / "local" / "manifest.json").read_bytes()
 
 
 @pytest.mark.parametrize(
