@@ -4,11 +4,9 @@ import contextlib
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -39,28 +37,6 @@ def blocks(path: Path, language: str = "python") -> list[str]:
 def commands(text: str) -> list[str]:
     """Return the commands in the shell's code of a text."""
     return "".join(code_of(text, "bash")).replace("\\\n", " ").splitlines()
-
-
-def evenrank(arguments: Sequence[str]) -> str:
-    """Run `evenrank ARGUMENTS` in this process, and return what it prints."""
-    import_module("evenrank.cli.reports.simulation")  # or a small simulation leaves its functions plain Python
-    main = import_module("evenrank.cli.main").main
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    printed, errors = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["evenrank", *arguments]),
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(errors),
-    ):
-        try:
-            main()
-        except SystemExit as stopped:
-            if stopped.code:
-                raise AssertionError(errors.getvalue()) from None
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return printed.getvalue()
 
 
 def run_program(rank: int, world_size: int, folder: Path, program: str, arguments: Sequence[str] = ()) -> str:

@@ -1,8 +1,7 @@
 """Marks the tests that start processes, so that `make test-fast` can leave them out.
 
-A test is marked if its function, a fixture that it uses, or a helper that either of them calls refers to something that
-starts processes. The guard makes sure that no test is missed: a test without the mark cannot start a process. Nor can
-any test start Python such that `import datasets` finds the folder of the checkout.
+A test is marked if its function, a fixture that it uses, or a helper that either calls refers to something that starts
+processes. A test without the mark cannot start one, nor can any start Python such that `import datasets` finds ours.
 """
 
 import multiprocessing
@@ -37,15 +36,11 @@ def _reaches_starter(value: object, seen: set[object]) -> bool:
     if not callable(value) or str(getattr(value, "__module__", "")).split(".")[0] not in ("tests", "evenrank"):
         return False
     if isinstance(value, type):
-        return any(
-            _reaches_starter(method, seen) for method in vars(value).values() if isinstance(method, FunctionType)
-        )
-    for plain in _unwrapped(value):
-        if plain not in seen:
-            seen.add(plain)
-            if any(_reaches_starter(used, seen) for used in _referenced(plain.__code__, plain.__globals__)):
-                return True
-    return False
+        return any(_reaches_starter(method, seen) for method in vars(value).values() if hasattr(method, "__code__"))
+    functions = [plain for plain in _unwrapped(value) if plain not in seen]
+    seen.update(functions)
+    used = (each for plain in functions for each in _referenced(plain.__code__, plain.__globals__))
+    return any(_reaches_starter(each, seen) for each in used)
 
 
 def _unwrapped(function: Any) -> Iterator[FunctionType]:
@@ -93,7 +88,6 @@ class ProcessGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Remember the running test, if it may not start processes."""
         self._unmarked_test = None if item.get_closest_marker(MARK) else item.nodeid
         self._is_testing = True
         try:

@@ -57,12 +57,8 @@ class S3:
 
     def put(self, source: Path, key: str) -> None:
         """Copy a file or folder into the bucket."""
-        fs.copy_files(
-            str(source),
-            f"{BUCKET}/{key}",
-            source_filesystem=fs.LocalFileSystem(),
-            destination_filesystem=self.files,
-        )
+        places = {"source_filesystem": fs.LocalFileSystem(), "destination_filesystem": self.files}
+        fs.copy_files(str(source), f"{BUCKET}/{key}", **places)
 
     def keys(self, key: str) -> set[str]:
         """Return the files below a key, relative to it."""
@@ -89,16 +85,10 @@ def run_s3(folder: Path, *, checks_credentials: bool = False) -> Iterator[S3]:
     """Start a server with an empty bucket; one that checks credentials has no bucket, and knows no user."""
     pytest.importorskip("moto", reason="needs moto, of the tools of tests")
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    if checks_credentials:
-        environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"
+    environment |= {"INITIAL_NO_AUTH_ACTION_COUNT": "0"} if checks_credentials else {}
+    command, pipe = [sys.executable, "-P", "-c", _SERVER], subprocess.PIPE
     with (folder / "requests.log").open("xb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-c", _SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-        )
+        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment)
     try:
         assert server.stdout is not None
         s3 = S3(port=int(server.stdout.readline()), log=folder / "requests.log")

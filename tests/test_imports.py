@@ -10,38 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.process_marks import check_path
+from tests.process_marks import ROOT, check_path
 from tests.ranks import RankPool
 
-ROOT = Path(__file__).resolve().parent.parent
 # What a folder may import of evenrank, besides itself.
-ALLOWED = {
-    "core": (),
-    "datasets": ("evenrank.core",),
-    "preprocess": (
-        "evenrank.core",
-        "evenrank.datasets.schema",
-        "evenrank.datasets.event_statistics",
-        "evenrank.datasets.distributions",
-    ),
-    "dataloader": ("evenrank.core", "evenrank.datasets"),
-    "training": ("evenrank.core", "evenrank.datasets", "evenrank.dataloader"),
-    "cli": ("evenrank",),
+ALLOWED: dict[str, str] = {
+    "core": "",
+    "datasets": "core",
+    "preprocess": "core datasets.schema datasets.event_statistics datasets.distributions",
+    "dataloader": "core datasets",
+    "training": "core datasets dataloader",
+    "cli": "core datasets preprocess dataloader training __version__",
 }
 FORBIDDEN = {
-    **dict.fromkeys(("core", "datasets"), ("torch", "torchrec", "polars")),
-    "preprocess": ("torch", "torchrec"),
-    **dict.fromkeys(("dataloader", "training"), ("polars",)),
+    **dict.fromkeys(("core", "datasets"), "torch torchrec polars"),
+    "preprocess": "torch torchrec",
+    **dict.fromkeys(("dataloader", "training"), "polars"),
 }
 # All that may be imported of TorchRec and fbgemm-gpu, by folder.
 OF_TORCHREC = {
     "dataloader": {"torchrec.sparse.jagged_tensor.KeyedJaggedTensor", "torchrec.streamable.Pipelineable"},
     "training": {
         "torchrec.distributed.DistributedModelParallel",
-        "torchrec.optim.keyed.CombinedOptimizer",
-        "torchrec.optim.keyed.KeyedOptimizer",
-        "torchrec.optim.keyed.KeyedOptimizerWrapper",
         "torchrec.optim.optimizers.in_backward_optimizer_filter",
+        *(f"torchrec.optim.keyed.{name}" for name in ("CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper")),
     },
 }
 # Only these may start collectives.
@@ -60,22 +52,20 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
-def _is_below(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(package + ".") for package in packages)
+def _is_below(name: str, packages: str) -> bool:
+    return f"{name}.".startswith(tuple(f"{package}." for package in packages.split()))
 
 
 @pytest.mark.parametrize("folder", ALLOWED)
 def test_folder_imports_and_starts_collectives_only_as_the_design_allows(folder: str) -> None:
-    of_torchrec = set()
+    ours, of_torchrec = f"{folder} {ALLOWED[folder]}", set()
     for path in (ROOT / folder).rglob("*.py*"):
         for name in _imports(path) - {"evenrank", "evenrank.__version__"}:
-            is_ours = _is_below(name, ("evenrank",))
-            assert not is_ours or _is_below(name, (f"evenrank.{folder}", *ALLOWED[folder])), f"{path} imports {name}"
-            assert not _is_below(name, FORBIDDEN.get(folder, ())), f"{path} imports {name}"
-            if _is_below(name, ("torch.distributed",)) and not _is_below(name, ("torch.distributed.checkpoint",)):
+            assert not name.startswith("evenrank.") or _is_below(name.removeprefix("evenrank."), ours), (path, name)
+            assert not _is_below(name, FORBIDDEN.get(folder, "")), (path, name)
+            if _is_below(name, "torch.distributed") and not _is_below(name, "torch.distributed.checkpoint"):
                 assert str(path.relative_to(ROOT)).startswith(COLLECTIVES), path
-            if _is_below(name, ("torchrec", "fbgemm_gpu")):
-                of_torchrec.add(name)
+            of_torchrec |= {name} if _is_below(name, "torchrec fbgemm_gpu") else set()
     assert of_torchrec == OF_TORCHREC.get(folder, set())
 
 
@@ -86,14 +76,13 @@ def _folders_with_code(*folders: str) -> list[Path]:
 def test_no_import_circles_within_a_folder() -> None:
     """Files and subfolders are the nodes; what any file of a subfolder imports counts as the subfolder's import."""
     for folder in _folders_with_code(*ALLOWED):
-        package = ".".join(("evenrank", *folder.relative_to(ROOT).parts))
+        package = ".".join(("evenrank", *folder.relative_to(ROOT).parts, ""))
         graph: dict[str, set[str]] = {}
         for path in folder.rglob("*.py"):
-            if path.name != "__init__.py" or path.parent != folder:  # a package re-exports what its modules define
+            if path != folder / "__init__.py":  # a package re-exports what its modules define
                 node = path.relative_to(folder).parts[0].removesuffix(".py")
-                names = {name for name in _imports(path) if name.startswith(f"{package}.")}
-                targets = {name.removeprefix(f"{package}.").split(".")[0] for name in names}
-                graph[node] = graph.get(node, set()) | (targets - {node})
+                names = (name.removeprefix(package) for name in _imports(path) if name.startswith(package))
+                graph[node] = graph.get(node, set()) | ({name.split(".")[0] for name in names} - {node})
         assert list(TopologicalSorter(graph).static_order())  # raises CycleError with the circle
 
 
@@ -112,19 +101,22 @@ for warning in caught:
         print(f"{warning.filename}:{warning.lineno}: {warning.message}")
 """
 HIDE = "import sys; sys.modules.update(dict.fromkeys({!r}.split())); sys.path.append({!r}); import {}"
+CODE = {
+    "every module": f"FOLDERS, WARNS = {tuple(ALLOWED)}, {WARNS}{IMPORT_ALL}",
+    "training without Polars": HIDE.format(
+        "polars", str(ROOT / "examples"), "trainer.job, evenrank.dataloader.balance, evenrank.training"
+    ),
+    "commands without PyTorch": HIDE.format(
+        "torch matplotlib", "", "evenrank.preprocess, evenrank.cli.main, evenrank.cli.inspect_balance"
+    ),
+    # It imports its modules at the first use of their names.
+    "options without anything": HIDE.format(
+        "numba numpy polars pyarrow requests", "", "evenrank.preprocess as package; package.DATASETS"
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        f"FOLDERS, WARNS = {tuple(ALLOWED)}, {WARNS}{IMPORT_ALL}",
-        HIDE.format("polars", str(ROOT / "examples"), "trainer.job, evenrank.dataloader.balance, evenrank.training"),
-        HIDE.format("torch matplotlib", "", "evenrank.preprocess, evenrank.cli.main, evenrank.cli.inspect_balance"),
-        # It imports its modules at the first use of their names.
-        HIDE.format("numba numpy polars pyarrow requests", "", "evenrank.preprocess as package; package.DATASETS"),
-    ],
-    ids=["every module", "training without Polars", "commands without PyTorch", "options without anything"],
-)
+@pytest.mark.parametrize("code", CODE.values(), ids=CODE)
 def test_imports_give_no_warning_of_ours_and_do_without_what_they_do_not_need(code: str) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=280)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
@@ -146,13 +138,6 @@ def _origin_of_datasets(rank: int, world_size: int, site_packages: str) -> str |
     return None if found is None else found.origin
 
 
-def test_tests_and_their_ranks_import_the_datasets_that_is_installed(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "datasets").mkdir()
-    (installed := tmp_path / "datasets" / "__init__.py").touch()
-    assert _origin_of_datasets(0, 1, str(tmp_path)) == str(installed)
-    assert ranks.run(2, _origin_of_datasets, str(tmp_path)) == [str(installed)] * 2
-
-
 AT_EXIT = """
 import atexit, sys
 from importlib.machinery import PathFinder
@@ -160,7 +145,11 @@ atexit.register(lambda: print("datasets:", PathFinder.find_spec("datasets", sys.
 """
 
 
-def test_a_program_started_in_the_root_does_not_find_its_datasets(tmp_path: Path) -> None:
+def test_tests_their_ranks_and_programs_in_the_root_do_not_import_its_datasets(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    (installed := tmp_path / "datasets" / "__init__.py").touch()
+    assert [_origin_of_datasets(0, 1, str(tmp_path))] * 2 == ranks.run(2, _origin_of_datasets, str(tmp_path))
+    assert _origin_of_datasets(0, 1, str(tmp_path)) == str(installed)
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)  # which Python imports when it starts
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -172,14 +161,9 @@ def test_a_program_started_in_the_root_does_not_find_its_datasets(tmp_path: Path
 
 
 def test_no_test_may_start_python_with_the_root_first() -> None:
-    python = sys.executable
-    for command, cwd in (([python, "-m", "evenrank"], ROOT), ([python, "-c", "import datasets"], ROOT / "docs" / "..")):
+    for command, cwd in (("python -m evenrank", ROOT), ("python -c import", ROOT / "docs" / "..")):
         with pytest.raises(RuntimeError, match="would import `datasets` from the checkout; add -P, or another cwd"):
-            check_path((command[0], command, cwd, None))
-    for command in (
-        [python, "-P", "-m", "evenrank"],
-        [python, "scripts/train.py"],
-        ["git", "-c", "user.name=a", "log"],
-    ):
-        check_path((command[0], command, ROOT, None))
-    check_path((python, [python, "-m", "evenrank"], ROOT / "docs", None))
+            check_path(("python", command.split(), cwd, None))
+    for command in ("python -P -m evenrank", "python scripts/train.py", "git -c user.name=a log"):
+        check_path(("", command.split(), ROOT, None))
+    check_path(("python", ["python", "-m", "evenrank"], ROOT / "docs", None))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -29,45 +30,35 @@ from evenrank.dataloader.balance import COSTS, STRATEGIES, BalanceConfig, Balanc
 from evenrank.datasets import ORDERS, open_store, read_manifest
 from evenrank.datasets.distributions import Uniform
 from evenrank.training import StepTimer
-from tests.pages import code_of, commands, evenrank, page, section, single_rank
+from tests.cli.programs import printed as evenrank
+from tests.pages import code_of, commands, page, section, single_rank
 from tests.registrations import restored
 
 WIDTH, HEADS, HEAD_DIM, NUM_ITEMS = 16, 2, 8, 501
 LINEAR = LinearCost(interleave_actions=False)
+close = torch.testing.assert_close
 Scenario = Callable[[dict[str, Any]], Iterator[Any]]
 SCENARIOS: dict[tuple[str, str], Scenario] = {}
-COLLECTIVE: set[tuple[str, str]] = set()  # those that need a process group
 # Run elsewhere, or in need of what tests do not have; their names and arguments are checked all the same.
-NOT_RUN = {
-    ("start.md", "In your own training loop"),  # programs
-    ("how-to/own-loader.md", "Resuming on any number of ranks"),
-    ("how-to/own-loader.md", "Without an exchange { #without-an-exchange }"),
-    ("how-to/own-loader.md", "Process groups and device meshes"),
-    ("how-to/continuous-logs.md", "A dataset per day"),
-    ("how-to/gain.md", "1. Record"),
-    ("how-to/clusters.md", "Data in an object store"),  # S3
-    ("how-to/routing.md", "On stock TorchRec"),  # tests of routing
-    ("how-to/routing.md", "Checkpoints"),
-    ("how-to/training.md", "TorchRec pipelines"),  # tests of examples
-    ("how-to/training.md", "Watchdogs"),  # a GPU
-    ("how-to/trainers.md", "Lightning"),  # tests of checkpoints
-    ("how-to/trainers.md", "Accelerate"),
-    ("how-to/trainers.md", "TorchRec"),
-}
+NOT_RUN = """
+start.md: In your own training loop
+how-to/own-loader.md: Resuming on any number of ranks|Without an exchange { #without-an-exchange }
+how-to/own-loader.md: Process groups and device meshes
+how-to/continuous-logs.md: A dataset per day
+how-to/gain.md: 1. Record
+how-to/clusters.md: Data in an object store
+how-to/routing.md: On stock TorchRec|Checkpoints
+how-to/training.md: TorchRec pipelines|Watchdogs
+how-to/trainers.md: Lightning|Accelerate|TorchRec
+"""
+OF_TWO_RANKS = ("how-to/extending.md", "explanation/fits-my-model.md")  # the loader of one of them, without a group
 
 
-def runs(name: str, heading: str = "", *, group: bool = False) -> Callable[[Scenario], Scenario]:
-    def register(scenario: Scenario) -> Scenario:
-        SCENARIOS[name, heading] = scenario
-        COLLECTIVE.update([(name, heading)] if group else [])
-        return scenario
-
-    return register
+def runs(name: str, heading: str = "") -> Callable[[Scenario], Scenario]:
+    return lambda scenario: SCENARIOS.setdefault((name, heading), scenario)
 
 
 class _Model(nn.Module):
-    """A weight for each loss token."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
@@ -80,18 +71,13 @@ class _Model(nn.Module):
 
 
 def _readers_names(path: Path) -> dict[str, Any]:
-    model, printed, trained = _Model(), list[Any](), list[Any]()
+    model, config, printed, trained = _Model(), LoaderConfig(batch_size=12), list[Any](), list[Any]()
     names = {"path": path, "rank": 0, "world_size": 1, "device": "cpu", "torch": torch, "F": functional, "np": np}
-    names |= {
-        "config": LoaderConfig(batch_size=12),
-        "cost": LINEAR,
-        "balance": BalanceConfig(cost=LINEAR),
-        "saved": None,
-    }
-    names |= {"loader": build_loader(path, LoaderConfig(batch_size=12), rank=0, world_size=1), "dist": dist}
+    names |= {"config": config, "cost": LINEAR, "balance": BalanceConfig(cost=LINEAR), "saved": None, "dist": dist}
+    names |= {"loader": build_loader(path, config, rank=0, world_size=1), "StepTimer": StepTimer}
     names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "print": printed.append}
     names |= {"printed": printed, "trained": trained, "train": trained.append, "writers": [trained.append]}
-    return names | {"StepTimer": StepTimer}
+    return names | {"BalanceConfig": BalanceConfig, "build_loader": build_loader}
 
 
 @pytest.mark.parametrize(("name", "heading"), SCENARIOS, ids=lambda part: re.sub(r"\W+", "-", part))
@@ -101,7 +87,7 @@ def test_code_does_what_the_page_says(name: str, heading: str, small_dataset: Pa
     for place in ("demo/data", "mine", "all"):
         (here / "out" / place).symlink_to(small_dataset)
     torch.manual_seed(0)
-    group = single_rank() if (name, heading) in COLLECTIVE else contextlib.nullcontext()
+    group = contextlib.nullcontext() if name in OF_TWO_RANKS else single_rank()
     with restored(COSTS, STRATEGIES, ORDERS), group:
         names = _readers_names(small_dataset)
         scenario = SCENARIOS[name, heading](names)
@@ -114,21 +100,19 @@ def test_code_does_what_the_page_says(name: str, heading: str, small_dataset: Pa
 
 
 def test_every_piece_of_code_is_run() -> None:
+    known = {(name, heading) for name, heading in SCENARIOS if heading}
+    for line in NOT_RUN.strip().splitlines():
+        name, listed = line.split(": ")
+        known |= {(name, heading) for heading in listed.split("|")}
     found = set()
-    pages = ("README.md", "start.md", *(f"how-to/{path.name}" for path in page("how-to").glob("*.md")))
-    for name in (*pages, "explanation/fits-my-model.md"):
-        if (name, "") not in SCENARIOS:
-            headings = re.findall(r"^## (.*)$", page(name).read_text(), re.M)
-            found |= {(name, heading) for heading in headings if code_of(section(page(name), heading))}
-    assert found == NOT_RUN | {(name, heading) for name, heading in SCENARIOS if heading}
+    for name in ("start.md", *(f"how-to/{path.name}" for path in page("how-to").glob("*.md"))):
+        headings = re.findall(r"^## (.*)$", page(name).read_text(), re.M)
+        found |= {(name, heading) for heading in headings if code_of(section(page(name), heading))}
+    assert found == known
 
 
 def _load(names: dict[str, Any], **options: Any) -> Any:
     return build_loader(names["path"], LoaderConfig(**options), rank=0, world_size=1, balance=names["balance"])
-
-
-def _mesh() -> Any:
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
 
 def _ids(batch: Any) -> list[int]:
@@ -171,27 +155,22 @@ def _jagged_layers(names: dict[str, Any]) -> Iterator[Any]:
     assert 1 < batch.num_real < batch.batch_size  # rows of padding too
     names |= {"batch": batch, "embedding": nn.Embedding(NUM_ITEMS, WIDTH), "positions": nn.Embedding(60, WIDTH)}
     names["scores"] = nn.Linear(WIDTH, NUM_ITEMS)
-    yield
+    for _ in range(5):
+        yield
     samples = names["items"].split(names["lengths"].tolist())
-    yield
     rows = [names["embedding"](sample) + names["positions"].weight[: len(sample)] for sample in samples]
-    torch.testing.assert_close(names["x"], torch.cat(rows))
-    yield
-    torch.testing.assert_close(names["same"], torch.cat(rows))
+    close(names["x"], torch.cat(rows))
+    close(names["same"], torch.cat(rows))
     assert names["padded"].shape == (len(samples), max(map(len, samples)), WIDTH)
-    yield
-    torch.testing.assert_close(names["mean"][: batch.num_real], torch.stack([row.mean(0) for row in rows if len(row)]))
-    torch.testing.assert_close(names["last"], torch.stack([row[-1] for row in rows if len(row)]))
-    yield
+    close(names["mean"][: batch.num_real], torch.stack([row.mean(0) for row in rows if len(row)]))
+    close(names["last"], torch.stack([row[-1] for row in rows if len(row)]))
     assert names["labels"].tolist() == [item for sample in samples for item in sample[1:].tolist()]
-    torch.testing.assert_close(names["loss"], names["loss_sum"] / len(names["labels"]))
+    close(names["loss"], names["loss_sum"] / len(names["labels"]))
     names["loss"].backward()
     assert names["embedding"].weight.grad.isfinite().all()
 
 
 class _TwoTasks(nn.Module):
-    """The first task has the number of items as its loss, the second twice as much."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -200,14 +179,17 @@ class _TwoTasks(nn.Module):
         return self.weight * len(batch.features["item_id"].values())
 
 
-@runs("how-to/training.md", "Losses", group=True)
+@runs("how-to/training.md", "Losses")
 def _mean_losses_of_two_tasks(names: dict[str, Any]) -> Iterator[Any]:
-    data = RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4))
-    config = LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1)
-    batches = [*RandomBatches(config, data, num_batches=6)]
-    names |= {"model": DistributedDataParallel(_TwoTasks()), "num_tasks": 2, "mesh": _mesh()}
+    batches = RandomBatches(
+        LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1),
+        RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4)),
+        num_batches=6,
+    )
+    names |= {"model": DistributedDataParallel(_TwoTasks()), "num_tasks": 2}
+    names["mesh"] = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.0)
-    with Balancer(RandomBatches(config, data, num_batches=6), names["balance"]) as names["loader"]:
+    with Balancer(batches, names["balance"]) as names["loader"]:
         yield
     mean = sum(len(each.features["item_id"].values()) for each in batches) / sum(each.loss_tokens for each in batches)
     assert names["printed"] == [[pytest.approx(mean), pytest.approx(2 * mean)]]
@@ -230,14 +212,15 @@ def _sampled_softmax(names: dict[str, Any]) -> Iterator[Any]:
         log_q = [batch.log_q[key].values()[n * row : n * row + n] for key, n in (("positive", 1), ("negative", 64))]
         scores = embedding(torch.cat([ids[-1:], drawn])) @ users[row] - torch.cat(log_q)
         expected = expected - scores.log_softmax(dim=0)[0]
-    torch.testing.assert_close(names["loss_sum"], expected, rtol=1e-4, atol=1e-3)
+    close(names["loss_sum"], expected, rtol=1e-4, atol=1e-3)
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.isfinite().all()
 
 
-@runs("how-to/training.md", "Metrics", group=True)
+@runs("how-to/training.md", "Metrics")
 def _metrics_of_perfect_scores(names: dict[str, Any]) -> Iterator[Any]:
-    names |= {"balancer": _load(names, batch_size=12, max_num_candidates=3), "mesh": _mesh()}
+    names |= {"balancer": _load(names, batch_size=12, max_num_candidates=3)}
+    names["mesh"] = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     names["model"] = lambda batch: (None, 8 * names["label_bits"](batch.labels["label"].values(), 2) - 4)
     names["print"] = lambda *values: names["printed"].extend(values)
     yield
@@ -254,7 +237,7 @@ def _utilization(names: dict[str, Any]) -> Iterator[Any]:
     assert float(names["printed"][0].removeprefix("MFU ")) == names["done"] / 1e12 > 0
 
 
-@runs("how-to/trainers.md", "DDP and FSDP2", group=True)
+@runs("how-to/trainers.md", "DDP and FSDP2")
 def _a_checkpoint(names: dict[str, Any]) -> Iterator[Any]:
     """It is loaded into a job that has never stepped."""
     model, new_model = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -268,9 +251,9 @@ def _a_checkpoint(names: dict[str, Any]) -> Iterator[Any]:
     names |= {"model": model, "optimizer": adam, "loader": loader, "folder": "saved"}
     yield
     names["dcp"].load({"app": names["AppState"](new_model, new_adam), "data": new_loader}, checkpoint_id="saved")
-    torch.testing.assert_close(new_model.state_dict(), model.state_dict(), rtol=0, atol=0)
+    close(new_model.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert adam.state_dict()["state"]
-    torch.testing.assert_close(new_adam.state_dict()["state"], adam.state_dict()["state"], rtol=0, atol=0)
+    close(new_adam.state_dict()["state"], adam.state_dict()["state"], rtol=0, atol=0)
     _check_once(trained + [sample for batch in new_loader for sample in _ids(batch)], names)
 
 
@@ -312,25 +295,24 @@ def _a_log(names: dict[str, Any]) -> Iterator[Any]:
 @runs("how-to/continuous-logs.md", "Replayed requests")
 def _requests(names: dict[str, Any]) -> Iterator[Any]:
     line = commands(section(page("how-to/continuous-logs.md"), "Replayed requests"))[0]
-    evenrank(line.replace("ml-latest-small", "synthetic --users 50").split()[1:])
+    evenrank(*line.replace("ml-latest-small", "synthetic --users 50").split()[1:])
     names["model"] = lambda batch: batch.labels["label"].values()
     yield
     answered = sum(int(re.findall(r"\d+", line)[0]) for line in names["printed"])
     assert 0 < answered <= sum(split.interactions for split in read_manifest("out/requests").splits.values())
 
 
-@runs("how-to/gain.md", "While a job runs", group=True)
+@runs("how-to/gain.md", "While a job runs")
 def _measured_steps(names: dict[str, Any]) -> Iterator[Any]:
     """A loop with its own collectives measures balanced and unbalanced steps; writers take them."""
-    names |= {"BalanceConfig": BalanceConfig, "build_loader": build_loader, "scale_loss": lambda loss, batch: loss}
+    names["scale_loss"] = lambda loss, batch: loss
     yield {"compare_every=100": "compare_every=2"}
     measured = names["trained"]
     assert [step.is_balanced for step in measured] == [number % 2 == 0 for number in range(len(measured))]
     assert all(step.compute_seconds is not None for step in measured[1:])
     logged: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        run = SimpleNamespace(log=logged.extend)
-        patch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project: run))
+    run = SimpleNamespace(log=logged.extend)
+    with mock.patch.dict(sys.modules, {"wandb": SimpleNamespace(init=lambda project: run)}):
         yield
     for writer in names["writers"]:
         for step in measured:
@@ -341,10 +323,9 @@ def _measured_steps(names: dict[str, Any]) -> Iterator[Any]:
     assert {"balance/idle_after", "balance/step"} <= set(logged)
 
 
-@runs("how-to/gain.md", "Fit while the job trains", group=True)
+@runs("how-to/gain.md", "Fit while the job trains")
 def _a_fitted_cost(names: dict[str, Any]) -> Iterator[Any]:
-    names |= {"BalanceConfig": BalanceConfig, "build_loader": build_loader, "scale_loss": lambda loss, batch: loss}
-    names["config"] = LoaderConfig(batch_size=2)
+    names |= {"config": LoaderConfig(batch_size=2), "scale_loss": lambda loss, batch: loss}
     yield {"refit_every=200": "refit_every=20"}
     assert len([step for step in names["trained"] if step.compute_seconds]) == len(names["trained"]) - 1 > 40
     assert Path("out/cost.json").exists() == (names["timer"].cost is not None)
@@ -366,7 +347,7 @@ def _own_strategy(names: dict[str, Any]) -> Iterator[Any]:
     names |= {"config": config, "world_size": 2, "my_cost": lambda lengths, num_candidates: lengths["item_id"]}
     yield
     yield
-    loaded = [build_loader(names["path"], config, rank=rank, world_size=2) for rank in range(2)]
+    loaded = (build_loader(names["path"], config, rank=rank, world_size=2) for rank in range(2))
     for share, *step in zip(names["trained"], *loaded, strict=True):
         lengths = sorted((length for batch in step for length in _lengths(batch)), reverse=True)
         assert sorted(_lengths(share), reverse=True) == [lengths[i] for i in range(12) if i % 4 in (0, 3)]
@@ -395,13 +376,12 @@ def _hstu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (functional.silu(query @ key.transpose(1, 2) / HEAD_DIM**0.5).tril() / 512) @ value
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, window_size: tuple[int, int]) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Any, same: Any, longest: int, _: int, *, window_size: Any
+) -> Tensor:
     """Stand in for PyTorch's, which needs a GPU."""
-    offsets, same, longest, _ = lengths
-    assert offsets is same
-    assert offsets.dtype == torch.int32
+    assert (offsets is same, offsets.dtype, window_size) == (True, torch.int32, (-1, 0))  # causal
     assert longest >= int(offsets.diff().max())
-    assert window_size == (-1, 0)  # causal
     rows = zip(*(x.split(offsets.diff().tolist()) for x in (query, key, value)), strict=True)
     return torch.cat([_causal(*(x.transpose(0, 1) for x in row)).transpose(0, 1) for row in rows])
 
@@ -427,7 +407,7 @@ def _attention(names: dict[str, Any]) -> Iterator[Any]:
     for attend, changes in ((_hstu, {}), (full, {}), (_causal, {}), (_causal, {"varlen_attn(": "varlen("})):
         names |= dict(zip(("query", "key", "value"), three, strict=True))
         yield changes
-        torch.testing.assert_close(names["attended"], torch.cat(alone(attend)))
+        close(names["attended"], torch.cat(alone(attend)))
     names |= {"config": LoaderConfig(batch_size=4), "world_size": 2}
     yield {"8192": "64"}
     packed = [_lengths(batch) for batch in names["loader"]]
@@ -435,7 +415,7 @@ def _attention(names: dict[str, Any]) -> Iterator[Any]:
     assert max(map(sum, packed)) <= 64
     yield
     for row, expected in zip(names["attended"].transpose(1, 2), alone(_causal)[: batch.num_real], strict=True):
-        torch.testing.assert_close(row[: len(expected)], expected)
+        close(row[: len(expected)], expected)
     yield
     loaders = (names["loader"], build_loader(names["path"], names["config"], rank=0, world_size=2))
     windows, single = (sum(len(each) * max(each) for each in map(_lengths, loader)) for loader in loaders)

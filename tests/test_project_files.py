@@ -16,10 +16,11 @@ from evenrank.core.optional_imports import torch_releases
 from scripts.install import DEFAULT, EXTRAS, choose_releases, releases
 from scripts.lock import EXTRAS as LOCKED_EXTRAS
 from scripts.lock import LEFT_OUT, constraints
+from tests.pages import ROOT, code_of
 
-ROOT = Path(__file__).resolve().parent.parent
 GITHUB = ROOT / ".github"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 PYTHONS = ("3.11", "3.12")
 TESTED = torch_releases()
 OLDEST, NEWEST = min(TESTED), max(TESTED)
@@ -29,9 +30,8 @@ def _locked(python: str) -> dict[str, Version]:
     """Return the versions that the lockfile has for a version of Python on Linux."""
     environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     locked: dict[str, Version] = {}
-    for line in (ROOT / "requirements-dev.lock").read_text().splitlines():
-        if line.startswith("#"):
-            continue
+    lines = (ROOT / "requirements-dev.lock").read_text().splitlines()
+    for line in (line for line in lines if not line.startswith("#")):
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate(environment):
             (pin,) = requirement.specifier
@@ -65,20 +65,16 @@ def _names(extras: str) -> set[str]:
     return {requirement.name for requirement in _required(set(extras.split(",")))}
 
 
-def test_a_target_installs_what_it_needs_and_the_demo_no_tools() -> None:
+def test_a_target_installs_what_it_needs_and_the_first_ones_are_demo_and_test() -> None:
     installs = dict(re.findall(r"^([\w-]+): \$\(INSTALLED\)-(\w+)$", (ROOT / "Makefile").read_text(), re.M))
     assert set(installs.values()) == EXTRAS.keys()
     assert installs.items() >= {(target, target) for target in EXTRAS}
     assert _names(EXTRAS["demo"]) < _names(EXTRAS["test"]) < _names(EXTRAS["check"])
     assert _names(",".join(EXTRAS.values())) == _names(",".join(LOCKED_EXTRAS))
     assert not {"torch", "polars", "pytest"} & _names("docs,package")
-
-
-def test_the_readme_has_both_commands_of_a_fresh_machine() -> None:
     for page in ("README.md", "docs/index.md"):
-        first = re.search(r"```bash\n(git clone .*?)```", (ROOT / page).read_text(), re.S)
-        assert first is not None, page
-        assert re.findall(r"^make (\w+)", first[1], re.M) == ["demo", "test"], page
+        first = next(code for code in code_of((ROOT / page).read_text(), "bash") if code.startswith("git clone "))
+        assert re.findall(r"^make (\w+)", first, re.M) == ["demo", "test"], page
 
 
 @pytest.mark.parametrize(
@@ -94,7 +90,7 @@ def test_a_pytorch_is_kept_if_its_release_is_known(installed: str | None, chosen
     assert {name: tuple(pins.values()) for name, pins in releases().items()} == TESTED
 
 
-def test_pages_images_and_constraints_have_the_releases_of_the_table() -> None:
+def test_pages_images_and_constraints_fit_the_table_of_releases() -> None:
     page = (ROOT / "docs" / "how-to" / "install.md").read_text()
     rows = re.findall(r"^\| (\d\.\d+) \| (\S+) \| (\S+) \|$", page, re.M)
     assert rows == [(tested.torch.rpartition(".")[0], tested.fbgemm, tested.torchrec) for tested in TESTED.values()]
@@ -108,46 +104,36 @@ def test_pages_images_and_constraints_have_the_releases_of_the_table() -> None:
     assert "torch==2.13.0\nfbgemm-gpu==1.8.0\nfbgemm-gpu-cpu==1.8.0\ntorchrec==1.8.0\n" in expected["torch213.txt"]
     package = tomllib.loads(expected["torch214-cpu/pyproject.toml"])["project"]
     assert package == {"name": "fbgemm-gpu", "version": "1.9.0+cpu", "dependencies": ["fbgemm-gpu-cpu==1.9.0"]}
-
-
-def test_images_contain_what_the_wheel_is_built_from() -> None:
+    # Images contain what the wheel is built from.
     kept = set(re.findall(r"^!/(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    packages = PYPROJECT["tool"]["setuptools"]["packages"]
     folders = {package.split(".")[1] for package in packages if "." in package}
     files = "pyproject.toml requirements-dev.lock constraints __init__.py py.typed MANIFEST.in README.md LICENSE"
     assert kept == {*folders, *files.split()}
     assert all((ROOT / name).exists() for name in kept)
 
 
-def _workflow(name: str) -> Any:
-    return yaml.safe_load((GITHUB / "workflows" / name).read_text())
-
-
 def test_ci_runs_the_oldest_newest_and_default_pytorch_and_only_one_job_publishes() -> None:
-    entries = _workflow("ci.yml")["jobs"]["check-and-test"]["strategy"]["matrix"]["include"]
+    ci, workflow = (yaml.safe_load((GITHUB / "workflows" / name).read_text()) for name in ("ci.yml", "release.yml"))
+    entries = ci["jobs"]["check-and-test"]["strategy"]["matrix"]["include"]
     assert {entry["torch"] for entry in entries} == {TESTED[extra].torch for extra in (OLDEST, DEFAULT, NEWEST)}
     assert {entry["python"] for entry in entries} == set(PYTHONS)
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
-    workflow = _workflow("release.yml")
-    assert workflow["permissions"] == {"contents": "read"}
-    assert workflow["jobs"]["publish"]["permissions"] == {"id-token": "write"}
-    assert workflow["jobs"]["publish"]["needs"] == "build"
-    assert "permissions" not in workflow["jobs"]["build"]
+    build, publish = (workflow["jobs"][name] for name in ("build", "publish"))
+    assert (workflow["permissions"], "permissions" in build) == ({"contents": "read"}, False)
+    assert (publish["permissions"], publish["needs"]) == ({"id-token": "write"}, "build")
     for path in (GITHUB / "workflows").glob("*.yml"):
         for action in re.findall(r"uses: (\S+)", path.read_text()):
             assert re.search(r"@(v\d+|release/v\d+)$", action), f"{path.name}: {action}"
 
 
-SCHEMAS = {
-    "github-workflows": "workflows/*.yml",
-    "dependabot": "dependabot.yml",
-    "github-issue-forms": "ISSUE_TEMPLATE/[!c]*.yml",
-    "github-issue-config": "ISSUE_TEMPLATE/config.yml",
-}
-
-
 def test_github_understands_its_files() -> None:
-    for schema, files in SCHEMAS.items():
+    for schema, files in (
+        ("github-workflows", "workflows/*.yml"),
+        ("dependabot", "dependabot.yml"),
+        ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
+        ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ):
         paths = [str(path) for path in GITHUB.glob(files)]
         assert paths
         run = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", *paths])

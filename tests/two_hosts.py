@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them, which tests cut or slow down."""
+"""Two hosts on one machine: network namespaces with a cable between them, which tests cut."""
 
 import ctypes
 import faulthandler
@@ -36,35 +36,24 @@ class TwoHosts:
         self.namespaces = (f"{name}-0", f"{name}-1")
         try:
             for namespace in self.namespaces:
-                _run("ip", "netns", "add", namespace)
+                _run(f"netns add {namespace}")
             first, second = self.namespaces
-            cable = ["type", "veth", "peer", "name", _INTERFACE, "netns", second]
-            _run("ip", "-n", first, "link", "add", _INTERFACE, *cable)
+            _run(f"-n {first} link add {_INTERFACE} type veth peer name {_INTERFACE} netns {second}")
             for host, namespace in enumerate(self.namespaces):
-                _run("ip", "-n", namespace, "address", "add", f"{_address(host)}/24", "dev", _INTERFACE)
+                _run(f"-n {namespace} address add {_address(host)}/24 dev {_INTERFACE}")
                 for interface in ("lo", _INTERFACE):
-                    _run("ip", "-n", namespace, "link", "set", interface, "up")
+                    _run(f"-n {namespace} link set {interface} up")
         except BaseException:
             self.close()
             raise
 
     def cut(self, host: int) -> None:
-        _run("ip", "-n", self.namespaces[host], "link", "set", _INTERFACE, "down")
-
-    def slow_down(self, discipline: str) -> None:
-        """Send through a queueing discipline in both directions; skip the test where the kernel lacks it."""
-        if shutil.which("tc") is None:
-            pytest.skip("a slow link needs the command tc")
-        for namespace in self.namespaces:
-            try:
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", _INTERFACE, "root", *discipline.split())
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"this kernel makes no link with {discipline}: {' '.join(error.stderr.split())}")
+        _run(f"-n {self.namespaces[host]} link set {_INTERFACE} down")
 
     def close(self) -> None:
         for namespace in self.namespaces:
             if Path("/run/netns", namespace).exists():
-                _run("ip", "netns", "delete", namespace)
+                _run(f"netns delete {namespace}")
 
     @contextmanager
     def job(self, function: Callable[..., Any], *arguments: Any) -> Iterator["Job"]:
@@ -88,7 +77,7 @@ class Gate:
         self._pipe.send(None)
 
     def wait(self) -> None:
-        """Do the same, and wait until the test goes on."""
+        """Reach it, and wait until the test goes on."""
         self.reach()
         self._pipe.recv()
 
@@ -116,11 +105,12 @@ class Job:
         for pipe in self._pipes:
             pipe.send(None)
 
-    def stop(self, host: int) -> None:
-        self._signal(host, signal.SIGSTOP)
+    def stop(self, host: int, number: int = signal.SIGSTOP) -> None:
+        for process in self.processes[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]:
+            os.kill(process.pid or 0, number)
 
     def resume(self, host: int) -> None:
-        self._signal(host, signal.SIGCONT)
+        self.stop(host, signal.SIGCONT)
 
     def results(self, deadline: float | None = None, *, hosts: Sequence[int] = (0, 1)) -> list[Any]:
         """Return what ranks return or, as a RankFailure, raise; their ends may not come after the deadline."""
@@ -135,10 +125,6 @@ class Job:
     def _receive(self, rank: int, deadline: float) -> Any:
         assert self._pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs"
         return self._pipes[rank].recv()
-
-    def _signal(self, host: int, number: int) -> None:
-        for process in self.processes[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]:
-            os.kill(process.pid or 0, number)
 
 
 def make_two_hosts() -> TwoHosts:
@@ -183,5 +169,5 @@ def _address(host: int) -> str:
     return f"10.0.0.{host + 1}"
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, text=True)
