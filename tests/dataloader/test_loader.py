@@ -34,8 +34,7 @@ from evenrank.dataloader.routing import KeyMap
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.datasets import open_store
 from tests.dataloader.balance.costs import COST
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.resuming import with_changes
+from tests.dataloader.batch_helpers import ids_of, with_changes
 from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns
 from tests.ranks import RankPool
 

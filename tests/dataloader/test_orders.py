@@ -20,8 +20,7 @@ from evenrank.dataloader.replay import due_seconds
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.datasets import open_store, read_manifest
 from evenrank.preprocess import PreprocessConfig, RequestRule, TabularConfig, preprocess
-from tests.dataloader.batch_helpers import rows_of
-from tests.dataloader.resuming import with_changes
+from tests.dataloader.batch_helpers import rows_of, with_changes
 
 
 def _load(path: Path, order: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Any:

@@ -25,9 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.own_samples import nodes_over
-from tests.dataloader.resuming import through_json
+from tests.dataloader.batch_helpers import ids_of, nodes_over, through_json
 from tests.laws.data import OWN, OWN_COLLATE
 from tests.laws.kinds import BALANCED, KINDS, balance_of, cells, has, make, moved_by
 from tests.laws.making import Job

@@ -9,7 +9,7 @@ from torchdata.nodes import IterableWrapper
 
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
-from tests.dataloader.own_samples import COLLATE
+from tests.dataloader.batch_helpers import COLLATE
 
 BATCH_SIZE, NUM_STEPS = 4, 12
 

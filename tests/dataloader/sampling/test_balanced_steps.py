@@ -25,8 +25,7 @@ from evenrank.dataloader.sampling import balanced_steps
 from evenrank.dataloader.sampling.balanced_steps import Memo
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.resuming import with_changes
+from tests.dataloader.batch_helpers import ids_of, with_changes
 
 Loaders = list[Any]
 PACKED = {"pack": True, "max_tokens_per_rank": 90}
