@@ -41,9 +41,8 @@ from evenrank.dataloader.routing import KeyMap, check_dist_type, dist_type, map_
 from evenrank.dataloader.state.checks import decode, encode
 from evenrank.datasets import FolderLog, open_store
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.schema import IdSummary
 from tests.dataloader.balance.costs import COST, item_tokens
-from tests.dataloader.collate.stores import STORE
+from tests.dataloader.collate.stores import STORE, store_of_items
 from tests.dataloader.rich_batch import rich_batch
 from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
 from tests.datasets.logs import MANIFEST
@@ -156,24 +155,16 @@ OF_CODES = [
 ]  # fmt: skip
 
 
-def _store_of(size: int, rule: str = "dense") -> Any:
-    """Return a store without events, of so many items."""
-    ids = {"item_id": IdSummary(rule=rule, kind="int64")}
-    manifest = replace(STORE.manifest, vocabulary_sizes={"item_id": size}, ids=ids)
-    columns = {**STORE.columns, "item_id": np.empty(0, np.int64)}
-    return replace(STORE, manifest=manifest, offsets=np.zeros(4, dtype=np.int64), columns=columns)
-
-
 def _hard(scene: Scene, table: Any) -> Any:
     """Read hard negatives, of which a dataset of 9 items has a file."""
     path = scene.file("hard.parquet", b"PAR1")
     if table:
         pq.write_table(pa.table(table), path)
-    return NegativeSampler.create(Negatives(count=1, hard=path, num_hard=1), [_store_of(9)], None)
+    return NegativeSampler.create(Negatives(count=1, hard=path, num_hard=1), [store_of_items([], size=9)], None)
 
 
 def _popular(size: int, rule: str) -> Any:
-    return NegativeSampler.create(Negatives(count=1, by="popularity"), [_store_of(size, rule)], None)
+    return NegativeSampler.create(Negatives(count=1, by="popularity"), [store_of_items([], size=size, rule=rule)], None)
 
 
 def _mapped(scene: Scene) -> Any:
