@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedCollate, dense, jagged
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, host, loss_tokens
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, host
 from evenrank.dataloader.batches.padding import PaddedBatches, empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
@@ -67,13 +67,6 @@ def test_rows_longer_than_their_limit_are_refused_until_it_is_raised_in_all_batc
         with pytest.raises(ValueError, match=r"^a batch differs from the first one: length limit of item_id: "):
             check_contents(raised, schema_of(batch))
     assert "length limit of more: None and 20" in schema_of(batch).differences(schema_of(higher))
-
-
-def test_loss_tokens_are_counted_per_sample() -> None:
-    lengths, is_real = {("weighted", "c"): np.array([3, 1, 0, 0])}, np.array([True, True, True, False])
-    skipping = LossKey("weighted", "c", skip=1)
-    for key, expected in ((LossKey("weighted", "c"), [3, 1, 0, 0]), (skipping, [2, 0, 0, 0]), (None, [1, 1, 1, 0])):
-        assert loss_tokens(key, lengths, is_real).tolist() == expected
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

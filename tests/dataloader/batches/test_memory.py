@@ -1,11 +1,9 @@
 """Where the tensors of batches are: shared, cloned, pinned or on a GPU, with the same bits everywhere."""
 
-import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -110,22 +108,6 @@ def test_threads_place_batches_at_once_loaders_are_pickled_and_a_balancer_refuse
     message = r"features must be on the CPU .* but it is on cuda:0; move it, or leave out the device"
     with pytest.raises(Exception, match=message), Balancer(_drawn(device="cuda"), BALANCE) as balancer:
         next(iter(balancer))
-
-
-def test_threads_enter_the_stream_of_a_device_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The context of a `torch.Stream` is kept in the stream itself, so a second thread cannot enter it.
-    memory = Memory()
-    stream: Any = mock.MagicMock()
-    stream.__enter__.side_effect = RuntimeError("Stream's context should not be initialized.")
-    enter = mock.Mock(return_value=contextlib.nullcontext())
-    monkeypatch.setattr("torch.cuda.stream", enter)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda _: "of the transform")
-    monkeypatch.setattr(memory, "_stream", stream)
-    (batch, *_) = _loaded()
-    assert bits_of(memory.move(batch)) == bits_of(batch)
-    enter.assert_called_once_with(stream)
-    assert [call[0] for call in stream.method_calls] == ["wait_stream", "synchronize"]
-    stream.wait_stream.assert_called_once_with("of the transform")
 
 
 @pytest.mark.parametrize("pins", [False, True])

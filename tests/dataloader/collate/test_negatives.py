@@ -30,11 +30,11 @@ POPULAR = Negatives(count=5, by="popularity")
 KEY_MAP = KeyMap(num_embeddings=603, world_size=2, mode="hash_roundrobin")
 
 
-def _batch(data: Any, negatives: Negatives, *, seed: int = 0, epoch: int = 0, **options: Any) -> Any:
-    """Return one batch of all rows of a store or several, and two rows of padding."""
+def _batch(data: Any, negatives: Negatives, *, first: int = 0, seed: int = 0, epoch: int = 0, **options: Any) -> Any:
+    """Return one batch of the rows of a store or several, from one on, and two rows of padding."""
     stores: list[SequenceStore] = data if isinstance(data, list) else [data]
     collate = Collate.create(LoaderConfig(batch_size=1, negatives=negatives, **options), stores[0].manifest, stores)
-    ids = np.arange(sum(map(len, stores)))
+    ids = np.arange(first, sum(map(len, stores)))
     groups = group_by_store([store.remapped(options.get("key_maps", {})) for store in stores], ids)
     (batch,) = collate(groups, ids, batch_size=len(ids) + 2, seed=seed, epoch=epoch)
     return batch
@@ -153,9 +153,9 @@ def test_hard_negatives_are_consecutive_in_the_order_of_the_file_from_any_one_on
 def test_a_long_history_and_one_rare_drawable_item_are_excluded_and_found() -> None:
     for size in (3000, 400_000):  # of the larger, no test of all its items for each draw would end
         own = [*range(2, size)]
-        store = store_of_items([own, [1], own * 2, [1, *own]], size=size)
+        store = store_of_items([[], own, [1], own * 2, [1, *own]], size=size)
         for by in ("uniform", "popularity"):
-            of_rows = rows_of(_batch(store, Negatives(count=20, by=by)).negatives, "item_id")
+            of_rows = rows_of(_batch(store, Negatives(count=20, by=by), first=1).negatives, "item_id")
             assert of_rows[0] == of_rows[2] == [1] * 20
             assert 0 not in of_rows[3]
         assert of_rows[1].count(1) == 0
