@@ -197,26 +197,6 @@ def test_rows_that_are_no_samples_are_counted_by_reason(
     assert build_loader(small_dataset, config, **ONE).left_out == few
 
 
-@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
-def test_semantic_ids_resume_in_another_shape(small_dataset: Path, build: Any) -> None:
-    """Where rows with an item without a code are no samples; for other batches, see the laws."""
-    codes = CODES.codes.copy()
-    codes[[20, 21]] = -1
-    table = CodeTable(codes=codes, codebook_sizes=(8, 8))
-
-    def make(world_size: int, batch_size: int) -> list[Any]:
-        config = LoaderConfig(batch_size=batch_size, codes=table, max_history_length=9)
-        return [build(small_dataset, config, rank=rank, world_size=world_size) for rank in range(world_size)]
-
-    whole = sorted(all_ids(make(1, 32)[0]))
-    for stop in (1, 3, 6):
-        loaders, resumed = make(2, 5), make(3, 4)
-        trained = [sample for each in loaders for sample in all_ids(itertools.islice(each, stop))]
-        for each in resumed:
-            each.load_state_dict(loaders[1].state_dict())
-        assert sorted(trained + [sample for each in resumed for sample in all_ids(each)]) == whole != []
-
-
 def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset: Path, tmp_path: Path) -> None:
     out, config = copy_dataset(small_dataset, tmp_path / "data"), LoaderConfig(batch_size=8, order="rows")
     loader = build_loader(out, config, **ONE)

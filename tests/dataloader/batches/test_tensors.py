@@ -98,22 +98,19 @@ def test_building_a_batch_warns_of_nothing_but_others_are_still_warned(
 ) -> None:
     give_warning = _symbolic_trace.is_fx_tracing_warning
 
-    def forget() -> None:  # as in a process that has not given the warning yet
-        give_warning.cache_clear()
-        suppress_fx_tracing_warning.cache_clear()
-
     def is_fx_tracing_warning() -> None:
         LOG.warning("of this thread")
         with ThreadPoolExecutor(1) as threads:  # the same warning, of a user who calls the function
             threads.submit(give_warning).result()
 
-    forget()
+    give_warning.cache_clear()  # as in a process that has not given the warning yet
+    suppress_fx_tracing_warning.cache_clear()
     keyed_jagged_tensor(["item_id"], torch.arange(3), np.array([[1, 2]]))["item_id"]
     assert caplog.messages == []
-    forget()
-    with monkeypatch.context() as patched:
-        patched.setattr(_symbolic_trace, "is_fx_tracing_warning", is_fx_tracing_warning)
-        suppress_fx_tracing_warning()
+    give_warning.cache_clear()
+    suppress_fx_tracing_warning.cache_clear()
+    monkeypatch.setattr(_symbolic_trace, "is_fx_tracing_warning", is_fx_tracing_warning)
+    suppress_fx_tracing_warning()
     LOG.warning("afterwards")
     assert [message.split(" will ")[0] for message in caplog.messages] == ["is_fx_tracing", "afterwards"]
     assert LOG.filters == []

@@ -1,7 +1,5 @@
-import gc
 import math
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,29 +56,6 @@ def test_a_batch_has_what_its_samples_have_in_whatever_forms_these_are(samples: 
     check_contents(batch, schema_of(batch))
     assert [spec.fill for spec in schema_of(batch).fields if spec.name == "label"] == [-1]
     assert schema_of(pad_batch(collate([]), num_rows)) == schema_of(batch)
-
-
-KINDS: list[tuple[Any, Any]] = [
-    *((jagged(), value) for value in ([7, 3, 9], np.arange(3), 5)),
-    *((jagged(torch.int32), np.arange(3)), (jagged(torch.float32), [0.5])),
-    *((dense(), 1.5), (dense(dtype=torch.float32), 1), (dense(shape=(3,)), np.zeros(3, dtype=np.float32))),
-]
-
-
-@pytest.mark.parametrize(("declared", "value"), KINDS)
-def test_collating_has_no_loop_in_python_over_the_samples(declared: Any, value: Any) -> None:
-    collate, counts = JaggedCollate({"a": declared}), []
-    for num_samples in (10, 10, 500):  # the first may import modules
-        events: list[str] = []
-        gc.disable()  # whose callbacks, such as those of hypothesis, are calls too
-        sys.setprofile(lambda _, event, __: events.append(event))  # noqa: B023
-        try:
-            collate([{"a": value}] * num_samples)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        counts.append(events.count("call"))
-    assert counts[1] == counts[2]
 
 
 def test_torchrec_takes_a_batch_without_samples_whose_rows_do_not_count() -> None:

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from evenrank.dataloader import LoaderConfig, Mixture, Negatives, TimeWindows, build_loader, random_codes
 from evenrank.dataloader.balance import BalanceConfig, Balancer, PaddedCost, StepMetrics
-from evenrank.dataloader.balance.plan import assign_to_steps
 from evenrank.dataloader.sampling import balanced_steps
 from evenrank.dataloader.sampling.balanced_steps import Memo
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
@@ -165,22 +164,15 @@ def test_chance_is_another_one_in_each_window_and_epoch(small_dataset: Path) -> 
     assert len(set(assigned)) == len(assigned) > 10
 
 
-def test_states_are_those_of_a_loader_that_stops_there_and_have_nothing_pending_between_windows(
-    small_dataset: Path,
-) -> None:
-    ahead, step_by_step = (_loaders(small_dataset, 2, {"window": 3}, num_workers=workers)[0] for workers in (2, 0))
-    batches = [*ahead, *itertools.islice(ahead, 7)]  # in two epochs
-    states = [step_by_step.state_dict() for _ in itertools.chain(step_by_step, itertools.islice(step_by_step, 7))]
-    assert [ahead.state_dict(after=batch) for batch in batches] == states
-    has_pending = [state["pending"] != "" for state in states if state["epoch"] == 0]
-    num_full = ahead.num_samples // 8
-    assert has_pending == [step % 3 != 2 and step + 1 < num_full for step in range(len(has_pending))]
-    for window in (1, 4, 7):  # states of batches from before a load are known
-        loader = _loaders(small_dataset, 1, {"window": window})[0]
-        batches = list(itertools.islice(loader, 4))
+def test_states_have_nothing_pending_between_windows_and_those_before_a_load_are_known(small_dataset: Path) -> None:
+    for window in (1, 3, 7):
+        loader = _loaders(small_dataset, 2, {"window": window}, num_workers=2)[0]
+        batches, num_full = list(loader), loader.num_samples // 8
         states = [loader.state_dict(after=batch) for batch in batches]
+        has_pending = [(step + 1) % window > 0 and step + 1 < num_full for step in range(len(batches))]
+        assert [state["pending"] != "" for state in states] == has_pending
         loader.load_state_dict(_state(small_dataset, 3, 3))
-        assert [loader.state_dict(after=batch) for batch in batches] == states
+        assert [loader.state_dict(after=batch) for batch in batches[:4]] == states[:4]
 
 
 def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_does(small_dataset: Path) -> None:
@@ -193,27 +185,6 @@ def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_d
         assert _iterate(_load(used, state)) == _iterate(_load(new, state))
         epochs = [[loader.state_dict() for _ in loader] for loader in (*used, *new)]
         assert epochs[0] == epochs[1] != []
-
-
-def test_threads_plan_each_window_once_and_nothing_is_measured_for_no_one(
-    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, assigned = _iterate(_loaders(small_dataset, 2, {"window": 7})), []
-
-    def assign_and_count(costs: Any, tokens: Any, num_steps: int, *arguments: Any, **named: Any) -> Any:
-        assigned.append(num_steps)
-        return assign_to_steps(costs, tokens, num_steps, *arguments, **named)
-
-    monkeypatch.setattr(balanced_steps, "assign_to_steps", assign_and_count)
-    monkeypatch.setattr(balanced_steps, "measure_step", None)
-    for options in ({"num_workers": 3, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 50}):
-        assigned.clear()
-        loader = _loaders(small_dataset, 2, {"window": 7}, **options)[1]
-        assert _iterate([loader]) == expected[1:]
-        num_full = loader.num_samples // 8
-        assert assigned == [7] * (num_full // 7) + [num_full % 7]
-    with pytest.raises(TypeError):
-        list(_loaders(small_dataset, 2, {"window": 7, "on_step": print})[1])
 
 
 def test_steps_of_windows_keep_the_limit_of_tokens(small_dataset: Path) -> None:
