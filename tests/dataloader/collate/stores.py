@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def store_of_items(rows: Sequence[Sequence[int]], *, size: int, rule: str = "den
     """Return a store of these items, of which there are `size`."""
     items = np.array([item for row in rows for item in row], dtype=np.int64)
     ids = {"item_id": IdSummary(rule=rule, kind="int64")}
-    columns = {name: np.zeros(len(rows), dtype=np.int64) for name in ("user_id", "sex", "age")}
+    columns: dict[str, Any] = {name: np.zeros(len(rows), dtype=np.int64) for name in ("user_id", "sex", "age")}
     of_events = {"item_id": items, "action": (items * 0).astype(np.int32), "timestamp_ms": items * 0}
     return replace(
         STORE,

@@ -52,7 +52,7 @@ def test_skipped_samples_go_through_text(drawn: tuple[SkippedSamples, int, int])
 
 
 PENDING = [2, 4, base64.b64encode(np.packbits([1, 0, 1, 1, 0, 1]).tobytes()).decode()]  # 2 4 5 7, after 4 samples
-WINDOW = {"start": 0, "world_size": 2, "batch_size": 4, "steps": 3, "pending": None}
+WINDOW: dict[str, Any] = {"start": 0, "world_size": 2, "batch_size": 4, "steps": 3, "pending": None}
 
 
 def test_the_format_of_the_text() -> None:
