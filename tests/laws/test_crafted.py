@@ -119,7 +119,7 @@ def main(base: Path, folder: Path, first: int, end: int) -> None:
         change(rng, dataset)
         if change is not change_cache:
             update_manifest(dataset, SPLIT)
-        stream, one = StreamConfig(lanes=2, window_rows=5), {"rank": 0, "world_size": 1}
+        stream, one = StreamConfig(lanes=2, window_rows=5), dict[str, Any](rank=0, world_size=1)
         loaders: list[Any] = [partial(build_loader, dataset, config, **one) for config in CONFIGS]
         loaders += [partial(build_stream_loader, dataset, config, stream, **one) for config in CONFIGS[:2]]
         counts.update(read(dataset, make, has_valid_ids=change is not change_cache) for make in loaders)

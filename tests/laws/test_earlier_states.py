@@ -16,35 +16,32 @@ from tests.laws.test_positions import check_refused
 _IDS = '{"item_id": "keep int64", "user_id": "keep int64"}'
 _MARK = '["00000.parquet", 0, 7, "1748744014543eaf", 1, [""]]'
 _PLACES = {"0": [1, 0, "3d6063c147c7fc0c"], "1": [0, 4, "6e1e0a42e78997d1"]}
-_OF_ROWS = {"pending": "", "dist_type": "{}"}
-_WEEK = {"begin_ms": 1599696000000, "end_ms": 1600300800000}
+_OF_ROWS: dict[str, Any] = {"pending": "", "dist_type": "{}"}
+_OF_WEEK = {"begin_ms": 1599696000000, "end_ms": 1600300800000, "vocabulary": _IDS, **_OF_ROWS}
+_OF_LANES = {"seed": 0, "num_shards": 2, "vocabulary": _IDS, "places": _PLACES, "dist_type": "{}"}
 
 
-def _state(version: int, position: int, checksum: str, fingerprint: str | None = None, **entries: Any) -> Any:
+def _state(version: int, position: int, checksum: str, fingerprint: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Return a state after the first step, as an earlier version has saved it."""
-    of_data = {} if fingerprint is None else {"fingerprint": fingerprint}
+    of_data = {"fingerprint": fingerprint} if fingerprint else {}
     return {"version": version, "epoch": 0, "position": position, **of_data, **entries, "checksum": checksum}
 
 
 EARLIER: dict[str, dict[str, Any]] = {
     "loader": _state(
         *(4, 6, "1916036419653c2b", "b9ace5f9cb53601d8029de219b81541a0a98a60c1a6f5df365bcc0c93b68b835"),
-        **{"seed": 7, "num_samples": 20, "vocabulary": "{}", **_OF_ROWS},
+        {"seed": 7, "num_samples": 20, "vocabulary": "{}", **_OF_ROWS},
     ),
     "windows of time": _state(
         *(5, 8, "2e08dbd748db24c3", "f5883f605720f0d09835a4dadb6d250692b47beab2fef2c7e467b0c61d367a19"),
-        **{"seed": 0, "num_samples": 102, "vocabulary": _IDS, **_OF_ROWS, **_WEEK},
+        {"seed": 0, "num_samples": 102, **_OF_WEEK},
     ),
-    "random": _state(3, 4, "824933781694db3d", "322be26afdb76ad673ee6602f9f7f1f23af10123635538d1275c8f01923e168e"),
+    "random": _state(3, 4, "824933781694db3d", "322be26afdb76ad673ee6602f9f7f1f23af10123635538d1275c8f01923e168e", {}),
     "stream": _state(
         *(3, 1, "0d4e515bf167ef27", "dde23c3069fb74f661baa864212d1fc79dad0c1ed2113dda309c20902d32d81b"),
-        seed=0,
-        num_shards=2,
-        vocabulary=_IDS,
-        places=_PLACES,
-        dist_type="{}",
+        _OF_LANES,
     ),
-    "log": _state(1, 3, "92e1f53a2074dea2", seed=0, mark=_MARK, vocabulary=_IDS, dist_type="{}"),
+    "log": _state(1, 3, "92e1f53a2074dea2", "", {"seed": 0, "mark": _MARK, "vocabulary": _IDS, "dist_type": "{}"}),
 }
 
 

@@ -172,8 +172,10 @@ def _addresses(batch: JaggedBatch) -> set[int]:
     """Return where the memory of each tensor with values begins."""
     tensors: list[Any] = []
     for _, value in batch.tensors():
-        is_jagged = isinstance(value, KeyedJaggedTensor)
-        tensors += [value.values(), value.lengths(), value.weights_or_none()] if is_jagged else [value]
+        if isinstance(value, KeyedJaggedTensor):
+            tensors += [value.values(), value.lengths(), value.weights_or_none()]
+        else:
+            tensors.append(value)
     return {tensor.data_ptr() for tensor in tensors if tensor is not None and tensor.numel()}
 
 
