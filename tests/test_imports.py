@@ -1,4 +1,5 @@
 import ast
+import importlib
 import os
 import pkgutil
 import subprocess
@@ -109,7 +110,10 @@ CODE = {
     "commands without PyTorch": HIDE.format(
         "torch matplotlib", "", "evenrank.preprocess, evenrank.cli.main, evenrank.cli.inspect_balance"
     ),
-    # It imports its modules at the first use of their names.
+    # Packages import their modules at the first use of their names.
+    "names that are not used": HIDE.format(
+        "numba numpy polars pyarrow torch torchrec", "", "evenrank.datasets, evenrank.dataloader, evenrank.training"
+    ),
     "options without anything": HIDE.format(
         "numba numpy polars pyarrow requests", "", "evenrank.preprocess as package; package.DATASETS"
     ),
@@ -120,6 +124,15 @@ CODE = {
 def test_imports_give_no_warning_of_ours_and_do_without_what_they_do_not_need(code: str) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=280)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
+
+
+@pytest.mark.parametrize("name", ["datasets", "dataloader", "dataloader.routing", "training"])
+def test_all_exported_names_are_there(name: str) -> None:
+    module, names = importlib.import_module(f"evenrank.{name}"), dict[str, object]()
+    exec(f"from evenrank.{name} import *", names)
+    assert module.__all__
+    assert all(names[exported] is getattr(module, exported) for exported in module.__all__)
+    assert dir(module) == sorted(module.__all__)
 
 
 def test_no_module_of_ours_stands_in_for_one_of_python_or_of_a_library() -> None:

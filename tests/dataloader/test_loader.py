@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,10 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.routing import KeyMap
-from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.datasets import open_store
+from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import COST
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.resuming import with_changes
+from tests.dataloader.batch_helpers import all_ids, ids_of
 from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns
 from tests.ranks import RankPool
 
@@ -127,33 +126,24 @@ def test_codes_are_compared_by_their_contents_and_transforms_by_name(small_datas
             _compare(plain, other)
 
 
-def test_invariants_are_computed_once_but_for_the_seed(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = build_loader(small_dataset, LoaderConfig(batch_size=8), **ONE)
-    invariants = loader.rank_invariants()
-    with monkeypatch.context() as patched:
-        patched.setattr("evenrank.dataloader.loader.hashlib.sha256", None)
-        loader.load_state_dict(with_changes(_FORMAT, loader.state_dict(), seed=5))
-        assert loader.rank_invariants() == {**invariants, "seed": 5}
-    assert pickle.loads(pickle.dumps(loader)).rank_invariants() == loader.rank_invariants()
-
-
 def _same(batch: Any) -> Any:
     return batch
 
 
+WRAPS: list[Callable[[Any], Any]] = [
+    _same,
+    lambda loader: Prefetcher(Mapper(loader, _same), 2),
+    lambda loader: NodeLoader(Mapper(loader, _same)),
+]
+
+
 def _of_other_world_size(rank: int, world_size: int, path: Path) -> None:
-    for build in (build_loader, build_stream_loader):
-        for wrap in (
-            _same,
-            lambda loader: Prefetcher(Mapper(loader, _same), 2),
-            lambda b: NodeLoader(Mapper(b, _same)),
-        ):
-            loader: Any = build(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size + 1)
-            message = (
-                "the loader was created for world_size 3, but 2 ranks balance together; create it with world_size=2"
-            )
-            with pytest.raises(RankError, match=message), Balancer(wrap(loader), BalanceConfig(cost=COST)) as balancer:
-                list(balancer)
+    message = "the loader was created for world_size 3, but 2 ranks balance together; create it with world_size=2"
+    builds: list[Any] = [build_loader, build_stream_loader]
+    for build, wrap in itertools.product(builds, WRAPS):
+        loader = wrap(build(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size + 1))
+        with pytest.raises(RankError, match=message), Balancer(loader, BalanceConfig(cost=COST)) as balancer:
+            list(balancer)
 
 
 def test_loader_of_another_world_size_is_refused_on_every_rank(ranks: RankPool, small_dataset: Path) -> None:
@@ -173,19 +163,18 @@ def test_a_batch_made_anew_keeps_its_position(small_dataset: Path, build: Any, i
         loader = build(small_dataset, LoaderConfig(batch_size=8), **ONE, transform=transform)
         return Balancer(loader, BalanceConfig(cost=COST)) if is_balanced else loader
 
-    expected = [(batch.epoch, batch.step, batch.position, ids_of(batch)) for batch in make(None)]
     loader, resumed = make(_anew), make(_anew)
-    assert [(batch.epoch, batch.step, batch.position, ids_of(batch)) for batch in loader] == expected
-    iterator = iter(loader)
-    resumed.load_state_dict(loader.state_dict(after=[next(iterator), next(iterator)][1]))
-    assert [ids_of(batch) for batch in resumed] == [ids_of(batch) for batch in iterator]
+    batches = list(loader)
+    plain, made = ([(b.epoch, b.step, b.position, ids_of(b)) for b in of] for of in (make(None), batches))
+    assert plain == made
+    resumed.load_state_dict(loader.state_dict(after=batches[1]))
+    assert all_ids(resumed) == all_ids(batches[2:])
 
 
 def test_rows_that_are_no_samples_are_counted_by_reason(
     small_dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = open_store(small_dataset)
-    codes = CODES.codes.copy()
+    store, codes = open_store(small_dataset), CODES.codes.copy()
     codes[3] = codes[400:] = -1
     config = LoaderConfig(batch_size=4, codes=CodeTable(codes=codes, codebook_sizes=(8, 8)), max_history_length=4)
     with caplog.at_level(logging.WARNING, logger="evenrank"):
@@ -204,42 +193,18 @@ def test_rows_that_are_no_samples_are_counted_by_reason(
     of_targets: Any = build_loader(data, config, **ONE)
     counts = [count for batch in of_targets for count in batch.num_candidates[: batch.num_real].tolist()]
     assert counts == [min(2, length) for length in store.lengths.tolist() if length]
-    assert build_loader(small_dataset, config, **ONE).left_out == {
-        "fewer events than 5 candidates": sum(store.lengths < 5)
-    }
-
-
-@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
-def test_semantic_ids_resume_in_another_shape(small_dataset: Path, build: Any) -> None:
-    """Where rows with an item without a code are no samples; for other batches, see the laws."""
-    codes = CODES.codes.copy()
-    codes[[20, 21]] = -1
-    table = CodeTable(codes=codes, codebook_sizes=(8, 8))
-
-    def make(world_size: int, batch_size: int) -> list[Any]:
-        config = LoaderConfig(batch_size=batch_size, codes=table, max_history_length=9)
-        return [build(small_dataset, config, rank=rank, world_size=world_size) for rank in range(world_size)]
-
-    whole = sorted(sample for batch in make(1, 32)[0] for sample in ids_of(batch))
-    for stop in (1, 3, 6):
-        loaders, resumed = make(2, 5), make(3, 4)
-        trained = [sample for each in loaders for batch in itertools.islice(each, stop) for sample in ids_of(batch)]
-        for each in resumed:
-            each.load_state_dict(loaders[1].state_dict())
-        rest = [sample for each in resumed for batch in each for sample in ids_of(batch)]
-        assert sorted(trained + rest) == whole != []
+    few = {"fewer events than 5 candidates": sum(store.lengths < 5)}
+    assert build_loader(small_dataset, config, **ONE).left_out == few
 
 
 def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset: Path, tmp_path: Path) -> None:
     out, config = copy_dataset(small_dataset, tmp_path / "data"), LoaderConfig(batch_size=8, order="rows")
     loader = build_loader(out, config, **ONE)
-    before = [batch.features["item_id"].values().tolist() for batch in loader]
-    assert [sample for batch in loader for sample in ids_of(batch)] == [*range(loader.num_samples)]
-    pickled = pickle.dumps(loader)
+    before, pickled = [bits_of(batch.replace(epoch=0)) for batch in loader], pickle.dumps(loader)
     out.rename(tmp_path / "old")
     ones = pa.array([1] * len(open_store(small_dataset)))
     change_table(copy_dataset(small_dataset, out), set_columns({"segment": ones}))
-    assert [batch.features["item_id"].values().tolist() for batch in loader] == before
+    assert [bits_of(batch.replace(epoch=0)) for batch in loader] == before
     with pytest.raises(DataError, match=r"data was replaced by other data after it was opened; open it again"):
         pickle.loads(pickled)
     with pytest.raises(StateError, match="is of other data"):

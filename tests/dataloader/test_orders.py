@@ -20,8 +20,7 @@ from evenrank.dataloader.replay import due_seconds
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
 from evenrank.datasets import open_store, read_manifest
 from evenrank.preprocess import PreprocessConfig, RequestRule, TabularConfig, preprocess
-from tests.dataloader.batch_helpers import rows_of
-from tests.dataloader.resuming import with_changes
+from tests.dataloader.batch_helpers import rows_of, with_changes
 
 
 def _load(path: Path, order: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Any:
@@ -50,10 +49,11 @@ def _targets(loader: Any, num_windows: int = 10_000) -> list[tuple[int, int]]:
     return [target for _ in remaining for _, targets in _events(loader) for target in targets]
 
 
+JOBS = [("12h", None), ("2d", "1970-01-03"), ("1w", "a week before"), ("1w", None)]
+
+
 @pytest.mark.parametrize("num_windows", [0, 1, 3])
-@pytest.mark.parametrize(
-    ("every", "start"), [("12h", None), ("2d", "1970-01-03"), ("1w", "a week before"), ("1w", None)]
-)
+@pytest.mark.parametrize(("every", "start"), JOBS)
 def test_each_event_is_a_target_once_over_two_jobs_with_other_windows(
     small_dataset: Path, num_windows: int, every: str, start: str | None
 ) -> None:
@@ -97,8 +97,7 @@ def test_windows_go_on_in_order_from_states_and_where_they_have_events(
     early.skip_empty()
     first = open_store(small_dataset).columns["timestamp_ms"].min()
     assert early.epoch == first // 3_600_000
-    (samples,) = early.stores
-    (batch, *_) = early
+    (samples,), (batch, *_) = early.stores, early
     ids = batch.sample_ids[: batch.num_real].numpy()
     assert samples.columns["timestamp_ms"][samples.ends[ids] - 1].min() >= first
     assert batch.num_candidates[: batch.num_real].tolist() == samples.num_targets[ids].tolist()
@@ -110,9 +109,8 @@ def test_windows_go_on_in_order_from_states_and_where_they_have_events(
     early.skip_empty()
     assert early.epoch == early.num_windows
     ordered = _windows(small_dataset, shuffle=False, max_num_candidates=1)
-    for _ in range(2):
-        times = [targets[0][0] for _, targets in _events(ordered) if targets]
-        assert times == sorted(times) != []
+    times = [targets[0][0] for _, targets in _events(ordered) if targets]
+    assert times == sorted(times) != []
 
 
 def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset: Path) -> None:
@@ -120,8 +118,7 @@ def test_semantic_ids_have_each_event_with_a_code_as_a_target_once(small_dataset
     codes = random_codes(num_items, levels=2, codebook_size=32)
     codes.codes[: num_items // 3] = -1
     loader = _load(small_dataset, TimeWindows(every="1w"), codes=codes, max_num_candidates=1, max_history_length=3)
-    has_code = codes.has_code(store.columns["item_id"])
-    spans = itertools.pairwise(store.offsets.tolist())
+    has_code, spans = codes.has_code(store.columns["item_id"]), itertools.pairwise(store.offsets.tolist())
     expected = sum(has_code[max(a, event - 3) : event + 1].all() for a, b in spans for event in range(a, b))
     assert sum(batch.num_real for _ in range(loader.num_windows) for batch in loader) == expected > 20
 
@@ -146,15 +143,11 @@ def _write(folder: Path, log: Log, gap: float, by_date: bool, split: str) -> Pat
     """Preprocess a log with requests at least `gap` seconds apart."""
     path = folder / "log.csv"
     path.write_text("user,item,action,time\n" + "".join(f"{','.join(map(str, event))}\n" for event in log))
-    names: Any = {
-        "user_column": "user",
-        "item_column": "item",
-        "timestamp_column": "time",
-        "action_columns": ("action",),
-    }
-    custom, rule = TabularConfig(events=(path,), timestamp_unit="s", **names), RequestRule(seconds=gap, by_date=by_date)
-    options: Any = {"dataset": "custom", "ids": "keep", "allow_empty": True, "custom": custom, "requests": rule}
-    preprocess(PreprocessConfig(out=folder / "data", split=split, **options))
+    names: Any = {f"{name}_column": name for name in ("user", "item")} | {"timestamp_column": "time"}
+    custom = TabularConfig(events=(path,), timestamp_unit="s", action_columns=("action",), **names)
+    options: Any = {"dataset": "custom", "ids": "keep", "allow_empty": True, "custom": custom}
+    rule = RequestRule(seconds=gap, by_date=by_date)
+    preprocess(PreprocessConfig(out=folder / "data", split=split, requests=rule, **options))
     return folder / "data"
 
 
@@ -172,9 +165,8 @@ def _served(log: Log, gap: float, by_date: bool, max_candidates: int) -> list[Re
         _, items, actions, times = (list(values) for values in zip(*events, strict=True))
         for begin, end in itertools.pairwise([*begins, len(events)]):
             shown, past = slice(begin, min(end, begin + max_candidates)), slice(max(0, begin - 5), begin)
-            requests.append(
-                Request(times[begin] * 1000, user, items[past], actions[past], items[shown], actions[shown])
-            )
+            of_events = items[past], actions[past], items[shown], actions[shown]
+            requests.append(Request(times[begin] * 1000, user, *of_events))
     return sorted(requests, key=lambda request: request[:2])
 
 
@@ -182,19 +174,15 @@ def _requests_of(batches: Any) -> list[Request]:
     """Return the requests of batches, and check their padding."""
     found = []
     for batch in batches:
-        columns = [rows_of(batch.features, name) for name in ("user_id", "item_id", "action")]
+        users, items, actions = (rows_of(batch.features, name) for name in ("user_id", "item_id", "action"))
         assert batch.request_ts_ms[batch.num_real :].tolist() == [0] * (batch.batch_size - batch.num_real)
-        assert not any(map(any, (*columns[0][batch.num_real :], *columns[1][batch.num_real :])))
-        rows = zip(
-            batch.request_ts_ms.tolist(),
-            *columns,
-            batch.num_candidates.tolist(),
-            rows_of(batch.labels, "label"),
-            strict=True,
-        )
-        for time_ms, (user, *_), items, actions, count, labels in itertools.islice(rows, batch.num_real):
-            end = len(items) - count
-            found.append(Request(time_ms, user, items[:end], actions, items[end:], labels))
+        assert not any(map(any, (*users[batch.num_real :], *items[batch.num_real :])))
+        times, counts = batch.request_ts_ms.tolist(), batch.num_candidates.tolist()
+        labels = rows_of(batch.labels, "label")
+        for row in range(batch.num_real):
+            end = len(items[row]) - counts[row]
+            shown = items[row][:end], actions[row], items[row][end:], labels[row]
+            found.append(Request(times[row], users[row][0], *shown))
     return found
 
 

@@ -14,16 +14,12 @@ from evenrank.dataloader import LoaderConfig, StreamConfig, build_loader, build_
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.workers import Workers
 from tests.dataloader.balance.costs import COST
-from tests.dataloader.batch_helpers import ids_of
+from tests.dataloader.batch_helpers import all_ids, ids_of
 
 
-def _loader(path: Path, transform: Any = None, **options: Any) -> Any:
+def _loader(path: Path, transform: Any = None, build: Any = build_loader, **options: Any) -> Any:
     config = LoaderConfig(**{"batch_size": 8, "num_workers": 2, "prefetch": 2, **options})
-    return build_loader(path, config, rank=0, world_size=1, transform=transform)
-
-
-def _ids(loader: Any) -> list[int]:
-    return [sample for batch in loader for sample in ids_of(batch)]
+    return build(path, config, rank=0, world_size=1, transform=transform)
 
 
 def _threads() -> set[threading.Thread]:
@@ -56,10 +52,8 @@ def test_an_error_is_raised_in_place_of_its_result(small_dataset: Path, num_work
     def stop_in_step_3(batch: Any, rng: np.random.Generator) -> Any:
         return next(iter([])) if batch.step == 3 else batch
 
-    builds: list[Any] = [build_loader, build_stream_loader]
-    for build in builds:  # a transform cannot end an epoch early
-        config = LoaderConfig(batch_size=8, num_workers=num_workers)
-        loader = build(small_dataset, config, rank=0, world_size=1, transform=stop_in_step_3)
+    for build in (build_loader, build_stream_loader):  # a transform cannot end an epoch early
+        loader = _loader(small_dataset, stop_in_step_3, build, num_workers=num_workers)
         for epoch, batches in enumerate((loader, NodeLoader(loader))):
             message = f"the transform raised StopIteration in step 3 of epoch {epoch}; pass next"
             with pytest.raises(RuntimeError, match=message):
@@ -71,20 +65,16 @@ def test_threads_stop_with_their_iteration_or_are_kept_until_closed(
     small_dataset: Path, persistent_workers: bool
 ) -> None:
     before, loader = _threads(), _loader(small_dataset, persistent_workers=persistent_workers)
-    first = _ids(loader)
+    samples = sorted(all_ids(loader))
     threads = _threads() - before
     assert len(threads) == 2 * persistent_workers
-    assert sorted(_ids(loader)) == sorted(first)
+    assert sorted(all_ids(loader)) == samples
     assert _threads() - before == threads
-    for _ in range(2):  # it can be used again
-        loader.close()
-        assert _threads() <= before
-        assert sorted(_ids(loader)) == sorted(first)
     iterator = iter(loader)
     seen = ids_of(next(iterator))
     loader.close()  # an open iteration goes on
-    assert sorted(seen + _ids(iterator)) == sorted(first)
-    iterator = iter(loader)
+    assert sorted(seen + all_ids(iterator)) == samples
+    iterator = iter(loader)  # it can be used again
     next(iterator)
     assert _threads() - before
     iterator.close()
@@ -111,22 +101,18 @@ def test_an_iterator_may_be_finalized_while_its_thread_holds_the_lock_of_joins(s
         thread.join(timeout=60)
 
 
-def _send_ids(loader: Any, pipe: Connection) -> None:
-    pipe.send(_ids(loader))
-
-
-def _send_rest(iterator: Iterator[Any], pipe: Connection) -> None:
+def _send_rest(batches: Any, pipe: Connection) -> None:
     try:
-        pipe.send(_ids(iterator))
+        pipe.send(all_ids(batches))
     except ConfigError as error:
         pipe.send(str(error))
 
 
-def _in_process(method: str, function: Any, argument: Any) -> Any:
-    """Return what a function sends from another process."""
+def _in_process(method: str, batches: Any) -> Any:
+    """Return the ids of the samples, or the error, that batches give in another process."""
     context: Any = multiprocessing.get_context(method)
     parent_end, child_end = context.Pipe()
-    process = context.Process(target=function, args=(argument, child_end))
+    process = context.Process(target=_send_rest, args=(batches, child_end))
     process.start()
     assert parent_end.poll(240), "the process hangs"
     received = parent_end.recv()
@@ -141,28 +127,35 @@ FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:Depre
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_loader_works_in_another_process(small_dataset: Path, method: str) -> None:
     loader = _loader(small_dataset, persistent_workers=True)
-    first = _ids(loader)  # its threads are running when the process is created
+    first = all_ids(loader)  # its threads are running when the process is created
     state = loader.state_dict()
-    second = _in_process(method, _send_ids, loader)
+    second = _in_process(method, loader)
     assert (sorted(second), loader.state_dict()) == (sorted(first), state)
-    assert _ids(loader) == second  # the next epoch is the same in both processes
+    assert all_ids(loader) == second  # the next epoch is the same in both processes
     loader.close()
 
 
+def _stream(path: Path) -> Any:
+    config, stream = LoaderConfig(batch_size=8, num_workers=2), StreamConfig(lanes=5, window_rows=2)
+    return build_stream_loader(path, config, stream, rank=0, world_size=1)
+
+
+KINDS: dict[str, Any] = {
+    "loader": _loader,
+    "persistent workers": lambda path: _loader(path, persistent_workers=True),
+    "stream": _stream,
+    "Balancer": lambda path: Balancer(_loader(path), BalanceConfig(cost=COST)),
+}
+
+
 @FORKS
-@pytest.mark.parametrize("kind", ["loader", "loader with persistent workers", "stream", "Balancer"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_goes_on_with_an_open_iterator_or_says_why_not(small_dataset: Path, kind: str) -> None:
-    loader: Any = _loader(small_dataset, persistent_workers="persistent" in kind)
-    if kind == "stream":
-        config, stream = LoaderConfig(batch_size=8, num_workers=2), StreamConfig(lanes=5, window_rows=2)
-        loader = build_stream_loader(small_dataset, config, stream, rank=0, world_size=1)
-    if kind == "Balancer":
-        loader = Balancer(loader, BalanceConfig(cost=COST))
-    iterator = iter(loader)
+    iterator = iter(KINDS[kind](small_dataset))
     for _ in range(3):
         next(iterator)
-    of_child = _in_process("fork", _send_rest, iterator)
-    rest = _ids(iterator)  # the parent goes on, whatever the child did
+    of_child = _in_process("fork", iterator)
+    rest = all_ids(iterator)  # the parent goes on, whatever the child did
     assert len(rest) > 72
     refused = "the Balancer was created before this process was forked; create one after that"
     assert of_child == (refused if kind == "Balancer" else rest)

@@ -111,7 +111,7 @@ def split(strategy: Any = "lpt-swap", **options: Any) -> Any:
 
 
 def sample() -> Any:
-    from tests.dataloader.own_samples import COLLATE
+    from tests.dataloader.batch_helpers import COLLATE
 
     return COLLATE([{"item_id": [1, 2, 3], "sample_ids": 3}])
 

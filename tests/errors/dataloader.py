@@ -41,9 +41,8 @@ from evenrank.dataloader.routing import KeyMap, check_dist_type, dist_type, map_
 from evenrank.dataloader.state.checks import decode, encode
 from evenrank.datasets import FolderLog, open_store
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.schema import IdSummary
 from tests.dataloader.balance.costs import COST, item_tokens
-from tests.dataloader.collate.stores import STORE
+from tests.dataloader.collate.stores import STORE, store_of_items
 from tests.dataloader.rich_batch import rich_batch
 from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
 from tests.datasets.logs import MANIFEST
@@ -75,33 +74,23 @@ def _stream(data: Any, follow: bool = False, **options: Any) -> Any:
     return build(data, _config(**options), **ONE, follow=follow)
 
 
+OF_EVENTS = {"extra_events": ("timestamp_ms",), "label": "action", "weight": "price", "negatives": Negatives(count=1)}
+NOT_WITH_CODES: dict[str, Any] = {"num_tasks": 1, "candidate_actions": True, **OF_EVENTS}
 OF_SETTINGS = _rows(
     ConfigError,
     (lambda s: _config(batch_size=0), "LoaderConfig: batch_size must be at least 1, got 0"),
-    (lambda s: _config(order="random"), "LoaderConfig: order must be one of rows, shuffle, got 'random'"),
     (lambda s: _config(seed=1 << 63), "LoaderConfig: seed must be at least -2^63 and below 2^63, got ..."),
     (lambda s: _config(key_maps=MAP), "LoaderConfig: key_maps must be of type Mapping[str, KeyMap], got KeyMap(..."),
     (lambda s: _config(key_maps={"action": MAP}), "key_maps cannot have 'action': actions are labels too, and ..."),
-    (lambda s: _config(key_maps={"timestamp_ms": MAP}), "key_maps cannot have 'timestamp_ms': ..."),
     (lambda s: _config(key_maps={"item_id": MAP}, codes=CODES), "key_maps cannot have 'item_id' with codes, which ..."),
     (lambda s: _config(codes=CODES, max_num_candidates=2), "semantic ids have one target each, the last event, ..."),
     *(
         (lambda s, n=name, v=value: _config(codes=CODES, **{n: v}), f"LoaderConfig: {name}=... applies to ...")
-        for name, value in {
-            "num_tasks": 1,
-            "candidate_actions": True,
-            "extra_events": ("timestamp_ms",),
-            "label": "action",
-            "weight": "price",
-            "negatives": Negatives(count=1),
-        }.items()
+        for name, value in NOT_WITH_CODES.items()
     ),
     *(
-        (lambda s, n=name, v=value: _config(**{n: v}), f"LoaderConfig: {name}=... has no effect without codes; ...")
-        for name, value in {
-            "codebook_sizes": (1, 1),
-            **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature", "draw_alternatives"), True),
-        }.items()
+        (lambda s, n=name: _config(**{n: (1,) if "size" in n else True}), f"LoaderConfig: {name}=... has no effect...")
+        for name in ("codebook_sizes", "label_offsets", "history_labels", "candidate_feature", "draw_alternatives")
     ),
     (lambda s: _config(order=WINDOWS), "windows of time have candidates as targets; pass max_num_candidates of ..."),
     (lambda s: _config(order=Requests()), "requests have candidates as targets; pass max_num_candidates of at least 1"),
@@ -146,22 +135,12 @@ OF_CODES = [
         (lambda s: _table([[0, 0]], sizes=(2, 3, 4)), "codes must be integers ..., got int64 [1, 2]; transpose a ..."),
         (lambda s: _table([[0.5, 0]]), "codes must be integers [items, levels] with one of codebook_sizes, ..., ..."),
         (lambda s: _table([[0, 1], [3, 4]]), "codes must be -1 (no code) or below codebook_sizes, [4, 4], got 0 ..."),
-        (lambda s: _table([[0, 1], [-2, 0]]), "codes must be -1 (no code) or below codebook_sizes, [4, 4], got ..."),
         (lambda s: _table([[0, 0], [0, 1]], [[[1, 1]]]), "alternatives must be integers [items, A, levels] of 2 ..."),
         (lambda s: _table([[0, 0]], [[[-1, -1], [1, 1]]]), "item 0 has a code after a missing one; put -1 last"),
-        (lambda s: _table([[0, 0], [-1, -1]], [[[1, 1]], [[2, 2]]]), "item 1 has a code after a missing one; put ..."),
         (lambda s: _table([[0, 0], [1, 1]], [[[2, 2]], [[-1, 2]]]), "item 1 has codes in some levels only; ..."),
         (lambda s: _table([[0, 0]], [[[1, 4]]]), "codes must be ..., got 0 to [1, 4] in the levels; give each ..."),
     ),
 ]  # fmt: skip
-
-
-def _store_of(size: int, rule: str = "dense") -> Any:
-    """Return a store without events, of so many items."""
-    ids = {"item_id": IdSummary(rule=rule, kind="int64")}
-    manifest = replace(STORE.manifest, vocabulary_sizes={"item_id": size}, ids=ids)
-    columns = {**STORE.columns, "item_id": np.empty(0, np.int64)}
-    return replace(STORE, manifest=manifest, offsets=np.zeros(4, dtype=np.int64), columns=columns)
 
 
 def _hard(scene: Scene, table: Any) -> Any:
@@ -169,11 +148,11 @@ def _hard(scene: Scene, table: Any) -> Any:
     path = scene.file("hard.parquet", b"PAR1")
     if table:
         pq.write_table(pa.table(table), path)
-    return NegativeSampler.create(Negatives(count=1, hard=path, num_hard=1), [_store_of(9)], None)
+    return NegativeSampler.create(Negatives(count=1, hard=path, num_hard=1), [store_of_items([], size=9)], None)
 
 
 def _popular(size: int, rule: str) -> Any:
-    return NegativeSampler.create(Negatives(count=1, by="popularity"), [_store_of(size, rule)], None)
+    return NegativeSampler.create(Negatives(count=1, by="popularity"), [store_of_items([], size=size, rule=rule)], None)
 
 
 def _mapped(scene: Scene) -> Any:
@@ -193,12 +172,10 @@ OF_COLUMNS = [
         (lambda s: _columns(extra_events=("share",)), "the dataset has no extra events 'share'; known: ..."),
         (lambda s: _columns(label=("dwell", "cost")), "the dataset has no column of events for label 'cost'; ..."),
         (lambda s: _columns(label=("dwell", "action")), "label can be one column of integers and one of floats, ..."),
-        (lambda s: _columns(label=("price", "action", "price")), "label can be one ..., got ('price', 'action', ..."),
         (lambda s: _columns(weight="age"), "the dataset has no events or float feature for weight 'age'; known: ..."),
         (lambda s: _columns(weight="bid"), "weight 'bid' may be missing in the dataset; declare it with =FILL or ..."),
         (lambda s: _loader(s.data, key_maps={"video_id": MAP}), "key_maps has 'video_id', which is no feature of ..."),
         (lambda s: _loader(s.data, key_maps={"item_id": MAP}), "item_id is up to 496 in the dataset, too large ..."),
-        (lambda s: _stream(s.data, key_maps={"item_id": MAP}), "item_id is up to 496 in the dataset, too large ..."),
         (lambda s: _loader(_mapped(s), negatives=Negatives(count=1)), "negatives are drawn before items are ..."),
         (lambda s: RandomBatches(_config(negatives=Negatives(count=1)), num_batches=1), "random batches have no ..."),
         (lambda s: _stream(s.data, negatives=Negatives(count=1)), "...rule 'keep', whose events a stream cannot ..."),
@@ -210,7 +187,6 @@ OF_COLUMNS = [
         (lambda s: _hard(s, {"item_id": [1], "negatives": [[None]]}), "...; write item_id int64 and negatives ..."),
         (lambda s: _hard(s, {"item_id": [1, 1], "negatives": [[2], [3]]}), "... has an item in more than one ..."),
         (lambda s: _hard(s, {"item_id": [1], "negatives": [[9]]}), "... has items 9 to 9, the dataset 0 to 8; ..."),
-        (lambda s: _hard(s, {"item_id": [-1], "negatives": [[2]]}), "... has items -1 to -1, the dataset 0 to 8; ..."),
     ),
 ]  # fmt: skip
 
@@ -257,11 +233,11 @@ OF_DATA = [
          "balance plans from the lengths in the store, which a transform may change; leave out transform ..."),
         (lambda s: next(iter(build_loader(s.data, _config(), **ONE, transform=_forget))),
          "the transform returned a NoneType; return the batch to yield"),
+        (lambda s: _loader(s.data).begin_at(-1), "the epoch must be at least 0 and below 2^31, got -1"),
+        (lambda s: _loader(s.data).begin_at("1"), "the epoch must be of type int, got '1'"),
+        (lambda s: _log(s, order="rows", follow=True).begin_at(1), "a log has no epochs; load_state_dict a state..."),
         (lambda s: next(iter(Replay(_loader(s.data)))), "... no request_ts_ms; make their loader with ..."),
-        *(
-            (lambda s, v=speed: Replay([], speed=v), f"Replay: speed must be above 0 and finite, got {speed}")
-            for speed in (0, -1, float("nan"), float("inf"))
-        ),
+        (lambda s: Replay([], speed=float("nan")), "Replay: speed must be above 0 and finite, got nan"),
         (lambda s: _stream(s.data, order="rows"), "streams are always shuffled; order must be 'shuffle', got 'rows'"),
         (lambda s: _log(s, follow=True), "a log is read in its order; order must be 'rows', got 'shuffle'"),
         (lambda s: _log(s, order="rows"), "a log is read as it grows; pass follow=True"),
@@ -304,7 +280,6 @@ def _collate_but_one(samples: Any) -> Any:
 OF_SAMPLERS = _rows(
     ConfigError,
     (lambda s: _sampler(rank=2), "rank must be between 0 and world_size - 1, got rank 2 of 2; ..."),
-    (lambda s: _sampler(lengths=LENGTHS), "lengths and balance belong together..."),
     (lambda s: _sampler(balance=BALANCE), "lengths and balance belong together..."),
     (lambda s: _sampler(balance=BALANCE, lengths={"item_id": -LENGTHS["item_id"]}), "...must not be negative, ..."),
     (lambda s: _sampler(balance=BALANCE, lengths={"item_id": np.arange(7)}), "lengths['item_id'] must be ..."),
@@ -328,11 +303,8 @@ OF_SAMPLES = [
     *_rows(
         ConfigError,
         (lambda s: JaggedCollate({"a": "jagged"}), "'a' must be jagged() or dense(), ..."),
-        *(
-            (lambda s, n=name: JaggedCollate({n: dense()}), f"a batch cannot have a tensor called '{name}'; rename it")
-            for name in ("step", "batch_size", "class")
-        ),
-        (lambda s: JaggedCollate({"a": jagged(field="to")}), "a batch cannot have a tensor called 'to'; rename it"),
+        (lambda s: JaggedCollate({"step": dense()}), "a batch cannot have a tensor called 'step'; rename it"),
+        (lambda s: JaggedCollate({"class": dense()}), "a batch cannot have a tensor called 'class'; rename it"),
         (lambda s: JaggedCollate({"features": dense(), "a": jagged()}), "'features' is declared as dense and as ..."),
         (lambda s: JaggedCollate({"a": jagged(), "b": jagged(torch.float32)}), "'b' is torch.float32, but 'a' of ..."),
         (lambda s: JaggedCollate({"a": jagged(torch.bfloat16)}), "'a' cannot be jagged..."),
@@ -344,7 +316,6 @@ OF_SAMPLES = [
     *_rows(
         DataError,
         (lambda s: _collate({"a": [2**63], "b": 1}), "sample 1 of a batch has 'a' of dtype uint64 with values ..."),
-        (lambda s: _collate({"a": ["x"], "b": 1}), "sample 1 of a batch has 'a' of dtype <U1 with values that do ..."),
         (lambda s: _collate({"a": [[1], [1, 2]], "b": 1}), "sample 1 of a batch has 'a' of type list that is no ..."),
         (lambda s: _collate({"a": [1], "b": None}), "sample 1 of a batch has 'b' of type NoneType that is no ..."),
         (lambda s: _collate({"a": [1]}), "sample 1 of a batch has no 'b': it has a; samples must be dicts with ..."),
@@ -368,21 +339,17 @@ OF_ROUTING = [
         ConfigError,
         (lambda s: _map(mode="modulo"), "KeyMap: mode must be one of continuous, roundrobin, ..."),
         (lambda s: _map(num_embeddings=0), "KeyMap: num_embeddings must be at least 1 and at most 2^62, got 0"),
-        (lambda s: _map(world_size=2.0), "KeyMap: world_size must be of type int, got 2.0"),
         (lambda s: replace(HASHED, num_embeddings=1 << 33)(np.array([3], np.int32)), "... can be larger than ..."),
-        (lambda s: replace(HASHED, num_embeddings=1 << 33)(torch.tensor([3]).int()), "... can be larger than ..."),
         *(
             (lambda s, k=keys: MAP(k), "keys must be ...integers..., got ...")
             for keys in (np.array([3.0]), torch.tensor([True]), torch.tensor([3], dtype=torch.uint64), np.int64(3), [3])
         ),
         (lambda s: map_features(FEATURES, {"c": HASHED}), "key_maps has 'c', which is no feature; there are a, b"),
         (lambda s: remap(torch.zeros(5, 2), MAP, None), "before is for num_embeddings=9, the table has the shape ..."),
-        (lambda s: remap(torch.zeros(()), None, MAP), "after is for num_embeddings=9, the table has the shape ..."),
     ),
     *_rows(
         DataError,
         (lambda s: MAP(np.array([3, -1])), "the keys of a table with num_embeddings=9 are 0 to 8, got -1; set..."),
-        (lambda s: MAP(torch.tensor([3, 9])), "the keys of a table with num_embeddings=9 are 0 to 8, got 9; set..."),
         (lambda s: HASHED.inverse(np.array([1 << 40])), "the rows of a table with num_embeddings=100 are 0 to ..."),
         (lambda s: map_features(FEATURES, {"a": replace(HASHED, num_embeddings=1), "b": MAP}), "the keys of a ..."),
     ),
@@ -416,7 +383,7 @@ def _load_into(scene: Scene, config: dict[str, Any], **other: Any) -> Any:
     _loader(scene.data, **other).load_state_dict(_loader(scene.data, **config).state_dict())
 
 
-CANDIDATES = {"order": TimeWindows(every="1w"), "max_num_candidates": 1}
+OF_WEEKS = {"order": TimeWindows(every="1w"), "max_num_candidates": 1}
 OF_STATES = _rows(
     StateError,
     (lambda s: _load(s, epoch=True), "the state of the loader: epoch must be of type int, got True; load a state ..."),
@@ -424,16 +391,12 @@ OF_STATES = _rows(
     (lambda s: _load(s, position=10**5000), "the state of the loader: position must be ..., got an integer of ..."),
     (lambda s: _load(s, more=1), "the state of the loader has the unknown entry 'more'; load a state that ..."),
     (lambda s: _load(s, position=64), "the state of the loader is damaged: its checksum is not that of its ..."),
-    (
-        lambda s: _loader(s.data).load_state_dict({"model": 1, "opt": 2}),
-        "the state of the loader has no version, only 'model', 'opt'; pass what its state_dict() returned",
-    ),
+    (lambda s: _loader(s.data).load_state_dict({"opt": 2}), "the state of the loader has no version, only 'opt'; ..."),
     (lambda s: _load(s, version=2), "the state of the loader has version 2, expected 6; load it with the version ..."),
     (lambda s: _loader(s.data).load_state_dict(5), "the state of the loader must be a mapping, got 5; load a ..."),
     (lambda s: _load_into(s, {}, max_num_candidates=3), "the loader's state is of other data, codes or filters: ..."),
-    (lambda s: _load_into(s, CANDIDATES, **CANDIDATES | {"order": WINDOWS}),
-     "the loader's state is of other data, codes or filters: ..."),
     (lambda s: _load_into(s, {"codes": CODES}, codes=OTHER_CODES), "the loader's state is of other data, codes or ..."),
+    (lambda s: _load_into(s, OF_WEEKS, **{**OF_WEEKS, "order": WINDOWS}), "the loader's state is of other data..."),
     (lambda s: _load_into(s, {}, key_maps={"segment": MAP}), "the loader's state stores segment with routing ..."),
     (lambda s: decode(encode(Row)), "the loader's part of the state contains tests.errors.scene.Row, which is not ..."),
 )  # fmt: skip

@@ -11,8 +11,7 @@ from evenrank.dataloader import LoaderConfig, StreamConfig, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.datasets import LogSource, describe_log
 from tests.dataloader.balance.costs import COST
-from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.dataloader.resuming import through_json
+from tests.dataloader.batch_helpers import ids_of, rows_of, through_json
 from tests.datasets.logs import MANIFEST, SIZES, items_of, table_of
 from tests.ranks import RankPool
 

@@ -64,12 +64,3 @@ def test_another_seed_or_epoch_is_another_order(data: Path, kind: str, way: str)
     if has(kind, "epochs"):
         ids = [[batch[0].ids for batch in first[0] if batch[0].epoch == epoch] for epoch in range(2)]
         assert (ids[0] != ids[1]) == (has(kind, "other epochs") or way == "window")
-
-
-@pytest.mark.processes
-def test_worker_processes_change_nothing(data: Path) -> None:
-    for way in ("plain", "window"):
-        job = Job(kind="elastic", way=way, world_size=2)
-        jobs = [replace(job, workers=workers) for workers in (0, 2)]
-        expected, found = (batches_of(run(None, data, each, Part(), see_bits)) for each in jobs)
-        assert found == expected

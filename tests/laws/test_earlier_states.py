@@ -14,63 +14,34 @@ from tests.laws.making import Job
 from tests.laws.test_positions import check_refused
 
 _IDS = '{"item_id": "keep int64", "user_id": "keep int64"}'
-# As these versions have saved them, after the first step.
+_MARK = '["00000.parquet", 0, 7, "1748744014543eaf", 1, [""]]'
+_PLACES = {"0": [1, 0, "3d6063c147c7fc0c"], "1": [0, 4, "6e1e0a42e78997d1"]}
+_OF_ROWS: dict[str, Any] = {"pending": "", "dist_type": "{}"}
+_OF_WEEK = {"begin_ms": 1599696000000, "end_ms": 1600300800000, "vocabulary": _IDS, **_OF_ROWS}
+_OF_LANES = {"seed": 0, "num_shards": 2, "vocabulary": _IDS, "places": _PLACES, "dist_type": "{}"}
+
+
+def _state(version: int, position: int, checksum: str, fingerprint: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """Return a state after the first step, as an earlier version has saved it."""
+    of_data = {"fingerprint": fingerprint} if fingerprint else {}
+    return {"version": version, "epoch": 0, "position": position, **of_data, **entries, "checksum": checksum}
+
+
 EARLIER: dict[str, dict[str, Any]] = {
-    "loader": {
-        "version": 4,
-        "epoch": 0,
-        "position": 6,
-        "seed": 7,
-        "num_samples": 20,
-        "fingerprint": "b9ace5f9cb53601d8029de219b81541a0a98a60c1a6f5df365bcc0c93b68b835",
-        "vocabulary": "{}",
-        "pending": "",
-        "dist_type": "{}",
-        "checksum": "1916036419653c2b",
-    },
-    "windows of time": {
-        "version": 5,
-        "epoch": 0,
-        "position": 8,
-        "seed": 0,
-        "num_samples": 102,
-        "fingerprint": "f5883f605720f0d09835a4dadb6d250692b47beab2fef2c7e467b0c61d367a19",
-        "vocabulary": _IDS,
-        "pending": "",
-        "dist_type": "{}",
-        "begin_ms": 1599696000000,
-        "end_ms": 1600300800000,
-        "checksum": "2e08dbd748db24c3",
-    },
-    "random": {
-        "version": 3,
-        "epoch": 0,
-        "position": 4,
-        "fingerprint": "322be26afdb76ad673ee6602f9f7f1f23af10123635538d1275c8f01923e168e",
-        "checksum": "824933781694db3d",
-    },
-    "stream": {
-        "version": 3,
-        "epoch": 0,
-        "position": 1,
-        "seed": 0,
-        "num_shards": 2,
-        "fingerprint": "dde23c3069fb74f661baa864212d1fc79dad0c1ed2113dda309c20902d32d81b",
-        "vocabulary": _IDS,
-        "places": {"0": [1, 0, "3d6063c147c7fc0c"], "1": [0, 4, "6e1e0a42e78997d1"]},
-        "dist_type": "{}",
-        "checksum": "0d4e515bf167ef27",
-    },
-    "log": {
-        "version": 1,
-        "epoch": 0,
-        "position": 3,
-        "seed": 0,
-        "mark": '["00000.parquet", 0, 7, "1748744014543eaf", 1, [""]]',
-        "vocabulary": _IDS,
-        "dist_type": "{}",
-        "checksum": "92e1f53a2074dea2",
-    },
+    "loader": _state(
+        *(4, 6, "1916036419653c2b", "b9ace5f9cb53601d8029de219b81541a0a98a60c1a6f5df365bcc0c93b68b835"),
+        {"seed": 7, "num_samples": 20, "vocabulary": "{}", **_OF_ROWS},
+    ),
+    "windows of time": _state(
+        *(5, 8, "2e08dbd748db24c3", "f5883f605720f0d09835a4dadb6d250692b47beab2fef2c7e467b0c61d367a19"),
+        {"seed": 0, "num_samples": 102, **_OF_WEEK},
+    ),
+    "random": _state(3, 4, "824933781694db3d", "322be26afdb76ad673ee6602f9f7f1f23af10123635538d1275c8f01923e168e", {}),
+    "stream": _state(
+        *(3, 1, "0d4e515bf167ef27", "dde23c3069fb74f661baa864212d1fc79dad0c1ed2113dda309c20902d32d81b"),
+        _OF_LANES,
+    ),
+    "log": _state(1, 3, "92e1f53a2074dea2", "", {"seed": 0, "mark": _MARK, "vocabulary": _IDS, "dist_type": "{}"}),
 }
 
 
@@ -79,9 +50,8 @@ def test_all_kinds_refuse_them_in_one_line_that_says_how_to_go_on(data: Path, ki
     loader = make(data, Job(kind=kind))
     fresh = loader.state_dict()
     for state in EARLIER.values():
-        message = (
-            rf"^the loader's state has version {state['version']}, expected 6; go on after it with begin_after, or f"
-        )
+        version = state["version"]
+        message = f"^the loader's state has version {version}, expected 6; go on after it with begin_after, or f"
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(state)
         assert loader.state_dict() == fresh

@@ -1,16 +1,17 @@
-"""Law 1: every sample comes exactly once per epoch, whatever is padding."""
+"""Laws 1 and 6: every sample comes exactly once per epoch, whatever is padding, with its values, bit for bit."""
 
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.laws.kinds import ALONE, BALANCED, cells, epoch_counts, has
+from evenrank.dataloader.balance.config import EXCHANGES
+from tests.laws.kinds import ALONE, BALANCED, KINDS, cells, epoch_counts, has
 from tests.laws.making import Job
-from tests.laws.running import Part, Pool, run
+from tests.laws.running import Part, Pool, Seen, run, see, see_values
 from tests.ranks import RankPool
 
 SHAPES = st.fixed_dictionaries(
@@ -24,11 +25,15 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
+def see_all(batch: Any) -> tuple[Seen, Any]:
+    return see(batch), see_values(batch)
+
+
 def check(pool: Pool, data: Path, job: Job) -> None:
     num_epochs = 2 if has(job.kind, "epochs") else 1
-    runs = run(pool, data, job, Part(epochs=num_epochs))
+    runs = run(pool, data, job, Part(epochs=num_epochs), see_all)
     for epoch in range(num_epochs):
-        of_ranks = [[batch for batch in ran.batches if batch.epoch == epoch] for ran in runs]
+        of_ranks = [[batch for batch, _ in ran.batches if batch.epoch == epoch] for ran in runs]
         seen = Counter(sample for batches in of_ranks for batch in batches for sample in batch.ids)
         expected = epoch_counts(data, job, epoch)
         if job.drop_last and has(job.kind, "drop_last"):
@@ -38,8 +43,7 @@ def check(pool: Pool, data: Path, job: Job) -> None:
                 assert all(len(batch.ids) == job.batch_size for batches in of_ranks for batch in batches)
         else:
             assert seen == expected
-        num_steps = {ran.lengths[epoch][1] for ran in runs}
-        assert len(num_steps) == 1
+        assert len({ran.lengths[epoch][1] for ran in runs}) == 1
         assert len({tuple(batch.position for batch in batches) for batches in of_ranks}) == 1
         for ran, batches in zip(runs, of_ranks, strict=True):
             announced, came = ran.lengths[epoch]
@@ -52,10 +56,14 @@ def check(pool: Pool, data: Path, job: Job) -> None:
                 if has(job.kind, "padding") or job.way in BALANCED:
                     assert batch.num_rows == job.batch_size
                 assert {*batch.ids_of_padding} <= {-1}
+        samples = KINDS[job.kind].samples(data, job, epoch)
+        of_epoch = [row for ran in runs for batch, rows in ran.batches if batch.epoch == epoch for row in rows]
+        for sample, values in of_epoch:
+            assert values == samples[sample] if sample >= 0 else not any(map(any, values.values()))
 
 
 @pytest.mark.parametrize(("kind", "way"), cells(*ALONE))
-def test_every_sample_comes_once_per_epoch(data: Path, kind: str, way: str) -> None:
+def test_every_sample_comes_once_per_epoch_with_its_values(data: Path, kind: str, way: str) -> None:
     @settings(max_examples=4)
     @given(SHAPES)
     def of_shape(shape: dict[str, Any]) -> None:
@@ -66,12 +74,15 @@ def test_every_sample_comes_once_per_epoch(data: Path, kind: str, way: str) -> N
 
 
 @pytest.mark.parametrize(("kind", "way"), cells(*BALANCED))
-def test_every_sample_comes_once_from_a_balancer(ranks: RankPool, data: Path, kind: str, way: str) -> None:
-    @settings(max_examples=2)
-    @given(SHAPES)
-    def of_shape(shape: dict[str, Any]) -> None:
-        shape["world_size"] = 2 + shape["world_size"] % 2
-        workers = shape["workers"] if has(kind, "threads") else 0
-        check(ranks, data, Job(kind=kind, way=way, **{**shape, "workers": workers}))
+def test_every_sample_comes_once_from_a_balancer_with_the_bytes_sent(
+    ranks: RankPool, data: Path, kind: str, way: str
+) -> None:
+    @settings(max_examples=1)
+    @example({"world_size": 3}, EXCHANGES[0])
+    @example({"world_size": 2}, EXCHANGES[1])
+    @given(SHAPES.map(lambda shape: {**shape, "world_size": 2 + shape["world_size"] % 2}), st.sampled_from(EXCHANGES))
+    def of_shape(shape: dict[str, Any], exchange: str) -> None:
+        shape = {**shape, "workers": 2 if shape.get("workers") and has(kind, "threads") else 0}
+        check(ranks, data, Job(kind=kind, way=way, exchange=exchange, **shape))
 
     of_shape()

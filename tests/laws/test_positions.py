@@ -22,12 +22,10 @@ from hypothesis import strategies as st
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenrank.core.errors import ConfigError, RankError, StateError
+from evenrank.core.errors import RankError, StateError
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.own_samples import nodes_over
-from tests.dataloader.resuming import through_json
+from tests.dataloader.batch_helpers import ids_of, nodes_over, through_json
 from tests.laws.data import OWN, OWN_COLLATE
 from tests.laws.kinds import BALANCED, KINDS, balance_of, cells, has, make, moved_by
 from tests.laws.making import Job
@@ -181,10 +179,7 @@ def test_a_position_that_is_moved_is_saved_at_once(data: Path, kind: str, way: s
 
 @pytest.mark.parametrize("kind", ["windows of time", "elastic", "shuffle"])
 def test_a_second_pass_over_an_epoch_that_was_resumed_in_another_shape_is_whole(data: Path, kind: str) -> None:
-    stopped, (resumed, inner) = (
-        _make(data, kind, "window", batch_size=5).outer,
-        _make(data, kind, "window", batch_size=3),
-    )
+    (stopped, _), (resumed, inner) = (_make(data, kind, "window", batch_size=size) for size in (5, 3))
     last = _make(data, kind, batch_size=7).outer
     samples = Counter(itertools.chain(*_iterate(last)))
     for _ in stopped:
@@ -201,12 +196,7 @@ def test_a_second_pass_over_an_epoch_that_was_resumed_in_another_shape_is_whole(
         assert trained == samples
 
 
-LEFT = [
-    ("shuffle", "alone", False),
-    ("elastic", "alone", False),
-    ("shuffle", "plain", True),
-    ("elastic", "plain", True),
-]
+LEFT = [(kind, *way) for kind in ("shuffle", "elastic") for way in (("alone", False), ("plain", True))]
 
 
 @pytest.mark.parametrize(("kind", "way", "is_balanced"), [*LEFT, ("StatefulDataLoader", "plain", True)])
@@ -225,21 +215,6 @@ def test_an_epoch_that_is_left_is_named_when_the_next_begins(
     next(iter(loader))
     (message,) = (message for message in caplog.messages if "was left" in message)
     assert message.startswith(f"epoch {last.epoch} was left at position {last.position},")
-
-
-def test_a_log_has_no_epochs_to_begin_at(data: Path) -> None:
-    with pytest.raises(ConfigError, match="a log has no epochs; load_state_dict a state"):
-        _make(data, "log").inner.begin_at(1)
-
-
-@pytest.mark.parametrize("epoch", [-1, 1 << 31, 0.5, "1"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if has(kind, "epochs")])
-def test_an_epoch_that_no_state_could_have_is_refused_where_it_is_set(data: Path, kind: str, epoch: Any) -> None:
-    loader, inner = _make(data, kind)
-    wanted = r"at least 0 and below 2\^31" if type(epoch) is int else "of type int"
-    with pytest.raises(ConfigError, match=f"^the epoch must be {wanted}, got {epoch!r}$"):
-        inner.begin_at(epoch)
-    assert loader.state_dict()["epoch"] == loader.epoch == 0
 
 
 def check_refused(state: Any, *loads: Callable[[Any], Any]) -> None:
@@ -265,14 +240,9 @@ def check_line(text: str) -> None:
     assert len(text) < 600
 
 
-_JUNK = st.one_of(
-    st.sampled_from([-1, 0, 1, 2, 31, 64, 1 << 31, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**5000, math.nan, math.inf]),
-    st.sampled_from(
-        [1.0, True, None, "", "x\ny", "0", b"x", (), [0, 0], {}, [1, 2, 3], [0, -1], [3, 0], {"0": [0, 0]}]
-    ),
-    st.integers(),
-    st.text(max_size=3),
-).map(copy.deepcopy)
+_NUMBERS = [-1, 0, 1, 2, 31, 64, 1 << 31, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**5000, math.nan, math.inf, 1.0]
+_OTHERS = [True, None, "", "x\ny", "0", b"x", (), [0, 0], {}, [1, 2, 3], [0, -1], [3, 0], {"0": [0, 0]}]
+_JUNK = st.one_of(st.sampled_from([*_NUMBERS, *_OTHERS]), st.integers(), st.text(max_size=3)).map(copy.deepcopy)
 
 
 def _places(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dataloader.resuming import through_json, through_torch
+from tests.dataloader.batch_helpers import through_json, through_torch
 from tests.laws.kinds import ALONE, BALANCED, WAYS, cells, epoch_counts, has
 from tests.laws.making import Job
 from tests.laws.running import Part, Pool, run, state_of

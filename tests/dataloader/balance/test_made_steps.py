@@ -18,9 +18,7 @@ from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.writers import JsonLines
 from evenrank.training import scale_loss
 from tests.dataloader.balance.costs import COST, Ints, Lengths, item_tokens, one_per_sample, rich_tokens
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.own_samples import COLLATE
-from tests.dataloader.resuming import through_json
+from tests.dataloader.batch_helpers import COLLATE, ids_of, through_json
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
 

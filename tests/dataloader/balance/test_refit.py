@@ -35,8 +35,7 @@ from evenrank.dataloader.balance.refit import CostSchedule, refit
 from evenrank.datasets.distributions import Lognormal
 from evenrank.training import StepTimer
 from tests.conftest import make_small_dataset
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.own_samples import COLLATE
+from tests.dataloader.batch_helpers import COLLATE, ids_of
 from tests.ranks import RankPool
 
 A, B, C = 1.0, 0.01, 0.001  # seconds of a step, of a token, of a squared token

@@ -14,7 +14,7 @@ from evenrank.dataloader.balance.source import _FORMAT, _FORMAT_OF_RANK
 from evenrank.dataloader.state.checks import encode
 from evenrank.dataloader.state.resume_point import Position
 from tests.dataloader.balance.costs import item_tokens
-from tests.dataloader.own_samples import COLLATE, nodes_over
+from tests.dataloader.batch_helpers import COLLATE, nodes_over
 from tests.ranks import RankPool
 
 NUM_SAMPLES = 43

@@ -1,13 +1,15 @@
-import contextlib
+"""Where the tensors of batches are: shared, cloned, pinned or on a GPU, with the same bits everywhere."""
+
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torchdata.nodes import IterableWrapper
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch, build_loader, random_codes
@@ -16,6 +18,8 @@ from evenrank.dataloader.batches.memory import Memory, resolve_device
 from evenrank.dataloader.random_batches import draw_samples
 from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.dataloader.balance.batch_bits import bits_of
+from tests.dataloader.balance.costs import item_tokens
+from tests.dataloader.batch_helpers import COLLATE, all_ids
 
 DATA = RandomData(lengths=Lognormal(mean=30, std=40, low=2, high=200), items=Uniform(low=1, high=499))
 SAMPLES = draw_samples(DATA, np.random.default_rng(0), 400, min_length=2, split="train")
@@ -34,8 +38,7 @@ def _loaded(balance: BalanceConfig | None = None, transform: Any = None, **optio
 
 
 def _drawn(**options: Any) -> Iterable[Any]:
-    config = LoaderConfig(**{"batch_size": 8, **options})
-    return RandomBatches(config, DATA, num_batches=9, num_distinct=4)
+    return RandomBatches(LoaderConfig(**{"batch_size": 8, **options}), DATA, num_batches=9, num_distinct=4)
 
 
 WAYS: dict[str, Callable[..., Iterable[Any]]] = {
@@ -94,34 +97,17 @@ def test_memory_is_not_reused_while_a_stream_reads_it(changes_stream: bool) -> N
 
 
 @pytest.mark.gpu
-def test_threads_place_batches_at_once() -> None:
+def test_threads_place_batches_at_once_loaders_are_pickled_and_a_balancer_refuses_what_is_on_a_gpu() -> None:
     memory, arrays = Memory("cuda"), [np.arange(1 << 16) + number for number in range(64)]
     with ThreadPoolExecutor(8) as threads:
         placed = [tensor for tensors in threads.map(memory.place, [[array] for array in arrays]) for tensor in tensors]
     assert all(np.array_equal(tensor.cpu(), array) for tensor, array in zip(placed, arrays, strict=True))
-
-
-def test_threads_enter_the_stream_of_a_device_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The context of a `torch.Stream` is kept in the stream itself, so a second thread cannot enter it.
-    memory = Memory()
-    stream: Any = mock.MagicMock()
-    stream.__enter__.side_effect = RuntimeError("Stream's context should not be initialized.")
-    enter = mock.Mock(return_value=contextlib.nullcontext())
-    monkeypatch.setattr("torch.cuda.stream", enter)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda _: "of the transform")
-    monkeypatch.setattr(memory, "_stream", stream)
-    (batch, *_) = _loaded()
-    assert bits_of(memory.move(batch)) == bits_of(batch)
-    enter.assert_called_once_with(stream)
-    assert [call[0] for call in stream.method_calls] == ["wait_stream", "synchronize"]
-    stream.wait_stream.assert_called_once_with("of the transform")
-
-
-@pytest.mark.gpu
-def test_a_loader_on_a_gpu_can_be_pickled() -> None:
     loader = _loaded(device="cuda", num_workers=1)
     again = pickle.loads(pickle.dumps(loader))
     assert [bits_of(batch) for batch in again] == [bits_of(batch) for batch in loader]
+    message = r"features must be on the CPU .* but it is on cuda:0; move it, or leave out the device"
+    with pytest.raises(Exception, match=message), Balancer(_drawn(device="cuda"), BALANCE) as balancer:
+        next(iter(balancer))
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -130,13 +116,9 @@ def test_arrays_become_tensors_which_if_pinned_share_one_buffer(pins: bool, monk
     # A host without CUDA devices cannot pin memory.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
-    arrays: list[Any] = [
-        np.array([1, 2, 3]),  # 24 bytes
-        np.empty((2, 0), dtype=np.int32),
-        np.array([[1.5], [2.5]], dtype=np.float32),
-        np.array([4, 5, 6, 7], dtype=np.int32),  # 16 bytes
-        np.array([True]),
-    ]
+    integers, floats = np.array([1, 2, 3]), np.array([[1.5], [2.5]], dtype=np.float32)  # of 24 and 8 bytes
+    small = np.array([4, 5, 6, 7], dtype=np.int32)  # 16 bytes
+    arrays: list[Any] = [integers, np.empty((2, 0), dtype=np.int32), floats, small, np.array([True])]
     tensors = Memory(pins=pins).place(arrays)
     assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
     assert [tensor.numpy().dtype for tensor in tensors] == [array.dtype for array in arrays]
@@ -144,13 +126,6 @@ def test_arrays_become_tensors_which_if_pinned_share_one_buffer(pins: bool, monk
         starts = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
         assert starts == [0, 32, 32, 48, 64]
         assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {80}
-
-
-@pytest.mark.gpu
-def test_a_balancer_names_batches_that_are_on_a_gpu() -> None:
-    message = r"features must be on the CPU .* but it is on cuda:0; move it, or leave out the device"
-    with pytest.raises(Exception, match=message), Balancer(_drawn(device="cuda"), BALANCE) as balancer:
-        next(iter(balancer))
 
 
 def test_memory_is_pinned_or_on_a_gpu_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +136,27 @@ def test_memory_is_pinned_or_on_a_gpu_only_where_there_is_one(monkeypatch: pytes
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^pin_memory=True, but PyTorch finds no device on this host; leave pin_mem"):
         _loaded(pin_memory=True)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert _loaded(pin_memory=True, device="cpu")
     again = pickle.loads(pickle.dumps(LoaderConfig(batch_size=2, device=torch.device("cuda", 1))))
     assert again.device == torch.device("cuda", 1)
+
+
+class _InOneBuffer:
+    """Batches that are all written to the same tensors, which a loop without a Balancer would not notice."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batch: Any = COLLATE([{"item_id": [0] * 3, "sample_ids": 0}] * 4)
+        for step in range(12):
+            batch.sample_ids.numpy()[:] = step * 4 + np.arange(4)
+            batch.features.values().numpy()[:] = batch.sample_ids.numpy().repeat(3)
+            yield batch
+
+
+def test_every_sample_comes_once_from_buffers_that_are_used_again() -> None:
+    iterator = iter(_InOneBuffer())
+    of_steps: Any = DataLoader(range(12), batch_size=1, collate_fn=lambda _: next(iterator))  # type: ignore[arg-type]
+    for loader in (_InOneBuffer(), IterableWrapper(_InOneBuffer()), of_steps):
+        with Balancer(loader, BalanceConfig(cost=item_tokens, lookahead=3)) as balancer:
+            batches = list(balancer)
+        assert sorted(all_ids(batches)) == list(range(48))
+        for batch in batches:
+            assert batch.features.values().tolist() == batch.sample_ids.repeat_interleave(3).tolist()

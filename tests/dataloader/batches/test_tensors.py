@@ -49,14 +49,9 @@ MODES: dict[str, Callable[[], Any]] = {
     "no grad": torch.no_grad,
     "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
 }
-DECLARED = {
-    "item_id": jagged(),
-    "weight": jagged(torch.float32, field="weights"),
-    "score": dense(),
-    "vector": dense(shape=(2,), dtype=torch.bfloat16),
-    "rest": dense(),
-}
-COLLATE = JaggedCollate(DECLARED, batch_size=4)
+VECTOR = dense(shape=(2,), dtype=torch.bfloat16)
+OF_JAGGED = {"item_id": jagged(), "weight": jagged(torch.float32, field="weights")}
+COLLATE = JaggedCollate({**OF_JAGGED, "score": dense(), "vector": VECTOR, "rest": dense()}, batch_size=4)
 SAMPLES: list[dict[str, Any]] = [
     {"item_id": [7, 2], "weight": [0.1], "score": 0.1, "vector": [0.1, 2.0], "rest": np.float64(0.1)},
     {"item_id": [], "weight": [], "score": 1 / 3, "vector": [1, 0], "rest": np.float64(3)},
@@ -68,7 +63,6 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "loader": lambda path: build_loader(path, CONFIG, **RANK),
     "semantic ids": lambda path: build_loader(path, OF_CODES, **RANK),
     "stream": lambda path: build_stream_loader(path, CONFIG, StreamConfig(window_rows=16), **RANK),
-    "random batches": lambda path: RandomBatches(CONFIG, num_batches=2, **RANK),
     "distinct random batches": lambda path: RandomBatches(CONFIG, num_batches=3, num_distinct=2, **RANK),
     "padded batches": lambda path: PaddedBatches(SAMPLES, batch_size=5, collate=COLLATE),
     "padded": lambda path: [COLLATE(SAMPLES), pad_batch(COLLATE(SAMPLES), 9)],
@@ -79,12 +73,10 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_change_no_batch(small_dataset: Path, mode: str) -> None:
-    labels = torch.tensor([5, 2])
     for kind, make in KINDS.items():
         expected = [bits_of(batch) for batch in make(small_dataset)]
         with MODES[mode]():
             batches = list(make(small_dataset))
-            bits = label_bits(labels, 3)
             assert torch.is_grad_enabled() == (mode not in ("inference", "no grad"))
             assert torch.is_inference_mode_enabled() == (mode == "inference")
         assert [bits_of(batch) for batch in batches] == expected != [], kind
@@ -92,6 +84,9 @@ def test_modes_change_no_batch(small_dataset: Path, mode: str) -> None:
             for tensor in () if value is None else (value.values(),) if hasattr(value, "keys") else (value,):
                 assert not tensor.is_inference(), (kind, name)  # so it can be trained
                 assert not tensor.requires_grad, (kind, name)
+    labels = torch.tensor([5, 2])
+    with MODES[mode]():
+        bits = label_bits(labels, 3)
     assert (bits.tolist(), bits.dtype) == ([[1, 0, 1], [0, 1, 0]], torch.float32)
 
 
@@ -102,21 +97,20 @@ def test_building_a_batch_warns_of_nothing_but_others_are_still_warned(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_warning = _symbolic_trace.is_fx_tracing_warning
-    give_warning.cache_clear()  # as in a process that has not given the warning yet
-    suppress_fx_tracing_warning.cache_clear()
-    keyed_jagged_tensor(["item_id"], torch.arange(3), np.array([[1, 2]]))["item_id"]
-    assert caplog.messages == []
 
     def is_fx_tracing_warning() -> None:
         LOG.warning("of this thread")
         with ThreadPoolExecutor(1) as threads:  # the same warning, of a user who calls the function
             threads.submit(give_warning).result()
 
+    give_warning.cache_clear()  # as in a process that has not given the warning yet
+    suppress_fx_tracing_warning.cache_clear()
+    keyed_jagged_tensor(["item_id"], torch.arange(3), np.array([[1, 2]]))["item_id"]
+    assert caplog.messages == []
     give_warning.cache_clear()
     suppress_fx_tracing_warning.cache_clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(_symbolic_trace, "is_fx_tracing_warning", is_fx_tracing_warning)
-        suppress_fx_tracing_warning()
+    monkeypatch.setattr(_symbolic_trace, "is_fx_tracing_warning", is_fx_tracing_warning)
+    suppress_fx_tracing_warning()
     LOG.warning("afterwards")
     assert [message.split(" will ")[0] for message in caplog.messages] == ["is_fx_tracing", "afterwards"]
     assert LOG.filters == []

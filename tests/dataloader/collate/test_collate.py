@@ -20,14 +20,8 @@ from evenrank.datasets import SequenceStore
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import STORE
 
-EVENTS = {
-    "item_id": "int64",
-    "action": "int32",
-    "timestamp_ms": "int64",
-    "dwell": "int32",
-    "price": "float32",
-    "bid": "float32",
-}
+INTEGERS = {"item_id": "int64", "action": "int32", "timestamp_ms": "int64", "dwell": "int32"}
+EVENTS = {**INTEGERS, "price": "float32", "bid": "float32"}
 # Item i has the codes (i % 8, i // 8), and 0 to 2 further ones.
 OWN, NUM_CODES = np.stack([np.arange(50) % 8, np.arange(50) // 8], axis=1), 1 + np.arange(50) % 3
 BOOKS = np.where(np.arange(3)[:, None] < NUM_CODES[:, None, None], OWN[:, None] + 10 * np.arange(3)[:, None], -1)
@@ -65,21 +59,14 @@ def _store(rows: Sequence[tuple[int, int, int]], first: int, has_targets: bool) 
     columns = {name: (events * (i + 1) + i).astype(dtype) for i, (name, dtype) in enumerate(EVENTS.items())}
     columns["item_id"] %= 50
     columns["price"][: offsets[-2]][events[: offsets[-2]] % 3 == 0] = np.nan  # but of the long row
+    events_of = {"dwell": "int32", "price": "float32?", "bid": "float32"}
+    context = {"age": "int64", "share": "float32", "tags": "list<int64>"}
+    columns |= {"user_id": ids, "age": ids + 7, "share": ids / np.float32(8), "tags": np.arange(tag_offsets[-1])}
     return replace(
         STORE,
-        manifest=replace(
-            STORE.manifest,
-            contextual={"age": "int64", "share": "float32", "tags": "list<int64>"},
-            extra_events={"dwell": "int32", "price": "float32?", "bid": "float32"},
-        ),
+        manifest=replace(STORE.manifest, contextual=context, extra_events=events_of),
         offsets=offsets,
-        columns={
-            **columns,
-            "user_id": ids,
-            "age": ids + 7,
-            "share": ids / np.float32(8),
-            "tags": np.arange(tag_offsets[-1]),
-        },
+        columns=columns,
         list_offsets={"tags": tag_offsets},
         list_limits={"tags": 5},
         num_targets=num_targets.astype(np.int32) if has_targets else None,
@@ -164,14 +151,11 @@ def _limits(config: LoaderConfig) -> dict[str, int]:
     return limits
 
 
+STORES = st.lists(ROWS, min_size=1, max_size=3)
+
+
 @settings(max_examples=150)
-@given(
-    config=st.one_of(SEQUENCES, SEMANTIC_IDS),
-    stores=st.lists(ROWS, min_size=1, max_size=3),
-    has_targets=st.booleans(),
-    epoch=st.integers(0, 1),
-    data=st.data(),
-)
+@given(st.one_of(SEQUENCES, SEMANTIC_IDS), STORES, st.booleans(), st.integers(0, 1), st.data())
 def test_batches_equal_a_plain_collation(
     config: LoaderConfig, stores: list[Any], has_targets: bool, epoch: int, data: st.DataObject
 ) -> None:
@@ -193,14 +177,10 @@ def test_batches_equal_a_plain_collation(
         assert [*schema.jagged_keys] == keys
         shown = expected[first : first + config.batch_size]
         padding = config.batch_size - len(shown)
-        assert (batch.num_real, batch.sample_ids.tolist()) == (
-            len(shown),
-            [*ids[first:][: len(shown)], *[-1] * padding],
-        )
+        assert batch.num_real == len(shown)
+        assert batch.sample_ids.tolist() == [*ids[first:][: len(shown)], *[-1] * padding]
         for row in shown:
-            assert keys == [
-                (name, key) for name, of_field in row.items() if name != "num_candidates" for key in of_field
-            ]
+            assert keys == [(name, key) for name in row if name != "num_candidates" for key in row[name]]
         for (name, key), lengths in zip(keys, of_keys, strict=True):
             is_float = name in ("float_features", "float_labels", "weights")
             assert getattr(batch, name).values().dtype == (torch.float32 if is_float else torch.int64)
@@ -237,33 +217,25 @@ def test_the_newest_history_and_the_last_events_come_with_counts_on_the_host() -
     assert rows_of(batch.features, "item_id") == [[10, 11, 12], [32, 33, 34, 35]]
     assert rows_of(batch.features, "action") == [[0], [2, 3]]
     assert rows_of(batch.labels, "label") == [[1, 2], [4 & 3, 5 & 3]]  # the bits of two tasks
-    for rows, options, message in (
+    codes = CodeTable(codes=OWN[:12].astype(np.int32), codebook_sizes=(8, 7))
+    wrong: list[tuple[list[int], dict[str, Any], str]] = [
         ([3], {}, "rows must be between 0 and 2, got 3 to 3"),
         ([0, -1], {}, "rows must be between 0 and 2, got -1 to 0"),
         ([2, 0], {"max_num_candidates": 4}, "a row has fewer events than 4 candidates; it is not a sample"),
-        (
-            [0],
-            {"codes": CodeTable(codes=OWN[:12].astype(np.int32), codebook_sizes=(8, 7))},
-            "has an item without a code",
-        ),
-    ):
+        ([0], {"codes": codes}, "has an item without a code"),
+    ]
+    for rows, options, message in wrong:
         with pytest.raises(IndexError, match=message):
             collate(rows, **options)
 
 
-@pytest.mark.parametrize(
-    ("without_code", "left_out"),
-    # The first user has the items 10..12, the third 30..35, of which 33..35 are shown.
-    [((), []), ((10,), [0]), ((12,), [0]), ((30, 32), []), ((33,), [2]), ((35,), [2]), ((10, 35), [0, 2])],
-)
-def test_an_item_without_a_code_counts_from_the_first_event_that_is_shown_to_the_last(
-    without_code: tuple[int, ...], left_out: list[int]
-) -> None:
-    codes = np.zeros((40, 1), dtype=np.int32)
-    codes[list(without_code)] = -1
-    config = LoaderConfig(batch_size=3, codes=CodeTable(codes=codes, codebook_sizes=(1,)), max_history_length=2)
-    unusable = Collate.create(config, STORE.manifest).unusable(STORE)
-    assert {reason: rows.tolist() for reason, rows in unusable.items()} == {
-        "no event to predict": [1],
-        "an item without a code": left_out,
-    }
+def test_an_item_without_a_code_counts_from_the_first_event_that_is_shown_to_the_last() -> None:
+    """The first user has the items 10..12, the third 30..35, of which 33..35 are shown."""
+    cases: dict[tuple[int, ...], list[int]] = {(): [], (10,): [0], (12,): [0], (30, 32): [], (33,): [2], (35,): [2]}
+    for without_code, left_out in (cases | {(10, 35): [0, 2]}).items():
+        codes = np.zeros((40, 1), dtype=np.int32)
+        codes[list(without_code)] = -1
+        config = LoaderConfig(batch_size=3, codes=CodeTable(codes=codes, codebook_sizes=(1,)), max_history_length=2)
+        unusable = Collate.create(config, STORE.manifest).unusable(STORE)
+        found = {reason: rows.tolist() for reason, rows in unusable.items()}
+        assert found == {"no event to predict": [1], "an item without a code": left_out}

@@ -1,7 +1,5 @@
-import gc
 import math
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +21,7 @@ DECLARATIONS: dict[str, Any] = {
     "label": dense(fill=-1, dtype=torch.float32, shape=()),
 }
 FORMS: list[Callable[[list[int]], Any]] = [
-    list,
-    tuple,
-    torch.tensor,
+    *(list, tuple, torch.tensor),
     lambda values: np.array(values, dtype=np.int16),
     lambda values: np.array(values, dtype=np.uint64),
     lambda values: values[0] if len(values) == 1 else values,
@@ -39,23 +35,19 @@ INTEGERS, FLOATS = (st.tuples(LISTS, st.sampled_from(forms)) for forms in (FORMS
 @given(samples=st.lists(st.tuples(INTEGERS, FLOATS), max_size=4), batch_size=st.sampled_from([None, 4, 6]))
 def test_a_batch_has_what_its_samples_have_in_whatever_forms_these_are(samples: Any, batch_size: int | None) -> None:
     collate = JaggedCollate(DECLARATIONS, batch_size=batch_size, loss_key=LossKey("features", "item_id"))
-    names = ("item_id", "user")
+    columns = {name: [sample[number][0] for sample in samples] for number, name in enumerate(("item_id", "user"))}
+    counts = [*map(len, columns["item_id"])]
     batch = collate(
         [
-            {
-                **{name: form(values) for name, (values, form) in zip(names, sample, strict=True)},
-                "label": len(sample[0][0]),
-            }
-            for sample in samples
+            {"item_id": item_form(items), "user": user_form(users), "label": len(items)}
+            for (items, item_form), (users, user_form) in samples
         ]
     )
-    columns = {name: [sample[number][0] for sample in samples] for number, name in enumerate(names)}
     num_rows = batch_size or len(samples) or 1  # TorchRec takes no batch without rows
     padding: list[list[int]] = [[]] * (num_rows - len(samples))
     assert (batch.batch_size, batch.num_real) == (num_rows, len(samples))
     assert rows_of(batch.features, "item_id") == columns["item_id"] + padding
     assert rows_of(batch.users, "user") == columns["user"] + padding
-    counts = [*map(len, columns["item_id"])]
     assert batch.label.tolist() == counts + [-1] * len(padding)
     assert batch.loss_tokens == sum(counts)
     assert batch.max_lengths == {name: max(map(len, of_name), default=0) for name, of_name in columns.items()}
@@ -66,51 +58,21 @@ def test_a_batch_has_what_its_samples_have_in_whatever_forms_these_are(samples: 
     assert schema_of(pad_batch(collate([]), num_rows)) == schema_of(batch)
 
 
-@pytest.mark.parametrize(
-    ("declared", "value"),
-    [
-        (jagged(), [7, 3, 9]),
-        (jagged(), np.arange(3)),
-        (jagged(), 5),
-        (jagged(torch.int32), np.arange(3)),
-        (jagged(torch.float32), [0.5]),
-        (dense(), 1.5),
-        (dense(dtype=torch.float32), 1),
-        (dense(shape=(3,)), np.zeros(3, dtype=np.float32)),
-    ],
-)
-def test_collating_has_no_loop_in_python_over_the_samples(declared: Any, value: Any) -> None:
-    collate, counts = JaggedCollate({"a": declared}), []
-    for num_samples in (10, 10, 500):  # the first may import modules
-        events: list[str] = []
-        gc.disable()  # whose callbacks, such as those of hypothesis, are calls too
-        sys.setprofile(lambda _, event, __: events.append(event))  # noqa: B023
-        try:
-            collate([{"a": value}] * num_samples)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        counts.append(events.count("call"))
-    assert counts[1] == counts[2]
-
-
-@pytest.mark.parametrize("batch_size", [None, 3])
-def test_torchrec_takes_a_batch_without_samples_whose_rows_do_not_count(batch_size: int | None) -> None:
-    batch = JaggedCollate({"item_id": jagged(), "user": jagged()}, batch_size=batch_size)([])
-    table = EmbeddingBagConfig(
-        name="t", embedding_dim=4, num_embeddings=10, feature_names=batch.features.keys(), init_fn=torch.nn.init.ones_
-    )
-    model = EmbeddingBagCollection(tables=[table])
-    pooled = model(batch.features).values()
-    assert pooled.shape == (batch.batch_size, 8)
-    pooled[: batch.num_real].sum().backward()
-    assert all((weights.grad == 0).all() for weights in model.parameters())
+def test_torchrec_takes_a_batch_without_samples_whose_rows_do_not_count() -> None:
+    for batch_size in (None, 3):
+        batch = JaggedCollate({"item_id": jagged(), "user": jagged()}, batch_size=batch_size)([])
+        of_table: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 10}
+        table = EmbeddingBagConfig(**of_table, feature_names=batch.features.keys(), init_fn=torch.nn.init.ones_)
+        model = EmbeddingBagCollection(tables=[table])
+        pooled = model(batch.features).values()
+        assert pooled.shape == (batch.batch_size, 8)
+        pooled[: batch.num_real].sum().backward()
+        assert all((weights.grad == 0).all() for weights in model.parameters())
 
 
 def test_dense_values_have_the_shape_and_dtype_of_the_samples_or_the_declared_one() -> None:
     batch = JaggedCollate({"a": dense()})([{"a": np.ones((2, 3), dtype=np.int16)}] * 2)
-    assert (batch.a.shape, batch.a.dtype) == ((2, 2, 3), torch.int16)
-    assert batch.loss_tokens == 2  # one per sample
+    assert (batch.a.shape, batch.a.dtype, batch.loss_tokens) == ((2, 2, 3), torch.int16, 2)  # one loss per sample
     half = JaggedCollate({"a": dense(dtype=torch.bfloat16)})([{"a": 0.5}]).a
     assert (half.tolist(), half.dtype) == ([0.5], torch.bfloat16)
     numbers: list[Any] = [1.5, 2, True, 1j, [1.5, 2], [2, 1.5], [[1], [2]]]
@@ -118,17 +80,30 @@ def test_dense_values_have_the_shape_and_dtype_of_the_samples_or_the_declared_on
         assert JaggedCollate({"a": dense()})([{"a": value}]).a.dtype == torch.as_tensor(value).dtype
 
 
-def test_a_batch_is_replaced_and_selected_like_any_other() -> None:
+def test_what_is_done_to_a_batch_changes_neither_the_samples_nor_other_batches() -> None:
     samples = [{"item_id": items, "user": [0.5], "label": len(items)} for items in ([7, 3, 9], [], [4])]
     batch = JaggedCollate(DECLARATIONS, loss_key=LossKey("users", "user"))(samples)
     doubled = batch.replace(label=batch.label * 2, epoch=3)
-    assert (doubled.label.tolist(), doubled.epoch, batch.label.tolist()) == ([6, 0, 2], 3, [3, 0, 1])
     batch.label = batch.label + 1
     chosen = batch.index_select([2, 0])
     assert rows_of(chosen.features, "item_id") == [[4], [7, 3, 9]]
-    assert (chosen.label.tolist(), chosen.loss_tokens, doubled.label.tolist()) == ([2, 4], 2, [6, 0, 2])
+    assert [each.label.tolist() for each in (batch, doubled, chosen)] == [[4, 1, 2], [6, 0, 2], [2, 4]]
+    assert (doubled.epoch, chosen.loss_tokens) == (3, 2)
     with pytest.raises(AttributeError, match="labels"):
         _ = batch.labels
+    for declared in (dense(), dense(dtype=torch.float32)):
+        arrays: list[dict[str, Any]] = [{"a": np.arange(3), "b": torch.tensor([0.5])}]
+        collate = JaggedCollate({"a": jagged(max_length=4), "b": declared}, batch_size=2)
+        changed: Any = collate(arrays)
+        changed.features.values().fill_(9)
+        changed.features.keys().append("c")
+        changed.b.fill_(9)
+        for own in (changed.length_limits, changed.max_lengths):
+            own["a"] = own["b"] = 9
+        after = collate(arrays)
+        assert after.features.values().tolist() == arrays[0]["a"].tolist() == [0, 1, 2]
+        assert (after.features.keys(), after.b.tolist(), arrays[0]["b"].tolist()) == (["a"], [[0.5], [0]], [0.5])
+        assert (after.length_limits, after.max_lengths) == ({"a": 4}, {"a": 3})
 
 
 FILLS = (math.nan, -0.0, 2**53 + 1, 1.0)
@@ -160,21 +135,3 @@ def test_batches_of_equal_declarations_are_of_one_class_in_all_processes(ranks: 
     _, other_key = pickle.loads(_pickled(0, 1, skip=1)[0])
     for differing, other in (("b", other_fill), ("loss_key", other_key)):
         assert [text.split(":")[0] for text in other.differences(schema)] == [differing]
-
-
-@pytest.mark.parametrize("declared", [dense(), dense(dtype=torch.float32)])
-def test_what_is_done_to_a_batch_changes_neither_the_samples_nor_other_batches(declared: Any) -> None:
-    samples: list[dict[str, Any]] = [{"a": np.arange(3), "b": torch.tensor([0.5])}]
-    collate = JaggedCollate({"a": jagged(max_length=4), "b": declared}, batch_size=2)
-    batch: Any = collate(samples)
-    batch.features.values().fill_(9)
-    batch.features.keys().append("c")
-    batch.b.fill_(9)
-    for own in (batch.length_limits, batch.max_lengths):
-        own["a"] = own["b"] = 9
-    after = collate(samples)
-    assert after.features.values().tolist() == samples[0]["a"].tolist() == [0, 1, 2]
-    assert after.features.keys() == ["a"]
-    assert after.b.tolist() == [[0.5], [0]]
-    assert samples[0]["b"].tolist() == [0.5]
-    assert (after.length_limits, after.max_lengths) == ({"a": 4}, {"a": 3})

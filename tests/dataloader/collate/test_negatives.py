@@ -21,37 +21,20 @@ from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import Lognormal, Zipf
-from evenrank.datasets.schema import IdSummary
 from evenrank.datasets.store import SequenceStore
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.dataloader.collate.stores import STORE
+from tests.dataloader.collate.stores import store_of_items
 
 POPULAR = Negatives(count=5, by="popularity")
 KEY_MAP = KeyMap(num_embeddings=603, world_size=2, mode="hash_roundrobin")
 
 
-def _store(rows: list[list[int]], *, size: int, rule: str = "dense") -> SequenceStore:
-    items = np.array([item for row in rows for item in row], dtype=np.int64)
-    ids = {"item_id": IdSummary(rule=rule, kind="int64")}
-    return replace(
-        STORE,
-        manifest=replace(STORE.manifest, vocabulary_sizes={"item_id": size}, ids=ids),
-        offsets=np.cumsum([0, *map(len, rows)]),
-        columns={
-            **{name: np.zeros(len(rows), dtype=np.int64) for name in ("user_id", "sex", "age")},
-            "item_id": items,
-            "action": (items * 0).astype(np.int32),
-            "timestamp_ms": items * 0,
-        },
-    )
-
-
-def _batch(data: Any, negatives: Negatives, *, seed: int = 0, epoch: int = 0, **options: Any) -> Any:
-    """Return one batch of all rows of a store or several, and two rows of padding."""
+def _batch(data: Any, negatives: Negatives, *, first: int = 0, seed: int = 0, epoch: int = 0, **options: Any) -> Any:
+    """Return one batch of the rows of a store or several, from one on, and two rows of padding."""
     stores: list[SequenceStore] = data if isinstance(data, list) else [data]
     collate = Collate.create(LoaderConfig(batch_size=1, negatives=negatives, **options), stores[0].manifest, stores)
-    ids = np.arange(sum(map(len, stores)))
+    ids = np.arange(first, sum(map(len, stores)))
     groups = group_by_store([store.remapped(options.get("key_maps", {})) for store in stores], ids)
     (batch,) = collate(groups, ids, batch_size=len(ids) + 2, seed=seed, epoch=epoch)
     return batch
@@ -70,20 +53,20 @@ def _chi_square(drawn: Iterable[int], probabilities: dict[int, float]) -> float:
 COUNTED = [[item] * item for item in range(1, 31)] + [[]] * 400
 
 
+DRAWS: list[tuple[Any, str, Any]] = [
+    ("uniform", "dense", np.r_[0, np.ones(31)]),
+    ("uniform", "keep", np.r_[0, np.ones(30), 0]),
+    ("popularity", "dense", np.r_[np.arange(31) ** 0.5, 0]),
+    ("popularity", "keep", np.r_[np.arange(31) ** 0.5, 0]),
+]
+
+
 @pytest.mark.parametrize("key_maps", [{}, {"item_id": KeyMap(num_embeddings=40, world_size=3, mode="roundrobin")}])
-@pytest.mark.parametrize(
-    ("by", "rule", "weights"),
-    [
-        ("uniform", "dense", np.r_[0, np.ones(31)]),
-        ("uniform", "keep", np.r_[0, np.ones(30), 0]),
-        ("popularity", "dense", np.r_[np.arange(31) ** 0.5, 0]),
-        ("popularity", "keep", np.r_[np.arange(31) ** 0.5, 0]),
-    ],
-)
+@pytest.mark.parametrize(("by", "rule", "weights"), DRAWS)
 def test_draws_have_the_distribution_of_which_log_q_is_the_logarithm(
     by: Any, rule: str, weights: Any, key_maps: dict[str, KeyMap]
 ) -> None:
-    store = _store(COUNTED, size=32, rule=rule)
+    store = store_of_items(COUNTED, size=32, rule=rule)
     negatives = Negatives(count=50, by=by, alpha=0.5, exclude_own=False)
     batch = _batch(store, negatives, seed=3, epoch=2, key_maps=key_maps)
     rows = np.arange(32) if not key_maps else key_maps["item_id"](np.arange(32))
@@ -97,7 +80,7 @@ def test_draws_have_the_distribution_of_which_log_q_is_the_logarithm(
 
 
 def test_draws_of_a_sample_are_independent_of_its_other_draws_and_of_other_samples_and_epochs() -> None:
-    store = _store([[]] * 2000, size=5)
+    store = store_of_items([[]] * 2000, size=5)
     drawn = [
         np.array(rows_of(_batch(store, Negatives(count=2), **at).negatives, "item_id")[:-2]).T
         for at in ({}, {"epoch": 1}, {"seed": 1})
@@ -114,37 +97,36 @@ def _write_hard(path: Path, lists: dict[int, list[int]]) -> Path:
     return path
 
 
-@settings(max_examples=60)
-@given(
-    rows=st.lists(st.lists(st.integers(1, 19), max_size=60), min_size=1, max_size=6),
-    by=st.sampled_from(["uniform", "popularity"]),
-    num_hard=st.integers(0, 3),
-    num_candidates=st.integers(0, 3),
-    exclude_own=st.booleans(),
+SETTINGS = st.fixed_dictionaries(
+    {
+        "by": st.sampled_from(["uniform", "popularity"]),
+        "num_hard": st.integers(0, 3),
+        "exclude_own": st.booleans(),
+    }
 )
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.integers(1, 19), max_size=60), min_size=1, max_size=6), SETTINGS, st.integers(0, 3))
 def test_negatives_are_no_items_of_the_user_or_no_targets_and_equally_many(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[list[int]],
-    by: Any,
-    num_hard: int,
-    num_candidates: int,
-    exclude_own: bool,
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]], options: dict[str, Any], num_candidates: int
 ) -> None:
     """Hard ones, of the last item, come last; they have the logarithm 0."""
-    hard = tmp_path_factory.getbasetemp() / "hard.parquet"
+    hard, num_hard = tmp_path_factory.getbasetemp() / "hard.parquet", options["num_hard"]
     lists = {item: [item, item % 19 + 1, (item + 5) % 19 + 1, item % 5 + 1] for item in range(1, 20)}
     if not hard.exists():
         _write_hard(hard, lists)
     rows = [row for row in rows if len(row) >= num_candidates] + [[1, 1, 1, 2]]
-    negatives = Negatives(count=7, by=by, exclude_own=exclude_own, hard=hard if num_hard else None, num_hard=num_hard)
-    stores = [_store(part, size=20) for part in (rows[:1], rows[1:]) if part]
+    stores = [store_of_items(part, size=20) for part in (rows[:1], rows[1:]) if part]
+    negatives = Negatives(count=7, hard=hard if num_hard else None, **options)
     batch = _batch(stores, negatives, max_num_candidates=num_candidates)
-    drawable = {item for row in rows for item in row} if by == "popularity" else {*range(1, 20)}
+    drawable = {item for row in rows for item in row} if negatives.by == "popularity" else {*range(1, 20)}
     of_rows, log_q = rows_of(batch.negatives, "item_id"), rows_of(batch.log_q, "negative")
     assert of_rows[-2:] == log_q[-2:] == [[], []]
     for row, drawn, q in zip(rows, of_rows, log_q, strict=False):
         assert len(drawn) == 7 + num_hard
-        kept = {*row} if exclude_own else {*row[len(row) - num_candidates :]} if num_candidates else {*row[1:]}
+        targets = row[len(row) - num_candidates :] if num_candidates else row[1:]
+        kept = {*(row if negatives.exclude_own else targets)}
         allowed = [item for item in (lists[row[-1]] if row else []) if item not in kept]
         is_hard = [value == 0 for value in q]
         assert sum(is_hard) == min(num_hard, len(allowed))
@@ -152,7 +134,7 @@ def test_negatives_are_no_items_of_the_user_or_no_targets_and_equally_many(
         assert not Counter(np.array(drawn)[is_hard].tolist()) - Counter(allowed)
         others = {*np.array(drawn)[~np.array(is_hard)].tolist()}
         assert others <= drawable
-        assert others.isdisjoint(row) or not exclude_own or not drawable - {*row}
+        assert others.isdisjoint(row) or not negatives.exclude_own or not drawable - {*row}
 
 
 def test_hard_negatives_are_consecutive_in_the_order_of_the_file_from_any_one_on(tmp_path: Path) -> None:
@@ -161,22 +143,22 @@ def test_hard_negatives_are_consecutive_in_the_order_of_the_file_from_any_one_on
         key_of: Any = KEY_MAP.inverse if key_maps else np.array
         pairs = set()
         for epoch in range(20):
-            batch = _batch(_store([[1, 2, 3], [6, 1, 9]], size=600), negatives, epoch=epoch, key_maps=key_maps)
+            batch = _batch(store_of_items([[1, 2, 3], [6, 1, 9]], size=600), negatives, epoch=epoch, key_maps=key_maps)
             first, second = (key_of(np.array(row)) for row in rows_of(batch.negatives, "item_id")[:2])
             pairs.add(tuple(sorted(first[1:].tolist())))
             assert second[2] == 5  # the user has 6
         assert pairs == {(5, 6), (6, 7), (5, 7)}  # never 1, which the user has
 
 
-@pytest.mark.parametrize("size", [3000, 400_000])  # of the larger, no test of all its items for each draw would end
-def test_a_long_history_and_one_rare_drawable_item_are_excluded_and_found(size: int) -> None:
-    own = [*range(2, size)]
-    store = _store([own, [1], own * 2, [1, *own]], size=size)
-    for by in ("uniform", "popularity"):
-        of_rows = rows_of(_batch(store, Negatives(count=20, by=by)).negatives, "item_id")
-        assert of_rows[0] == of_rows[2] == [1] * 20
-        assert 0 not in of_rows[3]
-    assert of_rows[1].count(1) == 0
+def test_a_long_history_and_one_rare_drawable_item_are_excluded_and_found() -> None:
+    for size in (3000, 400_000):  # of the larger, no test of all its items for each draw would end
+        own = [*range(2, size)]
+        store = store_of_items([[], own, [1], own * 2, [1, *own]], size=size)
+        for by in ("uniform", "popularity"):
+            of_rows = rows_of(_batch(store, Negatives(count=20, by=by), first=1).negatives, "item_id")
+            assert of_rows[0] == of_rows[2] == [1] * 20
+            assert 0 not in of_rows[3]
+        assert of_rows[1].count(1) == 0
 
 
 def _samples(batches: Iterable[Any]) -> dict[int, Any]:
@@ -189,47 +171,39 @@ def _samples(batches: Iterable[Any]) -> dict[int, Any]:
     return samples
 
 
-def _config(**options: Any) -> LoaderConfig:
-    return LoaderConfig(**{"batch_size": 8, "max_num_candidates": 1, "negatives": POPULAR, "seed": 5, **options})
+def _loader(path: Any, *, rank: int = 0, world_size: int = 1, balance: Any = None, **options: Any) -> Any:
+    defaults = {"batch_size": 8, "max_num_candidates": 1, "negatives": POPULAR, "seed": 5}
+    return build_loader(
+        path, LoaderConfig(**{**defaults, **options}), rank=rank, world_size=world_size, balance=balance
+    )
 
 
-def _all(path: Any, world_size: int, balance: BalanceConfig | None = None, **options: Any) -> dict[int, Any]:
-    ranks = [{"rank": rank, "world_size": world_size, "balance": balance} for rank in range(world_size)]
-    loaders: list[Any] = [build_loader(path, _config(**options), **rank) for rank in ranks]  # type: ignore[arg-type]
+def _all(path: Any, world_size: int = 1, **options: Any) -> dict[int, Any]:
+    loaders = [_loader(path, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
     return {key: row for loader in loaders for key, row in _samples(loader).items()}
 
 
 def test_a_sample_has_the_same_negatives_on_any_ranks_and_others_in_the_next_epoch(small_dataset: Path) -> None:
-    loader = build_loader(small_dataset, _config(), rank=0, world_size=1)
+    loader = _loader(small_dataset)
     first, second = _samples(loader), _samples(loader)
     assert len(first) > 150
     assert first.keys() == second.keys()
-    for others in (second, _all(small_dataset, 1, seed=6)):
+    for others in (second, _all(small_dataset, seed=6)):
         assert sum(first[key][0] == others[key][0] for key in first) < 3
     assert _all(small_dataset, 3, num_workers=2, prefetch=3) == first
-    assert _all(small_dataset, 2, BalanceConfig(cost=COST, window=3)) == first
+    assert _all(small_dataset, 2, balance=BalanceConfig(cost=COST, window=3)) == first
     iterator = iter(loader)
     done = [next(iterator) for _ in range(7)]
-    resumed = build_loader(small_dataset, _config(batch_size=11, seed=9), rank=0, world_size=1)
+    resumed = _loader(small_dataset, batch_size=11, seed=9)
     resumed.load_state_dict(loader.state_dict(after=done[-1]))
     assert _samples(resumed) == _samples(iterator)
     again = loader.collate(done[3].sample_ids.numpy(), epoch=done[3].epoch)
     assert _samples([again]) == _samples(done[3:4])
-    loader.begin_at(0)
-    assert _samples(loader) == first
-    mapped = _all(small_dataset, 1, key_maps={"item_id": KEY_MAP})
+    mapped = _all(small_dataset, key_maps={"item_id": KEY_MAP})
     assert mapped == {key: (KEY_MAP(np.array(items)).tolist(), *log_q) for key, (items, *log_q) in first.items()}
-
-
-def test_fixed_ones_are_the_same_in_every_epoch_and_an_eval_split_is_drawn_for_by_train(small_dataset: Path) -> None:
-    """As evaluation needs them: the metrics of a model that is not trained in between are equal."""
-    train, held_out = (
-        build_loader(small_dataset, _config(split=split, negatives=replace(POPULAR, fixed=True)), rank=0, world_size=1)
-        for split in ("train", "eval")
-    )
+    # As evaluation needs them: the metrics of a model that is not trained in between are equal.
+    held_out = _loader(small_dataset, split="eval", negatives=replace(POPULAR, fixed=True))
     assert _samples(held_out) == _samples(held_out) != {}
-    assert held_out.epoch == 2
-    assert train.rank_invariants()["negatives"] == held_out.rank_invariants()["negatives"]
 
 
 def test_streams_draw_the_same_negatives_with_popularity_from_the_vocabulary(tmp_path: Path) -> None:
@@ -240,13 +214,16 @@ def test_streams_draw_the_same_negatives_with_popularity_from_the_vocabulary(tmp
     synthetic = SyntheticConfig(num_users=100, lengths=lengths, items=items)
     # Without an eval split, train has all events of the log.
     preprocess(PreprocessConfig(dataset="synthetic", out=data, ids="item=dense", synthetic=synthetic, split="user:0"))
+
+    def stream(negatives: Negatives) -> Any:
+        config = LoaderConfig(batch_size=8, max_num_candidates=1, negatives=negatives, seed=5)
+        return build_stream_loader(data, config, StreamConfig(lanes=4, window_rows=20), rank=0, world_size=1)
+
     for negatives in (Negatives(count=5), POPULAR):
-        config = _config(negatives=negatives)
-        stream = build_stream_loader(data, config, StreamConfig(lanes=4, window_rows=20), rank=0, world_size=1)
-        assert _samples(stream) == _all(data, 1, negatives=negatives)
+        assert _samples(stream(negatives)) == _all(data, negatives=negatives)
     (data / "vocabulary_item_id.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"vocabulary_item_id.parquet cannot be read as Parquet"):
-        build_stream_loader(data, _config(), rank=0, world_size=1)
+        stream(POPULAR)
 
 
 def test_ranks_compare_what_is_drawn_and_files_by_their_contents(small_dataset: Path, tmp_path: Path) -> None:
@@ -254,7 +231,7 @@ def test_ranks_compare_what_is_drawn_and_files_by_their_contents(small_dataset: 
 
     def invariants(rank: int, path: Path, **options: Any) -> Any:
         negatives = Negatives(count=2, num_hard=1, hard=path, **options)
-        return build_loader(small_dataset, _config(negatives=negatives), rank=rank, world_size=2).rank_invariants()
+        return _loader(small_dataset, negatives=negatives, rank=rank, world_size=2).rank_invariants()
 
     check_settings([invariants(0, here), invariants(1, there)])
     for different in (invariants(1, other), invariants(1, here, exclude_own=False)):

@@ -1,5 +1,11 @@
+"""Key maps, and the batches of loaders that have them."""
+
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +15,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.core.errors import RankError, StateError
+from evenrank.dataloader import (
+    LoaderConfig,
+    Mixture,
+    RandomBatches,
+    RandomData,
+    StreamConfig,
+    build_loader,
+    build_stream_loader,
+    random_codes,
+)
+from evenrank.dataloader.balance import BalanceConfig
+from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.routing import MODES, KeyMap, Mode, map_features
 from evenrank.dataloader.routing.key_map import rows_per_rank
+from evenrank.datasets.distributions import Uniform
+from tests.dataloader.balance.batch_bits import bits_of
+from tests.dataloader.balance.costs import COST
+from tests.pages import ROOT, blocks
 
 SIZES = st.integers(1, 3000) | st.integers(1, 1 << 62)
 
@@ -73,19 +96,18 @@ def test_keys_are_spread_over_ranks() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_results_have_the_shape_and_the_dtype_of_the_keys(mode: Mode) -> None:
     key_map = KeyMap(num_embeddings=12, world_size=4, mode=mode)
-    rows = key_map(np.arange(12))
+    rows = key_map(np.arange(12)).reshape(3, 4)
     for dtype in (np.int32, np.int64, np.uint64, np.int8):
         keys = np.arange(12, dtype=dtype).reshape(3, 4)[:, ::2]  # not contiguous
         mapped = key_map(keys)
-        assert mapped.dtype == np.dtype(dtype)
-        assert mapped.tolist() == rows.reshape(3, 4)[:, ::2].tolist()
+        assert (mapped.dtype, mapped.tolist()) == (np.dtype(dtype), rows[:, ::2].tolist())
+        assert keys.tolist() == np.arange(12).reshape(3, 4)[:, ::2].tolist()  # not changed
     for kind in (torch.int32, torch.int64):
         tensor = key_map(torch.arange(12, dtype=kind).reshape(3, 4).T)
-        assert (tensor.dtype, tensor.tolist()) == (kind, rows.reshape(3, 4).T.tolist())
-    assert keys.tolist() == np.arange(12).reshape(3, 4)[:, ::2].tolist()  # not changed
+        assert (tensor.dtype, tensor.tolist()) == (kind, rows.T.tolist())
     assert key_map(np.empty((0, 3), dtype=np.int64)).shape == (0, 3)
     assert key_map(torch.empty(0, dtype=torch.int64)).tolist() == []
-    assert key_map(torch.tensor(3)).tolist() == key_map(np.array(3)).tolist() == rows[3]
+    assert key_map(torch.tensor(3)).tolist() == key_map(np.array(3)).tolist() == rows[0, 3]
     assert key_map.inverse(key_map(torch.tensor(3))).item() == 3
 
 
@@ -114,14 +136,11 @@ def test_only_the_keys_of_the_mapped_feature_change() -> None:
     items = KeyMap(num_embeddings=100, world_size=4, mode="hash_roundrobin")
     for dtype in (torch.int32, torch.int64):
         values, weights = torch.tensor([1, 2, 90, 7, 5, 6, 7], dtype=dtype), torch.rand(7)
-        lengths = torch.tensor([2, 0, 1, 1, 3, 0])
-        keys = ["user_id", "item_id", "action"]
+        lengths, keys = torch.tensor([2, 0, 1, 1, 3, 0]), ["user_id", "item_id", "action"]
         mapped = map_features(KeyedJaggedTensor(keys, values, weights, lengths), {"item_id": items})
-        assert mapped.keys() == keys
+        assert (mapped.keys(), mapped.values().dtype, mapped.stride()) == (keys, dtype, 2)
         assert mapped.values().tolist() == [1, 2, *items(values[2:4]).tolist(), 5, 6, 7] != values.tolist()
-        assert (mapped.values().dtype, mapped.stride()) == (dtype, 2)
-        assert mapped.lengths().tolist() == lengths.tolist()
-        assert mapped.weights().tolist() == weights.tolist()
+        assert (mapped.lengths().tolist(), mapped.weights().tolist()) == (lengths.tolist(), weights.tolist())
         assert values.tolist() == [1, 2, 90, 7, 5, 6, 7]
     empty = KeyedJaggedTensor(["item_id"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(3, dtype=torch.int64))
     assert map_features(empty, {"item_id": items}).lengths().tolist() == [0, 0, 0]
@@ -134,5 +153,86 @@ def test_only_the_keys_of_the_mapped_feature_change() -> None:
     )
     mapped = map_features(uneven, {"item": items})
     assert mapped.values().tolist() == [*items(torch.tensor([3, 4, 5])).tolist(), 6]
-    assert mapped.stride_per_key() == [2, 1]
-    assert mapped.inverse_indices()[1].tolist() == [[0, 1], [0, 0]]
+    assert (mapped.stride_per_key(), mapped.inverse_indices()[1].tolist()) == ([2, 1], [[0, 1], [0, 0]])
+
+
+RANKS: dict[str, Any] = {"rank": 0, "world_size": 2}
+Maps = Mapping[str, KeyMap]
+
+
+def _maps(mode: Mode, world_size: int = 2) -> dict[str, KeyMap]:
+    sizes = {"item_id": 503, "user_id": 301, "segment": 10}
+    return {name: KeyMap(num_embeddings=size, world_size=world_size, mode=mode) for name, size in sizes.items()}
+
+
+def _config(key_maps: Maps, **options: Any) -> LoaderConfig:
+    settings: dict[str, Any] = {"batch_size": 8, "user_id": True, "max_num_candidates": 1, "key_maps": key_maps}
+    return LoaderConfig(**settings | options)
+
+
+WINDOWS, STREAM = BalanceConfig(cost=COST, window=3), StreamConfig(lanes=4, window_rows=20)
+DATA = RandomData(items=Uniform(high=502))
+OF_CODES: Any = {"codes": random_codes(503, levels=2, codebook_size=8)}
+KINDS: dict[str, Callable[[Path, Maps], Any]] = {
+    "workers": lambda path, maps: build_loader(path, _config(maps, num_workers=2, order="rows"), **RANKS),
+    "pickled": lambda path, maps: pickle.loads(pickle.dumps(build_loader(path, _config(maps), **RANKS))),
+    "balanced": lambda path, maps: build_loader(path, _config(maps), balance=WINDOWS, **RANKS),
+    "mixture": lambda path, maps: build_loader(Mixture(weights={path: 2.0, str(path): 1.0}), _config(maps), **RANKS),
+    "stream": lambda path, maps: build_stream_loader(path, _config(maps), STREAM, **RANKS),
+    "random": lambda path, maps: RandomBatches(_config(maps, user_id=False), DATA, num_batches=12, **RANKS),
+    "semantic ids": lambda path, maps: build_loader(path, _config(maps, **OF_CODES), **RANKS),
+}
+UNKNOWN = {"random": ("user_id", "segment"), "semantic ids": ("item_id",)}  # features that these batches lack
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_have_rows_instead_of_keys(small_dataset: Path, kind: str) -> None:
+    plain = [*KINDS[kind](small_dataset, {})]
+    assert len(plain) > 10
+    for mode in MODES:
+        key_maps = {name: key_map for name, key_map in _maps(mode).items() if name not in UNKNOWN.get(kind, ())}
+        for batch, mapped in zip(plain, KINDS[kind](small_dataset, key_maps), strict=True):
+            assert bits_of(mapped) == bits_of(batch.replace(features=map_features(batch.features, key_maps)))
+
+
+@pytest.mark.parametrize("kind", ["workers", "stream"])
+def test_states_say_how_keys_are_mapped_and_ranks_must_map_them_alike(small_dataset: Path, kind: str) -> None:
+    maps = _maps("roundrobin")
+    loader = KINDS[kind](small_dataset, maps)
+    invariants = loader.rank_invariants()
+    next(iter(loader))
+    state = loader.state_dict()
+    maps.clear()
+    assert loader.state_dict() == state  # the loader keeps the maps that it was given
+    same = KINDS[kind](small_dataset, dict(reversed(_maps("roundrobin").items())))
+    same.load_state_dict(state)
+    check_settings([invariants, {**same.rank_invariants(), "rank": 1}])
+    for other in (_maps("hash_roundrobin"), _maps("roundrobin", 4), {}):
+        refusing = KINDS[kind](small_dataset, other)
+        before = refusing.state_dict()
+        with pytest.raises(StateError, match=r"state stores item_id with routing roundrobin \(.* but this job uses "):
+            refusing.load_state_dict(state)
+        assert refusing.state_dict() == before
+        with pytest.raises(RankError, match="key_maps differs between ranks"):
+            check_settings([invariants, {**refusing.rank_invariants(), "rank": 1}])
+    assert hash(_config(_maps("roundrobin"))) == hash(_config({}))
+
+
+def test_the_code_of_the_page_trains_and_exports_the_rows_of_the_same_keys(small_dataset: Path) -> None:
+    load, own, export, _, _ = blocks(ROOT / "docs" / "how-to" / "routing.md")
+    names: dict[str, Any] = {"data": small_dataset, "rank": 1, "world_size": 4}
+    exec(load, names)
+    plain = build_loader(small_dataset, LoaderConfig(batch_size=32), rank=1, world_size=4)
+    num_items, items = names["num_items"], names["items"]
+    # A trained table has at each row what belongs to its key, here the key itself.
+    table = torch.empty(num_items, dtype=torch.int64)
+    table[items(torch.arange(num_items))] = torch.arange(num_items)
+    for batch, mapped in zip(plain, names["loader"], strict=True):
+        assert torch.equal(table[mapped.features["item_id"].values()], batch.features["item_id"].values())
+        names["batch"] = SimpleNamespace(features=batch.features)
+        exec(own, names)
+        assert torch.equal(names["batch"].features.values(), mapped.features.values())
+    names |= {"table": table, "nearest_rows": [5, 0, 17]}
+    exec(export, names)
+    assert names["by_key"].tolist() == list(range(num_items))
+    assert names["keys"].tolist() == table[[5, 0, 17]].tolist()

@@ -1,8 +1,9 @@
-"""Loaders with windows of steps, and the values that threads share; `balance/test_packing.py` has packed steps.
+"""Loaders that balance alone, with windows of steps or without; `balance/test_packing.py` has packed steps.
 
 That chains of jobs, alone or together, train each sample once is a law.
 """
 
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import pickle
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader import LoaderConfig, Mixture, build_loader
-from evenrank.dataloader.balance import BalanceConfig, PaddedCost, StepMetrics
-from evenrank.dataloader.balance.plan import assign_to_steps
+from evenrank.dataloader import LoaderConfig, Mixture, Negatives, TimeWindows, build_loader, random_codes
+from evenrank.dataloader.balance import BalanceConfig, Balancer, PaddedCost, StepMetrics
 from evenrank.dataloader.sampling import balanced_steps
 from evenrank.dataloader.sampling.balanced_steps import Memo
 from evenrank.dataloader.sampling.epoch_positions import _FORMAT
+from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample
-from tests.dataloader.batch_helpers import ids_of
-from tests.dataloader.resuming import with_changes
+from tests.dataloader.batch_helpers import all_ids, ids_of, with_changes
+from tests.ranks import RankPool
 
 Loaders = list[Any]
-PACKED = {"pack": True, "max_tokens_per_rank": 90}
 
 
 def _loaders(path: Path | Mixture, world_size: int, balance: Mapping[str, Any] | None, **options: Any) -> Loaders:
@@ -39,26 +40,83 @@ def _loaders(path: Path | Mixture, world_size: int, balance: Mapping[str, Any] |
     return [build_loader(path, config, rank=rank, world_size=world_size, balance=way) for rank in range(world_size)]
 
 
-def _iterate(loaders: Loaders, stop: int | None = None) -> list[list[list[int]]]:
-    """Return the ids of each rank's samples, step by step, of the next `stop` steps of an epoch."""
-    return [[ids_of(batch) for batch in itertools.islice(loader, stop)] for loader in loaders]
-
-
-def _flat(*of_ranks: list[list[list[int]]]) -> list[int]:
-    return [sample for ranks in of_ranks for steps in ranks for step in steps for sample in step]
-
-
 def _load(loaders: Loaders, state: Mapping[str, Any]) -> Loaders:
     for loader in loaders:
         loader.load_state_dict(state)
     return loaders
 
 
+def _iterate(loaders: Loaders) -> list[list[list[int]]]:
+    """Return the ids of each rank's samples, step by step."""
+    return [[ids_of(batch) for batch in loader] for loader in loaders]
+
+
+def _measured(metrics: StepMetrics) -> list[Any]:
+    """Return the counts and loads of a step, without times."""
+    values = {name: value for name, value in dataclasses.asdict(metrics).items() if not name.endswith("_seconds")}
+    return [np.asarray(value).tolist() for value in values.values()]
+
+
+def _both_ways(rank: int, world_size: int, data: Any, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for options, of_balance in cases:
+        config, ways = LoaderConfig(**{"batch_size": 4, "prefetch": 3, **options}), []
+        for has_exchange in (False, True):
+            metrics: list[StepMetrics] = []
+            balance = BalanceConfig(**{"cost": COST, **of_balance}, on_step=metrics.append)
+            build = partial(build_loader, data, config, rank=rank, world_size=world_size)
+            batches: Any = Balancer(build(), balance) if has_exchange else build(balance=balance)
+            steps = [bits_of(batch) for _ in range(2) for batch in batches]
+            batches.close()
+            ways.append(list(zip(steps, map(_measured, metrics), strict=True)))
+        assert ways[0] == ways[1] != [], (options, of_balance)
+
+
+CODES = {"codes": random_codes(501, levels=2, codebook_size=8), "max_history_length": 9}
+OF_CODES = {"cost": dataclasses.replace(COST, history_key="semantic_id")}
+Cases = list[tuple[dict[str, Any], dict[str, Any]]]
+OF_STRATEGIES: Cases = [
+    ({"user_id": True, "num_workers": 2, "max_history_length": 20}, {"strategy": "karmarkar-karp"}),
+    ({}, {"strategy": "min-move", "tolerance": 0.1}),
+    ({"max_history_length": 20}, {"max_tokens_per_rank": 75}),
+    ({}, {"strategy": "none"}),
+]
+OF_SETTINGS: Cases = [
+    ({"order": TimeWindows(every="1w"), "max_num_candidates": 3, "candidate_actions": True, "num_tasks": 2}, {}),
+    ({"order": "rows", "drop_last": True, "max_history_length": 0}, {}),
+    ({"split": "eval", "max_num_candidates": 1, "negatives": Negatives(count=5, by="popularity")}, {}),
+    ({**CODES, "history_labels": True, "candidate_feature": True, "user_id": True}, OF_CODES),
+]
+OF_COLUMNS: Cases = [
+    ({"max_num_candidates": 2, "label": ("dwell", "price"), "weight": "share", "context": ("tags",)}, {}),
+    ({"label": "price", "weight": "price", "context": ("share",), "extra_events": ("price", "dwell")}, {}),
+]
+
+
+def test_batches_and_their_measures_are_a_balancers(ranks: RankPool, small_dataset: Path, rich_dataset: Path) -> None:
+    ranks.run(4, _both_ways, small_dataset, OF_STRATEGIES)
+    ranks.run(3, _both_ways, small_dataset, OF_SETTINGS)
+    ranks.run(2, _both_ways, rich_dataset, OF_COLUMNS)
+    ranks.run(3, _both_ways, Mixture(weights={small_dataset: 2.0, str(small_dataset): 1.0}), [({}, {})])
+
+
+def test_steps_can_be_planned_together(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(**options: Any) -> list[Any]:
+        metrics: list[StepMetrics] = []
+        batches = list(_loaders(small_dataset, 3, {"on_step": metrics.append}, **options)[1])
+        return [(bits_of(batch), _measured(of_step)) for batch, of_step in zip(batches, metrics, strict=True)]
+
+    one_by_one = steps(prefetch=1)
+    assert len(one_by_one) > 10
+    for at_once in (1, 7, 29, 1 << 20):
+        monkeypatch.setattr(balanced_steps, "_SAMPLES_AT_ONCE", at_once)
+        assert steps(prefetch=5) == one_by_one
+
+
 def _state(path: Path, world_size: int, stop: int, **options: Any) -> dict[str, Any]:
     """Return the state of ranks that stopped after some steps of a window of 4."""
-    loaders = _loaders(path, world_size, {"window": 4}, **options)
-    _iterate(loaders, stop)
-    state: dict[str, Any] = loaders[0].state_dict()
+    loader = _loaders(path, world_size, {"window": 4}, **options)[0]
+    batches = list(itertools.islice(loader, stop))
+    state: dict[str, Any] = loader.state_dict(after=batches[-1])
     return state
 
 
@@ -71,15 +129,12 @@ class _Large:
         return np.minimum(lengths["item_id"] + 1, 32) << 54
 
 
+OPTIONS = {"batch_size": st.integers(1, 9), "order": st.sampled_from(["shuffle", "rows"]), "drop_last": st.booleans()}
+COSTS = st.sampled_from([COST, PaddedCost(COST), _Large()])
+
+
 @settings(max_examples=20)
-@given(
-    world_size=st.integers(1, 8),
-    window=st.integers(2, 9),
-    cost=st.sampled_from([COST, PaddedCost(COST), _Large()]),
-    options=st.builds(
-        dict, batch_size=st.integers(1, 9), order=st.sampled_from(["shuffle", "rows"]), drop_last=st.booleans()
-    ),
-)
+@given(st.integers(1, 8), st.integers(2, 9), COSTS, st.fixed_dictionaries(OPTIONS))
 def test_each_window_has_its_samples_once(
     small_dataset: Path, world_size: int, window: int, cost: Any, options: Any
 ) -> None:
@@ -102,34 +157,27 @@ def test_chance_is_another_one_in_each_window_and_epoch(small_dataset: Path) -> 
     (plain,), (loader,) = (_loaders(small_dataset, 1, way) for way in (None, {"window": 8, "cost": one_per_sample}))
     assigned = []
     for _ in range(2):
-        place_of = {sample: place for place, sample in enumerate(_flat(_iterate([plain])))}
-        places = [place_of[sample] for sample in _flat(_iterate([loader]))]
+        place_of = {sample: place for place, sample in enumerate(all_ids(plain))}
+        places = [place_of[sample] for sample in all_ids(loader)]
         assigned += [tuple(np.array(places[i : i + 32]) % 32) for i in range(0, len(places) - 31, 32)]
     # Samples of equal cost can only be told apart by their positions, so alike windows would be assigned alike.
     assert len(set(assigned)) == len(assigned) > 10
 
 
-def test_states_are_those_of_a_loader_that_stops_there_and_have_nothing_pending_between_windows(
-    small_dataset: Path,
-) -> None:
-    ahead, step_by_step = (_loaders(small_dataset, 2, {"window": 3}, num_workers=workers)[0] for workers in (2, 0))
-    batches = [*ahead, *itertools.islice(ahead, 7)]  # in two epochs
-    states = [step_by_step.state_dict() for _ in itertools.chain(step_by_step, itertools.islice(step_by_step, 7))]
-    assert [ahead.state_dict(after=batch) for batch in batches] == states
-    has_pending = [state["pending"] != "" for state in states if state["epoch"] == 0]
-    num_full = ahead.num_samples // 8
-    assert has_pending == [step % 3 != 2 and step + 1 < num_full for step in range(len(has_pending))]
-    for window in (1, 4, 7):  # states of batches from before a load are known
-        loader = _loaders(small_dataset, 1, {"window": window})[0]
-        batches = list(itertools.islice(loader, 4))
+def test_states_have_nothing_pending_between_windows_and_those_before_a_load_are_known(small_dataset: Path) -> None:
+    for window in (1, 3, 7):
+        loader = _loaders(small_dataset, 2, {"window": window}, num_workers=2)[0]
+        batches, num_full = list(loader), loader.num_samples // 8
         states = [loader.state_dict(after=batch) for batch in batches]
+        has_pending = [(step + 1) % window > 0 and step + 1 < num_full for step in range(len(batches))]
+        assert [state["pending"] != "" for state in states] == has_pending
         loader.load_state_dict(_state(small_dataset, 3, 3))
-        assert [loader.state_dict(after=batch) for batch in batches] == states
+        assert [loader.state_dict(after=batch) for batch in batches[:4]] == states[:4]
 
 
 def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_does(small_dataset: Path) -> None:
     states = _state(small_dataset, 2, 2), _state(small_dataset, 1, 4, seed=4)
-    for state, balance in itertools.product(states, ({"window": 4}, PACKED)):
+    for state, balance in itertools.product(states, ({"window": 4}, {"pack": True, "max_tokens_per_rank": 90})):
         assert state["position"] == 16
         used, new = (_loaders(small_dataset, 1, balance) for _ in range(2))
         # Has planned the samples from position 16 on.
@@ -137,27 +185,6 @@ def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_d
         assert _iterate(_load(used, state)) == _iterate(_load(new, state))
         epochs = [[loader.state_dict() for _ in loader] for loader in (*used, *new)]
         assert epochs[0] == epochs[1] != []
-
-
-def test_threads_plan_each_window_once_and_nothing_is_measured_for_no_one(
-    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, assigned = _iterate(_loaders(small_dataset, 2, {"window": 7})), []
-
-    def assign_and_count(costs: Any, tokens: Any, num_steps: int, *arguments: Any, **named: Any) -> Any:
-        assigned.append(num_steps)
-        return assign_to_steps(costs, tokens, num_steps, *arguments, **named)
-
-    monkeypatch.setattr(balanced_steps, "assign_to_steps", assign_and_count)
-    monkeypatch.setattr(balanced_steps, "measure_step", None)
-    for options in ({"num_workers": 3, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 50}):
-        assigned.clear()
-        loader = _loaders(small_dataset, 2, {"window": 7}, **options)[1]
-        assert _iterate([loader]) == expected[1:]
-        num_full = loader.num_samples // 8
-        assert assigned == [7] * (num_full // 7) + [num_full % 7]
-    with pytest.raises(TypeError):
-        list(_loaders(small_dataset, 2, {"window": 7, "on_step": print})[1])
 
 
 def test_steps_of_windows_keep_the_limit_of_tokens(small_dataset: Path) -> None:
@@ -179,19 +206,16 @@ def test_loads_before_are_those_of_the_steps_without_windows(small_dataset: Path
             lengths = [b.features["item_id"].lengths() for b in (_load(loaders, start) if start else loaders)[1]]
         unbalanced, windowed = measured
         assert len(windowed) > 10
-        assert [step.before.tolist() for step in windowed] == [step.before.tolist() for step in unbalanced]
-        assert [step.after.tolist() for step in windowed] != [step.before.tolist() for step in unbalanced]
+        before = [step.before.tolist() for step in unbalanced]
+        assert [step.before.tolist() for step in windowed] == before
+        assert [step.after.tolist() for step in windowed] != before
         assert sum(step.tokens for step in windowed) == sum(step.tokens for step in unbalanced)
         if cost is not COST:  # the longest sample of a rank counts for all of its rows, and they are alike
             longest = [int(of_rank.max()) for of_rank in lengths]
             assert [step.rank_tokens.tolist()[1] for step in windowed] == [4 * one for one in longest]
             loads = [4 * int(COST.of_tokens(np.array(one), np.array(0))) for one in longest]
             assert [step.after.tolist()[1] for step in windowed] == loads
-            padded, tokens = (
-                sum(int(np.sum(value)) for value in of)
-                for of in zip(*((s.rank_tokens, s.tokens) for s in windowed), strict=True)
-            )
-            assert padded < 1.7 * tokens
+            assert sum(s.rank_tokens.sum() for s in windowed) < 1.7 * sum(s.tokens for s in windowed)
 
 
 def test_threads_that_ask_for_one_value_wait_for_the_one_that_computes_it_but_a_forked_child_does_not() -> None:

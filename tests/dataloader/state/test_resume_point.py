@@ -52,7 +52,7 @@ def test_skipped_samples_go_through_text(drawn: tuple[SkippedSamples, int, int])
 
 
 PENDING = [2, 4, base64.b64encode(np.packbits([1, 0, 1, 1, 0, 1]).tobytes()).decode()]  # 2 4 5 7, after 4 samples
-WINDOW = {"start": 0, "world_size": 2, "batch_size": 4, "steps": 3, "pending": None}
+WINDOW: dict[str, Any] = {"start": 0, "world_size": 2, "batch_size": 4, "steps": 3, "pending": None}
 
 
 def test_the_format_of_the_text() -> None:
@@ -67,13 +67,12 @@ def test_the_format_of_the_text() -> None:
 
 
 def test_damaged_text_is_refused() -> None:
-    damaged: list[Any] = ["x", "7", "[" * 100_000, json.dumps({"positions": PENDING})]
-    for change in ({"start": 5}, {"steps": 0}, {"pending": 7}):
-        damaged.append(json.dumps({"positions": PENDING, "window": WINDOW | change}))
-    # Begins after 4 samples; more than there are; 9 is past the end; does not begin at 1.
-    for first, count, bits in ((5, 4, PENDING[2]), (2, 6, PENDING[2]), (4, 4, PENDING[2]), (2, 4, "?"), (1, 4, "Wg==")):
-        damaged.append(json.dumps({"positions": [first, count, bits], "window": None}))
-    for text in damaged:
+    of_window = [WINDOW | change for change in ({"start": 5}, {"steps": 0}, {"pending": 7})]
+    # Begins after 4 samples; more than there are; 9 is past the end; no bits; does not begin at 1.
+    of_bits = (5, 4, PENDING[2]), (2, 6, PENDING[2]), (4, 4, PENDING[2]), (2, 4, "?"), (1, 4, "Wg==")
+    damaged = [{"positions": PENDING}, *({"positions": PENDING, "window": window} for window in of_window)]
+    damaged += [{"positions": list(positions), "window": None} for positions in of_bits]
+    for text in ("x", "7", "[" * 100_000, *map(json.dumps, damaged)):
         with pytest.raises(StateError, match=r"^corrupt loader state: field 'pending' cannot be decoded; use another"):
             SkippedSamples.from_text(text, position=4, num_samples=9)
 

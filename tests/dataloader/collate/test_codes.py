@@ -37,10 +37,10 @@ def test_a_table_is_read_from_a_file_of_tensors(tmp_path: Path, suffix: str) -> 
     assert items.tolist() == sorted([*range(12), *range(13, 40), *range(1, 40, 2)])
     assert codes[:4].tolist() == [[0, 0], [0, 1], [0, 8], [0, 2]]  # of items 0, 1 and 2
     assert table.all_codes()[1].tolist() == np.delete(CODES, 12, axis=1).T.tolist()
+    # Tables are compared by what describes them.
     assert read(FILE[..., :1]).describe() == table.describe() == replace(several, alternatives=None).describe()
-    others = several.alternatives.clip(-1, 0)
-    tables = [table, several, replace(several, alternatives=others), read(CODES[:, ::-1].copy())]
-    assert len({other.describe().split()[-1] for other in tables}) == 4
+    others = replace(several, alternatives=several.alternatives.clip(-1, 0)), read(CODES[:, ::-1].copy())
+    assert len({each.describe().split()[-1] for each in (table, several, *others)}) == 4
     assert several.describe().startswith("2 levels of 40 items with 1 alternatives, codebook_sizes [4, 10], ")
 
 

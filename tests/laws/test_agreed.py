@@ -1,4 +1,4 @@
-"""Law 4: what a rank plans alone is what all plan together, and as a Balancer does where that is promised."""
+"""Laws 4 and 5: ranks come to the same plan, alone and together, and to the same error, long before the timeout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.laws.kinds import cells
+from tests.laws.kinds import ALONE, BALANCED, cells, has
 from tests.laws.making import Job
-from tests.laws.running import Part, run, see_bits
+from tests.laws.running import Part, failure_of, run, see_bits
 from tests.ranks import RankPool
 
 
@@ -55,3 +55,29 @@ def test_a_plan_made_alone_is_the_one_made_together(ranks: RankPool, data: Path,
         )
     )
     assert balanced_steps == steps
+
+
+FAULTS = {
+    "seed": "seed differs between ranks: 0 on rank 0, 1 on rank 1",
+    "cost": "the cost is not known",
+    "read": "a file cannot be read",
+}
+# Ranks that wait for the end of an epoch look for errors once a second, so some of these cases are enough.
+_SLOW = {(kind, way, fault) for kind, way in cells("packed", "window") for fault in ("cost", "read")}
+_SLOW -= {("shuffle", "packed", "cost"), ("windows of time", "window", "cost"), ("elastic", "window", "read")}
+CASES = [
+    (kind, way, fault)
+    for kind, way in cells(*ALONE[1:], *BALANCED)
+    for fault in FAULTS
+    if has(kind, fault) and has(kind, f"{way} {fault}") and (kind, way, fault) not in _SLOW
+]
+
+
+@pytest.mark.parametrize(("kind", "way", "fault"), CASES)
+def test_an_error_on_one_rank_is_the_same_line_on_all(
+    ranks: RankPool, data: Path, kind: str, way: str, fault: str
+) -> None:
+    """A rank that only waited would have another one: that the others were lost, or did not answer in time."""
+    job = Job(kind=kind, way=way, batch_size=1, prefetch=1, fault=fault)
+    lines = ranks.run(3, failure_of, data, job)
+    assert {line.removeprefix("rank 1 failed: ") for line in lines} == {FAULTS[fault]}

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from tests.datasets.crafted import copy_dataset, update_manifest
 
 NUMBERS = (-(1 << 63), -(1 << 31), -2, -1, 0, 1, 2, 1000, (1 << 31) - 1, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1)
 TYPES = (pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.float64(), pa.string(), pa.bool_())
+OF_COLUMNS = ("value", "value", "null", "lengths", "type", "drop", "twice", "rows")
+OF_CACHES = ("value", "value", "type", "shape", "header", "size")
 SPLIT = "eval"  # which has numbers of targets
-ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
 TABLE = CodeTable(codes=np.arange(80, dtype=np.int32).reshape(40, 2) % 8, codebook_sizes=(8, 8))
 ROWS: dict[str, Any] = {"batch_size": 8, "split": SPLIT}
 CONFIGS: list[Any] = [
@@ -48,10 +50,7 @@ def change_columns(rng: random.Random, dataset: Path) -> None:
     name = rng.choice(table.schema.names)
     index, column = table.schema.get_field_index(name), table[name]
     is_list, values = pa.types.is_list(column.type), column.to_pylist()
-    row, kind = (
-        rng.randrange(len(values)),
-        rng.choice(("value", "value", "null", "lengths", "type", "drop", "twice", "rows")),
-    )
+    row, kind = rng.randrange(len(values)), rng.choice(OF_COLUMNS)
     with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError, OverflowError):  # it does not fit the type
         if kind in ("value", "null", "lengths"):
             value = None if kind == "null" else rng.choice(NUMBERS)
@@ -76,8 +75,7 @@ def change_cache(rng: random.Random, dataset: Path) -> None:
     """Change the values, the type, the shape, the header or the size of a file of the cache."""
     open_store(dataset, SPLIT)
     path = rng.choice(sorted(dataset.glob(".cache/*/**/*.npy")))
-    values, content = np.load(path), bytearray(path.read_bytes())
-    kind = rng.choice(("value", "value", "type", "shape", "header", "size"))
+    values, content, kind = np.load(path), bytearray(path.read_bytes()), rng.choice(OF_CACHES)
     if kind == "value":
         limits = np.iinfo(values.dtype)
         values[rng.randrange(len(values))] = min(max(rng.choice(NUMBERS), limits.min), limits.max)
@@ -121,9 +119,9 @@ def main(base: Path, folder: Path, first: int, end: int) -> None:
         change(rng, dataset)
         if change is not change_cache:
             update_manifest(dataset, SPLIT)
-        loaders = [lambda c=config: build_loader(dataset, c, **ONE) for config in CONFIGS]  # noqa: B023
-        stream = StreamConfig(lanes=2, window_rows=5)
-        loaders += [lambda c=config: build_stream_loader(dataset, c, stream, **ONE) for config in CONFIGS[:2]]  # noqa: B023
+        stream, one = StreamConfig(lanes=2, window_rows=5), dict[str, Any](rank=0, world_size=1)
+        loaders: list[Any] = [partial(build_loader, dataset, config, **one) for config in CONFIGS]
+        loaders += [partial(build_stream_loader, dataset, config, stream, **one) for config in CONFIGS[:2]]
         counts.update(read(dataset, make, has_valid_ids=change is not change_cache) for make in loaders)
         shutil.rmtree(dataset)
     sys.stdout.write(json.dumps(counts))
@@ -137,7 +135,7 @@ def test_crafted_datasets_give_errors_or_valid_batches(tmp_path: Path, first: in
     lengths, items, base = Lognormal(mean=5, std=5, low=0, high=20), Zipf(exponent=1.05, high=39), tmp_path / "base"
     synthetic = SyntheticConfig(num_users=15, lengths=lengths, items=items)
     preprocess(PreprocessConfig(dataset="synthetic", out=base, split="leave-last:2", synthetic=synthetic))
-    command = [sys.executable, "-m", "tests.dataloader.test_crafted_datasets", *map(str, (base, tmp_path, first, end))]
+    command = [sys.executable, "-m", "tests.laws.test_crafted", *map(str, (base, tmp_path, first, end))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
