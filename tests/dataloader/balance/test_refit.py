@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
+import os
 import pickle
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, RankError
@@ -25,7 +27,7 @@ from evenrank.dataloader import ElasticLoader, ElasticSampler, LoaderConfig, bui
 from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost, MeasuredCost
 from evenrank.dataloader.balance.metrics.step_metrics import RankTimes
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.ranks.process_group import members_of
+from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.balance.refit import CostSchedule, refit
 from evenrank.datasets.distributions import Lognormal
 from evenrank.training import StepTimer
@@ -177,48 +179,12 @@ def test_a_job_may_go_back_to_any_step_while_costs_change(dataset: Path, trained
         assert sorted(number for batch in (*before[:saved], *loader) for number in ids_of(batch)) == everything
 
 
-def _leave_waiting(rank: int, world_size: int, path: Path) -> list[int]:
-    """Leave an epoch where a thread of rank 1 waits for a decision that rank 0 has not come to; then train one."""
-    trained: list[int] = []
-    for way, persistent in (("no exchange", False), ("windows", True)):
-        with _made_up_times(), StepTimer(every=3) as timer:
-            balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=8, timeout=timedelta(minutes=1), **WAYS[way])
-            options: dict[str, Any] = {"num_workers": rank, "prefetch": 4, "persistent_workers": persistent}
-            config = LoaderConfig(batch_size=16, max_history_length=60, **options)
-            loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
-            steps: Any = iter(loader)
-            for _ in range(5):
-                _train_step(timer, next(steps))
-            before, costs = time.monotonic(), loader._costs
-            assert costs is not None
-            while rank == 1 and not costs._lock.locked():
-                time.sleep(0.01)
-            dist.barrier()
-            steps.close()
-            while rank == 1 and costs._lock.locked():
-                time.sleep(0.01)
-            assert time.monotonic() - before < 30
-            trained += [sample for batch in loader for sample in _train_step(timer, batch).ids]
-    return trained
-
-
-def test_nobody_waits_for_a_decision_on_an_epoch_that_was_left(ranks: RankPool, dataset: Path) -> None:
-    first, second = ranks.run(2, _leave_waiting, dataset)
-    assert len(ids := sorted(first + second)) > 2600
-    assert ids[::2] == ids[1::2]
-    assert len({*ids}) == len(ids) // 2
-
-
 _ENDS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from torch.distributed import HashStore
-from evenrank.dataloader.balance import LinearCost
-from evenrank.dataloader.balance.ranks.process_group import Members
-from evenrank.dataloader.balance.refit import CostSchedule
-members = Members(rank=1, world_size=2, store=HashStore())
-costs = CostSchedule(LinearCost(interleave_actions=False), every=5, members=members, timeout=timedelta(minutes=10))
+from tests.dataloader.balance.test_refit import costs_of_rank_1
+
+costs = costs_of_rank_1(600)
 waits = ThreadPoolExecutor(1).submit(costs.after, 1)
 while not costs._lock.locked():
     pass
@@ -226,32 +192,45 @@ raise KeyError("an error of the training")
 """
 
 
-def test_a_program_ends_with_an_error_although_a_thread_waits_for_a_decision() -> None:
-    ended = subprocess.run([sys.executable, "-P", "-c", _ENDS], stderr=subprocess.PIPE, text=True, timeout=120)
+def costs_of_rank_1(timeout: float) -> CostSchedule:
+    """Return costs of which rank 0 decides nothing."""
+    members = Members(rank=1, world_size=2, store=HashStore())
+    return CostSchedule(FIRST, every=7, members=members, timeout=timedelta(seconds=timeout))
+
+
+def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose_and_an_error_ends_its_program() -> None:
+    with pytest.raises(RankError) as raised:
+        costs_of_rank_1(0.5).after(2)
+    assert str(raised.value) == (
+        "rank 0 has not planned step 7, before which it fits the cost, within 0:00:00.500000; train equally many steps "
+        "on all ranks, or raise timeout"
+    )
+    (left := threading.Event()).set()
+    with pytest.raises(RankError, match=r"^step 7 was not planned before this rank left the iteration$"):
+        costs_of_rank_1(600).after(2, left)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-P", "-c", _ENDS]
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.endswith("KeyError: 'an error of the training'\n")
 
 
-def _late(rank: int, world_size: int) -> str:
-    timer, timeout = StepTimer(), timedelta(seconds=0.5)
-    members = members_of(None, timeout)
-    costs = CostSchedule(FIRST, every=7, timer=timer, members=members, timeout=timeout)
-    message = ""
-    if rank > 0:
-        with pytest.raises(RankError) as raised:
-            costs.after(costs.decisions(14))
-        message = str(raised.value)
-        timer._store.check([message])  # others can use it again
-    dist.barrier()
-    return message
-
-
-def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose(ranks: RankPool) -> None:
-    _, message = ranks.run(2, _late)
-    assert message == (
-        "rank 0 has not planned step 7, before which it fits the cost, within 0:00:00.500000; train equally many steps "
-        "on all ranks, or raise timeout"
-    )
+@pytest.mark.parametrize(("window", "persistent"), [(1, False), (4, True)])
+def test_nobody_waits_for_a_decision_on_an_epoch_that_was_left(dataset: Path, window: int, persistent: bool) -> None:
+    balance = BalanceConfig(cost=FIRST, on_step=StepTimer(), refit_every=8, window=window)
+    config = LoaderConfig(batch_size=16, num_workers=1, prefetch=4, persistent_workers=persistent)
+    loader = build_loader(dataset, config, rank=0, world_size=1, balance=balance)
+    costs = loader._costs
+    assert costs is not None
+    waiting = costs_of_rank_1(600)
+    costs._members, costs._store, costs._timeout = waiting._members, waiting._store, waiting._timeout
+    steps: Any = iter(loader)
+    for _ in range(5):
+        next(steps)
+    while not costs._lock.locked():  # by a thread that reads ahead
+        pass
+    steps.close()
+    assert costs._lock.acquire(timeout=30)
 
 
 def _times(cost: tuple[float, float, float], num_steps: int, noise: float, world_size: int = 4) -> RankTimes:
