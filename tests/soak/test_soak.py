@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from evenrank.dataloader import LoaderConfig, build_loader, build_stream_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
 from evenrank.dataloader.balance.config import EXCHANGES
 from tests.conftest import make_small_dataset
 from tests.dataloader.balance.costs import Ints, Lengths
@@ -76,13 +76,15 @@ def _draw_round(seed: int, number: int, device: str) -> Round:
     first, resumed = (
         Shape(int(rng.integers(least, most + 1)), int(rng.integers(3, 13)), int(rng.integers(0, 3))) for _ in range(2)
     )
-    strategy = str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"]))
-    exchange = EXCHANGES[int(rng.integers(2))]
     return Round(
         loader="StreamLoader" if fault == Fault.OTHER_DATA else str(rng.choice(["Loader", "StreamLoader"])),
         first=first,
         resumed=resumed,
-        balance={"strategy": strategy, "exchange": exchange, "lookahead": int(rng.integers(1, 5))},
+        balance={
+            "strategy": str(rng.choice(list(STRATEGIES))),
+            "exchange": EXCHANGES[int(rng.integers(2))],
+            "lookahead": int(rng.integers(1, 5)),
+        },
         gradients=bool(rng.random() < 0.5),
         fault=Fault.STOPPED if fault == Fault.STOPPED_LONG and first.world_size == 1 else fault,  # nobody would notice
         culprit=int(rng.integers(first.world_size)),
@@ -99,40 +101,34 @@ class InjectedError(Exception):
 class Injector:
     """Has the fault of a round, on its culprit, once."""
 
-    def __init__(self, plan: Round, rank: int, folder: Path) -> None:
+    def __init__(self, plan: Round, rank: int, folder: Path, data: Path) -> None:
         self._fault = plan.fault if rank == plan.culprit else None
-        self._step, self._folder, self._calls = plan.step, folder, 0
+        self._step, self._folder, self._data, self._calls = plan.step, folder, data, 0
 
-    def is_due(self, fault: Fault, step: int | None = None) -> bool:
-        """Return whether the fault happens now: in this step or, without one, in this call."""
-        if self._fault != fault:
+    def at(self, *faults: Fault, step: int | None = None) -> bool:
+        """Have the fault, if it is one of these and due in this step or, without one, in this call; return whether."""
+        if self._fault not in faults:
             return False
         self._calls += 1
-        is_now = (self._calls - 1 if step is None else step) == self._step
-        if is_now:
-            (self._folder / "fault").touch()
-        return is_now
-
-    def raise_if_due(self, fault: Fault, step: int | None = None) -> None:
-        """Raise as a user's code does, if the fault happens now."""
-        if self.is_due(fault, step):
-            raise InjectedError(str(fault))
-
-    def hit(self, step: int, data: Path) -> None:
-        """Have the faults of a process and of its files, if they happen in this step."""
-        if self.is_due(Fault.KILLED, step):
+        if (self._calls - 1 if step is None else step) != self._step:
+            return False
+        (self._folder / "fault").touch()
+        if self._fault == Fault.KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.is_due(Fault.STOPPED, step) or self.is_due(Fault.STOPPED_LONG, step):
+        elif self._fault in (Fault.STOPPED, Fault.STOPPED_LONG):
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.is_due(Fault.OTHER_DATA, step):
-            data.rename(self._folder / "replaced")
-            data.with_name("other").rename(data)
+        elif self._fault == Fault.OTHER_DATA:
+            self._data.rename(self._folder / "replaced")
+            self._data.with_name("other").rename(self._data)
+        elif self._fault != Fault.LEAVES:
+            raise InjectedError(str(self._fault))
+        return True
 
 
 def _loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector | None) -> Any:
     def transform(batch: Any, rng: np.random.Generator) -> Any:
         if injector is not None:
-            injector.raise_if_due(Fault.LOADER_RAISES)
+            injector.at(Fault.LOADER_RAISES)
         return batch
 
     build = build_loader if plan.loader == "Loader" else build_stream_loader
@@ -155,14 +151,14 @@ def _train(rank: int, world_size: int, plan: Round, folder: Path, data: Path, st
     device = f"cuda:{rank}" if plan.device == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
-    injector = Injector(plan, rank if state is None else -1, folder)
+    injector = Injector(plan, rank if state is None else -1, folder, data)
 
     def cost(lengths: Lengths, num_candidates: Ints) -> Ints:
-        injector.raise_if_due(Fault.COST_RAISES)
+        injector.at(Fault.COST_RAISES)
         return lengths["item_id"] ** 2 + 1
 
     def on_step(_: object) -> None:
-        injector.raise_if_due(Fault.ON_STEP_RAISES)
+        injector.at(Fault.ON_STEP_RAISES)
 
     config = BalanceConfig(cost=cost, timeout=timeout, on_step=on_step, **plan.balance)
     loader = _loader(plan, plan.first if state is None else plan.resumed, rank, data, injector)
@@ -171,8 +167,7 @@ def _train(rank: int, world_size: int, plan: Round, folder: Path, data: Path, st
             if state:
                 balancer.load_state_dict(state)
             for step, batch in enumerate(balancer):
-                injector.raise_if_due(Fault.MODEL_RAISES, step)
-                if injector.is_due(Fault.LEAVES, step):
+                if injector.at(Fault.MODEL_RAISES, Fault.LEAVES, step=step):
                     break
                 if device is not None:
                     weight = torch.rand(2048, 2048, device=device)
@@ -182,7 +177,7 @@ def _train(rank: int, world_size: int, plan: Round, folder: Path, data: Path, st
                 saved = base64.b64encode(pickle.dumps(balancer.state_dict())).decode()
                 log.write(json.dumps({"samples": _samples(batch), "state": saved}) + "\n")
                 log.flush()
-                injector.hit(step, data)
+                injector.at(Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.OTHER_DATA, step=step)
     finally:
         (folder / f"ended {rank}").touch()
 
