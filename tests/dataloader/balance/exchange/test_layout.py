@@ -166,12 +166,6 @@ def test_a_rank_between_others_sends_to_both_and_copies_from_both(
     assert [*map(tuple, layout.copies.tolist())] == copies
 
 
-def test_chunks_of_an_all_gather_have_the_size_of_the_largest_on_all_ranks() -> None:
-    for rank, starts in enumerate([[0, 16, 48, 64, 80], [0, 16, 48, 80, 96], [0, 16, 48, 96, 112]]):
-        send_bytes, chunk_starts, end = sent_chunks(TWO_FIELDS, THREE_RANKS, OF_THREE, rank, True)
-        assert (send_bytes.tolist(), end, chunk_starts.tolist()) == ([144], 144, [starts])
-
-
 def test_the_host_buffer_has_rows_of_several_batches_and_every_padding_row_and_nothing_in_gaps() -> None:
     batches = [  # of 2 rows each; a row that is trained on in another step is between others
         (np.array([10, 11, 12, 13], np.int32), np.array([20, 21, 30, 31]), np.array([50, 51], np.uint8), [60, 61]),
