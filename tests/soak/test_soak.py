@@ -1,8 +1,6 @@
 """Soak: jobs with random faults, resumed from their last checkpoint, train each sample of an epoch exactly once."""
 
-import base64
 import enum
-import json
 import logging
 import os
 import pickle
@@ -136,15 +134,15 @@ def _loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector
     return build(data, config, transform=transform, rank=rank, world_size=shape.world_size)
 
 
-def _samples(batch: Any) -> list[tuple[int, list[int]]]:
+def _samples(batch: Any) -> list[tuple[int, tuple[int, ...]]]:
     items = batch.features["item_id"]
     rows = torch.split(items.values().cpu(), items.lengths().tolist())
     ids = batch.sample_ids[: batch.num_real].tolist()
-    return [(sample, row.tolist()) for sample, row in zip(ids, rows, strict=False)]
+    return [(sample, tuple(row.tolist())) for sample, row in zip(ids, rows, strict=False)]
 
 
 def _train(rank: int, world_size: int, plan: Round, folder: Path, data: Path, state: Any) -> None:
-    """Train an epoch, or the rest of one from a state on; write what was trained in each step to `folder/rank R`."""
+    """Train an epoch, or the rest of one from a state on; write what was trained in each step to `folder`."""
     # On a GPU a lost rank is noticed by the timeout alone if the host waits for the device.
     is_noticed_late = plan.fault == Fault.STOPPED_LONG or plan.device == "cuda"
     timeout = SHORT_TIMEOUT if is_noticed_late and state is None else TIMEOUT
@@ -163,7 +161,7 @@ def _train(rank: int, world_size: int, plan: Round, folder: Path, data: Path, st
     config = BalanceConfig(cost=cost, timeout=timeout, on_step=on_step, **plan.balance)
     loader = _loader(plan, plan.first if state is None else plan.resumed, rank, data, injector)
     try:
-        with (folder / f"rank {rank}").open("w") as log, Balancer(loader, config, device=device) as balancer:
+        with Balancer(loader, config, device=device) as balancer:
             if state:
                 balancer.load_state_dict(state)
             for step, batch in enumerate(balancer):
@@ -174,9 +172,8 @@ def _train(rank: int, world_size: int, plan: Round, folder: Path, data: Path, st
                     torch.tanh(weight @ weight).sum()
                 if plan.gradients:
                     dist.all_reduce(torch.ones(16))
-                saved = base64.b64encode(pickle.dumps(balancer.state_dict())).decode()
-                log.write(json.dumps({"samples": _samples(batch), "state": saved}) + "\n")
-                log.flush()
+                trained = pickle.dumps((_samples(batch), balancer.state_dict()))
+                (folder / f"{rank} {step}").write_bytes(trained)
                 injector.at(Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.OTHER_DATA, step=step)
     finally:
         (folder / f"ended {rank}").touch()
@@ -210,12 +207,13 @@ def _run(
     folder.mkdir()
     with _continuing(pool, folder, shape.world_size - 1 if plan.fault == Fault.STOPPED_LONG else 0):
         results = pool.try_run(shape.world_size, _train, plan, folder, data, state)
-    logs = [(folder / f"rank {rank}") for rank in range(shape.world_size)]
-    steps = [[json.loads(line) for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
+    steps = [
+        [pickle.loads((folder / f"{rank} {step}").read_bytes()) for step in range(len([*folder.glob(f"{rank} *")]))]
+        for rank in range(shape.world_size)
+    ]
     num_steps = min(map(len, steps))
-    state = pickle.loads(base64.b64decode(steps[0][num_steps - 1]["state"])) if num_steps else {}
-    trained = (sample for of_rank in steps for step in of_rank[:num_steps] for sample in step["samples"])
-    return results, state, Samples((sample, tuple(items)) for sample, items in trained)
+    trained = Samples(sample for of_rank in steps for samples, _ in of_rank[:num_steps] for sample in samples)
+    return results, steps[0][num_steps - 1][1] if num_steps else {}, trained
 
 
 def _check_ends(plan: Round, results: list[Any]) -> None:
@@ -239,7 +237,7 @@ def _play(pool: RankPool, plan: Round, folder: Path, datasets: Path) -> None:
     """Run a job with its fault, then the one that resumes it, and compare what they trained with the epoch."""
     data = Path(shutil.copytree(datasets, folder)) / "data"
     batches = _loader(plan, Shape(1, 8, 0), 0, data, None)
-    expected = Samples((sample, tuple(items)) for batch in batches for sample, items in _samples(batch))
+    expected = Samples(sample for batch in batches for sample in _samples(batch))
     results, state, trained = _run(pool, plan, plan.first, folder / "first", data, None)
     if (folder / "first" / "fault").exists():
         _check_ends(plan, results)

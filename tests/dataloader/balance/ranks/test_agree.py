@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from evenrank.cli.inspect_balance import walk_epoch
 from evenrank.core.errors import ConfigError, EvenrankError, RankError
 from evenrank.dataloader import ElasticSampler, JaggedBatch, LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost
@@ -25,7 +24,7 @@ from evenrank.dataloader.balance.ranks.agree import common_schema, steps_to_plan
 from evenrank.dataloader.balance.ranks.metadata import StepMetadata, new_message
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import schema_of
-from evenrank.training import LossAverage, StepTimer
+from evenrank.training import StepTimer
 from tests.dataloader.balance.costs import COST, Ints, Lengths, one_per_sample, rich_tokens
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
@@ -94,14 +93,6 @@ def _refitted(data: Path, rank: int, on_step: Any = None) -> None:
     Balancer([BATCH], BalanceConfig(cost=linear, on_step=on_step or StepTimer(), refit_every=20))
 
 
-def _average(data: Path, rank: int, **options: Any) -> None:
-    LossAverage(**options)
-
-
-def _walk(data: Path, rank: int, **options: Any) -> None:
-    walk_epoch(options.get("path", data), LoaderConfig(batch_size=4), BalanceConfig(cost=COST))
-
-
 def _local_batch() -> JaggedBatch:
     @dataclass(kw_only=True, eq=False, repr=False)
     class Local(JaggedBatch):
@@ -143,8 +134,6 @@ CASES: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (_sampler, {"rank": 3}, "ConfigError: rank must be between 0 and world_size - 1, got rank 3 of 3"),
     (_sampler, {"lengths": None}, "ConfigError: lengths and balance belong together"),
     (_refitted, {"on_step": print}, TIMER),
-    (_average, {"num_tasks": 0}, "ConfigError: LossAverage: num_tasks must be at least 1, got 0"),
-    (_walk, {"path": Path("/nowhere")}, "DataError: /nowhere"),
 ]
 if not torch.cuda.is_available():  # where there is one, exchange/test_cuda.py has these faults
     GPU = "ConfigError: device is cuda:7, but PyTorch finds no CUDA device on this host; pass device=None"
