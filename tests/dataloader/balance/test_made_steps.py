@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import StateError, one_line
@@ -15,7 +14,6 @@ from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
 from evenrank.dataloader.balance.metrics.log import read_json_lines
 from evenrank.dataloader.balance.metrics.writers import JsonLines
-from evenrank.training import scale_loss
 from tests.dataloader.balance.costs import COST, Ints, Lengths, item_tokens, one_per_sample
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.own_samples import COLLATE
@@ -108,59 +106,45 @@ def test_packed_steps_have_no_number() -> None:
                 count(packed)
 
 
-def _compared(rank: int, world_size: int, path: Path, has_exchange: bool, folder: Path) -> list[Any]:
-    """Return the samples of each step and the gradients of all ranks, of a loss that depends on every event.
-
-    Of all steps balanced, and of one in three that stays as it was loaded; the samples of none balanced.
-    """
+def _compared(rank: int, world_size: int, path: Path, has_exchange: bool, folder: Path) -> list[list[list[int]]]:
+    """Return the samples of each step: of all balanced, of one in three as it was loaded, and of none balanced."""
 
     def make(balance: BalanceConfig | None) -> Any:
         config, of_loader = LoaderConfig(batch_size=4, max_history_length=20), None if has_exchange else balance
         loader: Any = build_loader(path, config, rank=rank, world_size=world_size, balance=of_loader)
         return closing(Balancer(loader, balance) if has_exchange and balance is not None else loader)
 
-    found: list[Any] = []
-    for every in (3, None):
-        metrics: list[StepMetrics] = []
-        balance = BalanceConfig(cost=COST, on_step=metrics.append, compare_every=every)
-        weight = torch.linspace(0, 1, 1000, dtype=torch.float64, requires_grad=True)
-        ids, gradients = [], []
-        with make(balance) as batches:
-            for batch in batches:
-                ids.append(ids_of(batch))
-                scale_loss((weight[batch.features["item_id"].values()] ** 2).sum(), batch).backward()
-                assert weight.grad is not None
-                torch.distributed.all_reduce(weight.grad)
-                gradients.append(weight.grad.numpy().copy())
-                weight.grad = None
-        found.append((ids, gradients))
-        assert [step.is_balanced for step in metrics] == [balance.balances(0, step) for step in range(len(ids))]
-        for step in metrics:
-            assert step.is_balanced or (step.before.tolist(), step.moved_samples) == (step.after.tolist(), 0)
-        summary = summarize(metrics)
-        assert summary.steps == sum(step.is_balanced for step in metrics)
-        assert summary.idle_after < summary.idle_before
-    with make(None) as batches:
-        found.append([ids_of(batch) for batch in batches])
     log = JsonLines(folder / f"{rank}.jsonl", options={"job": "test"})
-    with log, make(BalanceConfig(cost=COST, on_step=log, tolerance=0.01)) as batches:
-        list(itertools.islice(batches, 2))
+    metrics: list[StepMetrics] = []
+    found = []
+    compared = BalanceConfig(cost=COST, on_step=metrics.append, compare_every=3)
+    for balance in (BalanceConfig(cost=COST, on_step=log, tolerance=0.01), compared, None):
+        with make(balance) as batches:
+            found.append([ids_of(batch) for batch in batches])
+    log.close()
+    assert [step.is_balanced for step in metrics] == [compared.balances(0, step) for step in range(len(found[0]))]
+    for step in metrics:
+        assert step.is_balanced or (step.before.tolist(), step.moved_samples) == (step.after.tolist(), 0)
+    summary = summarize(metrics)
+    assert summary.steps == sum(step.is_balanced for step in metrics)
+    assert summary.idle_after < summary.idle_before
     return found
 
 
 @pytest.mark.parametrize("has_exchange", [True, False])
-def test_every_third_step_stays_as_it_was_loaded_with_the_same_gradients_and_the_log_begins_with_the_options(
+def test_every_third_step_stays_as_it_was_loaded_and_the_log_begins_with_the_options(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, has_exchange: bool
 ) -> None:
-    for compared, balanced, loaded in ranks.run(3, _compared, small_dataset, has_exchange, tmp_path):
-        assert len(loaded) > 10
-        for step, (ids, of_balanced, of_loader) in enumerate(zip(compared[0], balanced[0], loaded, strict=True)):
-            assert ids == (of_loader if step % 3 == 1 else of_balanced)
-        assert sum(ids != of_loader for ids, of_loader in zip(compared[0], loaded, strict=True)) > 5
-        np.testing.assert_allclose(compared[1], balanced[1], rtol=1e-12)
+    num_balanced = 0
+    for found in ranks.run(3, _compared, small_dataset, has_exchange, tmp_path):
+        assert len(found[0]) > 10
+        for step, (_, ids, of_loader) in enumerate(zip(*found, strict=True)):
+            assert step % 3 != 1 or ids == of_loader
+            num_balanced += ids != of_loader
+    assert num_balanced > 20
     run, records, _ = read_json_lines(tmp_path / "0.jsonl")
     assert run is not None
-    assert (run.ranks, len(records)) == (3, 2)
+    assert (run.ranks, len(records)) == (3, len(found[0]))
     expected = {"job": "test", "tolerance": 0.01, "strategy": "lpt-swap", "cost": repr(COST)}
     assert run.options.items() >= expected.items()
     tokens = {"history_key": "item_id", "interleave_actions": False, "contextual": [], "max_tokens": COST.max_tokens}

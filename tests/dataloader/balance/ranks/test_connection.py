@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from evenrank.dataloader.balance.ranks.connection import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.training import LossAverage
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
-from tests.dataloader.batch_helpers import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 from tests.registrations import restored
 
@@ -39,39 +38,9 @@ def _error(function: Callable[[], Any]) -> str | None:
     return None
 
 
-class _CostOfRank:
-    """Costs are equal on all ranks, tokens are not: random numbers with the rank as seed."""
-
-    def __init__(self, rank: int) -> None:
-        self._rng = np.random.default_rng(rank)
-
-    def __call__(self, lengths: Lengths, num_candidates: Ints) -> Ints:
-        return lengths["item_id"] + 1
-
-    def tokens(self, lengths: Lengths) -> Ints:
-        return self._rng.integers(0, 1000, len(lengths["item_id"]))
-
-
 def _batches(rank: int, world_size: int) -> RandomBatches[Any]:
     config = LoaderConfig(batch_size=6, max_history_length=50)
     return RandomBatches(config, num_batches=5, rank=rank, world_size=world_size)
-
-
-def _samples(batch: Any) -> list[tuple[int, list[int]]]:
-    return list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False))
-
-
-def _train_with_tokens_of_rank(rank: int, world_size: int) -> list[Any]:
-    config = BalanceConfig(cost=_CostOfRank(rank), max_tokens_per_rank=3200, on_overflow="warn")
-    with Balancer(_batches(rank, world_size), config) as balancer:
-        return [_samples(batch) for batch in balancer]
-
-
-@pytest.mark.filterwarnings("ignore:max_tokens_per_rank")
-def test_tokens_that_each_rank_counts_in_its_own_way_lose_no_sample(ranks: RankPool) -> None:
-    for number, steps in enumerate(zip(*ranks.run(3, _train_with_tokens_of_rank), strict=True)):
-        loaded = [_samples(_batches(rank, 3).batch(number)) for rank in range(3)]
-        assert sorted(itertools.chain(*steps)) == sorted(itertools.chain(*loaded))
 
 
 def _train_with_strategy(rank: int, world_size: int) -> list[str | None]:
@@ -91,7 +60,7 @@ def _train_with_strategy(rank: int, world_size: int) -> list[str | None]:
         register_strategy("mine")(strategy)
         for case in (*(("differs", name) for name in EXCHANGES), ("raises", "all-to-all")):
             calls, (what, exchange) = 0, case
-            config = BalanceConfig(cost=_CostOfRank(0), strategy="mine", exchange=exchange)
+            config = BalanceConfig(cost=one_per_sample, strategy="mine", exchange=exchange)
             with Balancer(_batches(rank, world_size), config) as balancer:
                 errors.append(_error(lambda: list(balancer)))
     return errors
