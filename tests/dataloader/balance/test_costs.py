@@ -124,7 +124,7 @@ def test_every_cost_is_that_of_the_tokens_and_pairs_of_a_sample(
     hstu = HSTUCost(hidden=3, heads=2, head_dim=5, layers=1, causal=causal, **options)
     attention = SelfAttentionCost(hidden=2, heads=1, head_dim=3, layers=1, ffn_multiplier=1, causal=causal, **options)
     of_attention = 3 * (count * (8 * 2 * 3 + 4 * 2 * 2) + 4 * pairs * 3)
-    expected = {
+    expected: dict[Any, float] = {
         hstu: 3 * (10 * count * 3 * 10 + 4 * pairs * 10),
         attention: of_attention,
         PaddedCost(attention): of_attention,
@@ -180,7 +180,8 @@ def _check(cost: MeasuredCost, b: float, c: float, a: float, rel: float = 1e-6) 
 def test_exact_times_give_the_coefficients_back() -> None:
     cost = fit(GOOD, _times_of(GOOD))
     _check(cost, B, C, A)
-    assert (cost.steps, cost.r2) == (200, pytest.approx(1.0))
+    assert cost.steps == 200
+    assert cost.r2 == pytest.approx(1.0)
     # Steps may have different numbers of samples, and a rank none.
     uneven = [*(row[: 1 + index % 16] for index, row in enumerate(GOOD)), np.empty(0, dtype=np.int64)]
     _check(fit(uneven, [_times_of(step[np.newaxis])[0] for step in uneven]), B, C, A)

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torchdata.nodes import PinMemory
 
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
@@ -71,24 +69,6 @@ def test_devices_that_cannot_exchange_are_an_error_on_all_ranks_before_any_group
     ):
         for failure, message in zip(gpu_ranks.try_run(2, _pass_devices, devices), messages, strict=True):
             assert failure.message.startswith(message)
-
-
-def _balance_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
-    torch.cuda.set_device(rank)
-    seen = []
-    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("replicate", "shard"))
-    for group in (None, mesh["shard"]):  # the default group is over Gloo, that of the mesh over NCCL
-        batches = _random_batches(rank, world_size, 5)
-        with Balancer(PinMemory(batches), BalanceConfig(cost=COST), device="cuda", group=group) as balancer:
-            seen.append([int(sample) for batch in balancer for sample in batch.sample_ids[: batch.num_real]])
-    assert seen[0] == seen[1]
-    return seen
-
-
-@pytest.mark.multi_gpu
-def test_a_mesh_of_gpus_and_a_node_that_pins_memory_give_the_same_batches(gpu_ranks: RankPool) -> None:
-    samples = sorted(sample for seen in gpu_ranks.run(2, _balance_on_a_mesh) for sample in seen[0])
-    assert len(samples) == len(set(samples)) > 0
 
 
 def _train_on_another_stream(rank: int, world_size: int, device: int) -> tuple[list[int], list[int], bool]:

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -93,9 +92,3 @@ def test_a_line_with_a_bad_value_is_skipped_or_named(tmp_path: Path, change: Any
         read_json_lines(path)
     assert str(raised.value).startswith(f"{path} has no record; line 1 is not a record of balancing metrics: {reason}")
     assert "\n" not in str(raised.value)
-
-
-def test_a_pipe_is_no_log(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is a named pipe, not a regular file"):
-        read_json_lines(tmp_path / "pipe")
