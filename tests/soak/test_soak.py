@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -187,9 +187,10 @@ def _continuing(pool: RankPool, folder: Path, num_ended: int) -> Iterator[None]:
     def watch() -> None:
         while not is_over.wait(0.05):
             for process in pool._processes:
-                stat = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-                if stat[0] == "T" and len([*folder.glob("ended *")]) >= num_ended:
-                    os.kill(process.pid or 0, signal.SIGCONT)
+                with suppress(FileNotFoundError, ProcessLookupError):  # it was killed
+                    stat = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+                    if stat[0] == "T" and len([*folder.glob("ended *")]) >= num_ended:
+                        os.kill(process.pid or 0, signal.SIGCONT)
 
     thread = threading.Thread(target=watch)
     thread.start()
