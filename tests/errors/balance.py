@@ -56,9 +56,9 @@ def without_group(scene: Scene) -> Any:
 
 
 def without_tensorboard(scene: Scene) -> None:
-    known = [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]
-    with patch.dict(sys.modules, {"tensorboard": None}):
-        for name in known:
+    names = {name for name in sys.modules if name.startswith("torch.utils.tensorboard")}
+    with patch.dict(sys.modules, dict.fromkeys({"tensorboard"} | names)):
+        for name in names:
             del sys.modules[name]
         write(scene, writer="TensorBoard")
 
@@ -164,20 +164,15 @@ HALF: Any = {"name": "linear", "interleave_actions": True}
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "best"}, "BalanceConfig: strategy must be one of none, ..., got 'best'"),
-    ({"tolerance": -0.1}, "BalanceConfig: tolerance must be at least 0 and below 1, got -0.1"),
-    ({"max_tokens_per_rank": 0}, "BalanceConfig: max_tokens_per_rank must be at least 1, got 0"),
     ({"on_overflow": "skip"}, "BalanceConfig: on_overflow must be one of raise, warn, got 'skip'"),
     ({"log_every": 1, "log_window": (5, 5)}, "log_window must be (start, stop) with 0 <= start < stop, got (5, 5)"),
     ({"log_window": (2, 5)}, "BalanceConfig: log_window=(2, 5) has no effect without log_every; give both, ..."),
-    ({"on_step": 3}, "BalanceConfig: on_step must be of type Callable[[..."),
     ({"cost": "hstu"}, "BalanceConfig: cost must be of type Cost, got 'hstu'"),
-    ({"timeout": 60}, "BalanceConfig: timeout must be of type timedelta, got 60"),
     ({"timeout": timedelta()}, "BalanceConfig: timeout must be above 0:00:00, got 0:00:00"),
     ({"compare_every": 1}, "BalanceConfig: compare_every must be at least 2, got 1"),
     ({"compare_every": 4, "max_tokens_per_rank": 9}, COMPARE),
     ({"compare_every": 4, "window": 2, "exchanges": False}, COMPARE),
     ({"cost": PADDED, "max_tokens_per_rank": 9}, "max_tokens_per_rank = 9 limits sums of tokens, but a PaddedCost ..."),
-    ({"exchange": "pigeon"}, "BalanceConfig: exchange must be one of all-to-all, all-gather, got 'pigeon'"),
     ({"window": 9}, "a Balancer has windows of at most 8 steps, whose metadata it gathers at once, got window=9; ..."),
     ({"lookahead": 3, "exchanges": False}, "BalanceConfig: lookahead=3 is an option of Balancer, not of ..."),
     ({"window": 2, "strategy": "none"}, "window=2 needs a strategy that assigns samples to ranks, got 'none'; ..."),
@@ -193,12 +188,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 FROM_DICT: list[tuple[dict[str, Any], str]] = [
     ({}, "BalanceConfig: missing a required argument: 'cost'; its settings are cost, strategy, tolerance, max_..."),
     ({"cost": LINEAR, "windows": 2}, "BalanceConfig has the unknown key 'windows'; did you mean window..."),
-    ({"cost": LINEAR, "timeout": "1h"}, "BalanceConfig: timeout must be of type timedelta, got '1h'"),
-    ({"cost": LINEAR, "log_window": [1, "2"]}, "BalanceConfig: log_window must be of type tuple[int, int] | None, ..."),
     ({"cost": "mine"}, "no cost is called 'mine'; known are hstu, self-attention, linear, padded, measured, ..."),
     ({"cost": "linear"}, "the cost 'linear': missing a required argument: 'interleave_actions'; its settings are ..."),
     ({"cost": HALF | {"wide": 1}}, "the cost 'linear' has the unknown key 'wide'; known keys are ..."),
-    ({"cost": HALF | {"contextual": ["a", 1]}}, "the cost 'linear': contextual must be of type tuple[str, ...]..."),
     ({"cost": {"name": "padded", "row": "linear"}}, "the cost 'padded': row must be of type TokenCost, got 'linear'"),
     ({"cost": {"name": "ones", "power": 2}}, "the cost 'ones' is a function, without settings; leave out power"),
 ]
@@ -207,20 +199,15 @@ FITS: list[tuple[Callable[..., tuple[Any, ...]], str]] = [
     (lambda t, s, n: (t, s[:-1]), "there must be one time for each step, got 200 steps and (199,) times"),
     (lambda t, s, n: (t, np.where(n == 3, -1, s)), "... 1 of 200 are not, the first -1.0 seconds of step 3; ..."),
     (lambda t, s, n: (np.full((200, 4), 100), 1 + n / 200), SIMILAR),
-    (lambda t, s, n: same(np.concatenate([t % 1000, 1000 - t % 1000], axis=1)), SIMILAR),
     (lambda t, s, n: same(np.where(np.arange(16) < n[:, np.newaxis] % 16 + 1, 64, 0)), ALIKE),
     (lambda t, s, n: (t * 1.0, s), "lengths must be integers [samples] ...; step 0 has float64 of shape (16,)"),
     (lambda t, s, n: (t - 10_000, s), "step 0 has a sample of -9,... tokens, which must be between 0 and 131,072; ..."),
-    (
-        lambda t, s, n: (t, 1 + n % 7),
-        "tokens explain ...% of the variance of the ..., at least 80% is needed; ...",
-    ),
+    (lambda t, s, n: (t, 1 + n % 7), "tokens explain ...% of the variance of the ..., at least 80% is needed; ..."),
     (lambda t, s, n: (t, 1 - s), "the time of the 200 steps does not grow with tokens; time the forward ..."),
     (lambda t, s, n: (t, s * np.where(n % 10 < 3, 10, 1)), "60 of 200 times are far from ..., at most 25% may be; ..."),
     (lambda t, s, n: (t, s, t[:-1]), "candidates must have an array for each step, got 199 for the 200 steps ..."),
     (lambda t, s, n: (t, s, t * 0.5), "candidates must be integers of the same shape ... has float64 of shape (16,)"),
     (lambda t, s, n: (t, s, t + (n == 7)[:, np.newaxis]), "step 7 has a sample of ... tokens, ...; correct ..."),
-    (lambda t, s, n: (t, s, 0 * t - 1), "step 0 has a sample of ... tokens, -1 of them candidates; ..."),
 ]
 FILES: list[tuple[dict[str, Any], str]] = [
     ({"fraction_bits": ...}, ": the cost: missing a required argument: 'fraction_bits'; its ...; fit the cost again"),
@@ -236,7 +223,6 @@ PARTITIONS: list[tuple[dict[str, Any], str]] = [
     ({"world_size": 4}, "...got 6 costs for world_size=4..."),
     ({"num_real": np.array([4, 0])}, "num_real must be 0..3 for each of 2 ranks, got [4, 0]"),
     ({"tokens": np.arange(5)}, "tokens must have one value for each of 6 rows, got 5"),
-    ({"tokens": np.arange(6) - 1}, "tokens must not be negative and must sum to at most 2^62, got -1..4"),
     ({"costs": np.array([-1, 3])}, "costs must not be negative and must sum to at most 2^62, got -1..3"),
     ({"max_tokens_per_rank": 5}, "max_tokens_per_rank needs the tokens of the samples..."),
     (EXCEEDED, "... = 5 cannot be kept: ... with 6 tokens; the longest sample has 5, the mean ... is 6; raise ..."),
@@ -248,7 +234,6 @@ CONFIG: Calls = [
     (lambda _: LinearCost(interleave_actions=True, max_tokens=0), "...max_tokens must be at least 1, got 0"),
     (lambda _: balance.SelfAttentionCost(**SHAPE, ffn_multiplier=-4), "...must be above 0 and finite, got -4"),
     (lambda _: scaled(cost_of([0.5, 1.0])), f"{COST} must return int64 of shape (2,), got float64 of shape ..."),
-    (lambda _: scaled(cost_of([1])), f"{COST} must return int64 of shape (2,), got int64 of shape (1,); ..."),
     (lambda _: scaled(cost_of([1, -5])), f"{COST} must not be negative, got -5"),
     (lambda _: scaled(cost_of([1, 2**60])), "a cost of 1152921504606846976 is too large ... over 8 samples; ..."),
     (lambda _: scaled(cost_of(raises="a"), b=[4, 1]), f"{COST} raised KeyError: 'a'; ... keys item_id, b"),
@@ -256,11 +241,9 @@ CONFIG: Calls = [
     (lambda _: scaled(LINEAR, (0, 4), item_id=[9, 3]), "row 1 has 4 candidates, but 3 values of 'item_id', ..."),
     (lambda _: scaled(LONG, item_id=[5, 30_000_000]), "... of 30,000,000 tokens does not fit in int64; max_tokens ..."),
     (lambda _: tokens([0, 2**31]), "tokens() of the cost Counting must return 0..2147483647 ... 0..2147483648"),
-    (lambda _: tokens([1]), "tokens() of the cost Counting must return int64 of shape (2,), got ... (1,); ..."),
     (lambda _: balanced("out/ml-20m"), "batches is a path, 'out/ml-20m'; pass build_loader(path, config, ..."),
     (lambda _: balanced(data_loader().dataset), "batches is a TensorDataset, a Dataset of samples; pass ..."),
     (lambda _: balanced(sample()), NOT_BATCHES.format("CollatedBatch")),
-    (lambda _: balanced({"item_id": [1]}), NOT_BATCHES.format("dict")),
     (lambda _: balanced([], "tpu"), "device is 'tpu', which PyTorch does not know..."),
     (lambda _: balanced([], "meta"), "device is meta; batches can be on cpu or cuda..."),
     (lambda _: balanced(data_loader()).state_dict(), NO_STATE),
@@ -279,7 +262,6 @@ DATA: Calls = [
 ]
 RANK: Calls = [
     (lambda _: train(sample(), {"item_id": 3, "label": 1}), NO_BATCH.format("dict of item_id, label")),
-    (lambda _: train(sample(), sample().sample_ids), NO_BATCH.format("Tensor")),
     (lambda _: train(sample(), sample().features), "... KeyedJaggedTensors; derive a dataclass from JaggedBatch ..."),
 ]
 ROWS = [

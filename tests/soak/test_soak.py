@@ -1,8 +1,6 @@
 """Soak: jobs with random faults, resumed from their last checkpoint, train each sample of an epoch exactly once."""
 
-import base64
 import enum
-import json
 import logging
 import os
 import pickle
@@ -12,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from evenrank.dataloader import LoaderConfig, build_loader, build_stream_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
 from evenrank.dataloader.balance.config import EXCHANGES
 from tests.conftest import make_small_dataset
 from tests.dataloader.balance.costs import Ints, Lengths
@@ -76,13 +74,15 @@ def _draw_round(seed: int, number: int, device: str) -> Round:
     first, resumed = (
         Shape(int(rng.integers(least, most + 1)), int(rng.integers(3, 13)), int(rng.integers(0, 3))) for _ in range(2)
     )
-    strategy = str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"]))
-    exchange = EXCHANGES[int(rng.integers(2))]
     return Round(
         loader="StreamLoader" if fault == Fault.OTHER_DATA else str(rng.choice(["Loader", "StreamLoader"])),
         first=first,
         resumed=resumed,
-        balance={"strategy": strategy, "exchange": exchange, "lookahead": int(rng.integers(1, 5))},
+        balance={
+            "strategy": str(rng.choice(list(STRATEGIES))),
+            "exchange": EXCHANGES[int(rng.integers(2))],
+            "lookahead": int(rng.integers(1, 5)),
+        },
         gradients=bool(rng.random() < 0.5),
         fault=Fault.STOPPED if fault == Fault.STOPPED_LONG and first.world_size == 1 else fault,  # nobody would notice
         culprit=int(rng.integers(first.world_size)),
@@ -99,40 +99,34 @@ class InjectedError(Exception):
 class Injector:
     """Has the fault of a round, on its culprit, once."""
 
-    def __init__(self, plan: Round, rank: int, folder: Path) -> None:
+    def __init__(self, plan: Round, rank: int, folder: Path, data: Path) -> None:
         self._fault = plan.fault if rank == plan.culprit else None
-        self._step, self._folder, self._calls = plan.step, folder, 0
+        self._step, self._folder, self._data, self._calls = plan.step, folder, data, 0
 
-    def is_due(self, fault: Fault, step: int | None = None) -> bool:
-        """Return whether the fault happens now: in this step or, without one, in this call."""
-        if self._fault != fault:
+    def at(self, *faults: Fault, step: int | None = None) -> bool:
+        """Have the fault, if it is one of these and due in this step or, without one, in this call; return whether."""
+        if self._fault not in faults:
             return False
         self._calls += 1
-        is_now = (self._calls - 1 if step is None else step) == self._step
-        if is_now:
-            (self._folder / "fault").touch()
-        return is_now
-
-    def raise_if_due(self, fault: Fault, step: int | None = None) -> None:
-        """Raise as a user's code does, if the fault happens now."""
-        if self.is_due(fault, step):
-            raise InjectedError(str(fault))
-
-    def hit(self, step: int, data: Path) -> None:
-        """Have the faults of a process and of its files, if they happen in this step."""
-        if self.is_due(Fault.KILLED, step):
+        if (self._calls - 1 if step is None else step) != self._step:
+            return False
+        (self._folder / "fault").touch()
+        if self._fault == Fault.KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.is_due(Fault.STOPPED, step) or self.is_due(Fault.STOPPED_LONG, step):
+        elif self._fault in (Fault.STOPPED, Fault.STOPPED_LONG):
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.is_due(Fault.OTHER_DATA, step):
-            data.rename(self._folder / "replaced")
-            data.with_name("other").rename(data)
+        elif self._fault == Fault.OTHER_DATA:
+            self._data.rename(self._folder / "replaced")
+            self._data.with_name("other").rename(self._data)
+        elif self._fault != Fault.LEAVES:
+            raise InjectedError(str(self._fault))
+        return True
 
 
 def _loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector | None) -> Any:
     def transform(batch: Any, rng: np.random.Generator) -> Any:
         if injector is not None:
-            injector.raise_if_due(Fault.LOADER_RAISES)
+            injector.at(Fault.LOADER_RAISES)
         return batch
 
     build = build_loader if plan.loader == "Loader" else build_stream_loader
@@ -140,49 +134,47 @@ def _loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector
     return build(data, config, transform=transform, rank=rank, world_size=shape.world_size)
 
 
-def _samples(batch: Any) -> list[tuple[int, list[int]]]:
+def _samples(batch: Any) -> list[tuple[int, tuple[int, ...]]]:
     items = batch.features["item_id"]
     rows = torch.split(items.values().cpu(), items.lengths().tolist())
     ids = batch.sample_ids[: batch.num_real].tolist()
-    return [(sample, row.tolist()) for sample, row in zip(ids, rows, strict=False)]
+    return [(sample, tuple(row.tolist())) for sample, row in zip(ids, rows, strict=False)]
 
 
 def _train(rank: int, world_size: int, plan: Round, folder: Path, data: Path, state: Any) -> None:
-    """Train an epoch, or the rest of one from a state on; write what was trained in each step to `folder/rank R`."""
+    """Train an epoch, or the rest of one from a state on; write what was trained in each step to `folder`."""
     # On a GPU a lost rank is noticed by the timeout alone if the host waits for the device.
     is_noticed_late = plan.fault == Fault.STOPPED_LONG or plan.device == "cuda"
     timeout = SHORT_TIMEOUT if is_noticed_late and state is None else TIMEOUT
     device = f"cuda:{rank}" if plan.device == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
-    injector = Injector(plan, rank if state is None else -1, folder)
+    injector = Injector(plan, rank if state is None else -1, folder, data)
 
     def cost(lengths: Lengths, num_candidates: Ints) -> Ints:
-        injector.raise_if_due(Fault.COST_RAISES)
+        injector.at(Fault.COST_RAISES)
         return lengths["item_id"] ** 2 + 1
 
     def on_step(_: object) -> None:
-        injector.raise_if_due(Fault.ON_STEP_RAISES)
+        injector.at(Fault.ON_STEP_RAISES)
 
     config = BalanceConfig(cost=cost, timeout=timeout, on_step=on_step, **plan.balance)
     loader = _loader(plan, plan.first if state is None else plan.resumed, rank, data, injector)
     try:
-        with (folder / f"rank {rank}").open("w") as log, Balancer(loader, config, device=device) as balancer:
+        with Balancer(loader, config, device=device) as balancer:
             if state:
                 balancer.load_state_dict(state)
             for step, batch in enumerate(balancer):
-                injector.raise_if_due(Fault.MODEL_RAISES, step)
-                if injector.is_due(Fault.LEAVES, step):
+                if injector.at(Fault.MODEL_RAISES, Fault.LEAVES, step=step):
                     break
                 if device is not None:
                     weight = torch.rand(2048, 2048, device=device)
                     torch.tanh(weight @ weight).sum()
                 if plan.gradients:
                     dist.all_reduce(torch.ones(16))
-                saved = base64.b64encode(pickle.dumps(balancer.state_dict())).decode()
-                log.write(json.dumps({"samples": _samples(batch), "state": saved}) + "\n")
-                log.flush()
-                injector.hit(step, data)
+                trained = pickle.dumps((_samples(batch), balancer.state_dict()))
+                (folder / f"{rank} {step}").write_bytes(trained)
+                injector.at(Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.OTHER_DATA, step=step)
     finally:
         (folder / f"ended {rank}").touch()
 
@@ -195,9 +187,10 @@ def _continuing(pool: RankPool, folder: Path, num_ended: int) -> Iterator[None]:
     def watch() -> None:
         while not is_over.wait(0.05):
             for process in pool._processes:
-                stat = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-                if stat[0] == "T" and len([*folder.glob("ended *")]) >= num_ended:
-                    os.kill(process.pid or 0, signal.SIGCONT)
+                with suppress(FileNotFoundError, ProcessLookupError):  # it was killed
+                    stat = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+                    if stat[0] == "T" and len([*folder.glob("ended *")]) >= num_ended:
+                        os.kill(process.pid or 0, signal.SIGCONT)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -215,12 +208,13 @@ def _run(
     folder.mkdir()
     with _continuing(pool, folder, shape.world_size - 1 if plan.fault == Fault.STOPPED_LONG else 0):
         results = pool.try_run(shape.world_size, _train, plan, folder, data, state)
-    logs = [(folder / f"rank {rank}") for rank in range(shape.world_size)]
-    steps = [[json.loads(line) for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
+    steps = [
+        [pickle.loads((folder / f"{rank} {step}").read_bytes()) for step in range(len([*folder.glob(f"{rank} *")]))]
+        for rank in range(shape.world_size)
+    ]
     num_steps = min(map(len, steps))
-    state = pickle.loads(base64.b64decode(steps[0][num_steps - 1]["state"])) if num_steps else {}
-    trained = (sample for of_rank in steps for step in of_rank[:num_steps] for sample in step["samples"])
-    return results, state, Samples((sample, tuple(items)) for sample, items in trained)
+    trained = Samples(sample for of_rank in steps for samples, _ in of_rank[:num_steps] for sample in samples)
+    return results, steps[0][num_steps - 1][1] if num_steps else {}, trained
 
 
 def _check_ends(plan: Round, results: list[Any]) -> None:
@@ -244,7 +238,7 @@ def _play(pool: RankPool, plan: Round, folder: Path, datasets: Path) -> None:
     """Run a job with its fault, then the one that resumes it, and compare what they trained with the epoch."""
     data = Path(shutil.copytree(datasets, folder)) / "data"
     batches = _loader(plan, Shape(1, 8, 0), 0, data, None)
-    expected = Samples((sample, tuple(items)) for batch in batches for sample, items in _samples(batch))
+    expected = Samples(sample for batch in batches for sample in _samples(batch))
     results, state, trained = _run(pool, plan, plan.first, folder / "first", data, None)
     if (folder / "first" / "fault").exists():
         _check_ends(plan, results)

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, step_planner
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
-from evenrank.dataloader.balance.exchange.exchange import Handle
-from evenrank.dataloader.balance.metrics.step_metrics import measure_step
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
@@ -29,6 +26,7 @@ from tests.ranks import RankPool
 Step = list[list[tuple[int, int]]]  # a rank's samples in a step: the lengths of their four keys, in pairs
 World = tuple[int, list[list[Step]]]  # a batch size and each rank's steps
 WAYS: list[dict[str, Any]] = [
+    *({"strategy": strategy} for strategy in STRATEGIES),
     {"window": 2},
     {"window": 8},
     {"pack": True, "max_tokens_per_rank": 200},
@@ -126,13 +124,10 @@ def _check_world(ranks: RankPool, world: World, is_padded: bool, options: dict[s
             assert options["strategy"] != "none" or after == before
 
 
-OF_STRATEGIES: list[dict[str, Any]] = [{"strategy": strategy} for strategy in STRATEGIES]
-
-
 @pytest.mark.parametrize("examples", [80, pytest.param(6000, marks=pytest.mark.long)])
 def test_balancing_never_loses_duplicates_or_alters_a_sample(ranks: RankPool, examples: int) -> None:
     @settings(max_examples=examples)
-    @given(worlds(), st.booleans(), st.sampled_from([*OF_STRATEGIES, *WAYS]), st.sampled_from(EXCHANGES))
+    @given(worlds(), st.booleans(), st.sampled_from(WAYS), st.sampled_from(EXCHANGES))
     def check(world: World, is_padded: bool, options: dict[str, Any], exchange: str) -> None:
         _check_world(ranks, world, is_padded, {**options, "exchange": exchange})
 
@@ -152,45 +147,36 @@ def test_shorter_batches_are_padded_to_the_longest_first_one_or_to_the_batch_siz
         assert [one + other for (_, one), (_, other) in zip(first, second, strict=True)] == [5, 4, 2] * 2
 
 
-def _count(kind: type) -> int:
-    return sum(type(found) is kind for found in gc.get_objects())
+@pytest.mark.parametrize(
+    "options", [{"lookahead": 1}, {"lookahead": 20}, {"window": 2}, {"pack": True, "max_tokens_per_rank": 100}]
+)
+def test_few_steps_are_loaded_ahead_and_batches_are_freed_without_the_garbage_collector(
+    options: dict[str, Any],
+) -> None:
+    alive, num_loaded, handed_out = weakref.WeakSet[RichBatch](), 0, []
 
+    def load() -> Iterator[RichBatch]:
+        nonlocal num_loaded
+        for num_loaded in itertools.count(1):
+            alive.add(batch := rich_batch([[(2, 1), (1, 2)], [(3, 1), (1, 1)]], first_id=10 * num_loaded))
+            yield batch
+            del batch
 
-class _Endless:
-    """A loader of equal batches."""
-
-    def __iter__(self) -> Iterator[RichBatch]:
-        for number in itertools.count():
-            yield rich_batch([[(2, 1), (1, 2)], [(3, 1), (1, 1)]], first_id=10 * number)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 2}, {"pack": True, "max_tokens_per_rank": 100}])
-def test_batches_are_freed_without_the_garbage_collector(options: dict[str, Any]) -> None:
-    gc.collect()
     gc.disable()
     try:
-        before, most, balanced = _count(RichBatch), 0, []
-        with Balancer(_Endless(), BalanceConfig(cost=rich_tokens, lookahead=1, **options)) as balancer:
-            for batch in itertools.islice(balancer, 60):
-                balanced.append(weakref.ref(batch))
+        with Balancer(load(), BalanceConfig(cost=rich_tokens, **options)) as balancer:
+            ahead = []
+            for step, batch in enumerate(itertools.islice(balancer, 60)):
+                handed_out.append(weakref.ref(batch))
                 del batch
-                assert not any(reference() is not None for reference in balanced[:-1])
-                if len(balanced) % 15 == 0:
-                    most = max(most, _count(RichBatch) - before)
-            assert 1 < most < 25  # those of a group, and of the next one
-            assert _count(Handle) < 25
+                assert not any(reference() is not None for reference in handed_out[:-1])
+                assert len(alive) < 25 + options.get("lookahead", 2)  # those of a group, and of the next one
+                ahead.append(num_loaded - step)
     finally:
         gc.enable()
-
-
-def test_steps_are_measured_only_where_somebody_reads_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = mock.Mock(wraps=measure_step)
-    monkeypatch.setattr(step_planner, "measure_step", measured)
-    batches = _batches(0, [[[(1, 2), (3, 4)]], [[(5, 0), (1, 1)]]])
-    for on_step, count in ((None, 0), (lambda metrics: None, 2)):
-        with Balancer(batches, BalanceConfig(cost=rich_tokens, on_step=on_step)) as balancer:
-            assert len(list(balancer)) == 2
-        assert measured.call_count == count
+    if "lookahead" in options:  # one is loaded for each that is handed out, up to 8 at once
+        assert all(options["lookahead"] < number <= options["lookahead"] + 9 for number in ahead)
+        assert len({*ahead[40:]}) == 1
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -202,11 +188,10 @@ class DenseBatch(JaggedBatch):
 
 def _balance_dense(rank: int, world_size: int) -> list[float]:
     num_real = 4 * (1 - rank)  # all samples are on rank 0
-    ids = torch.full((4,), float("nan"), dtype=torch.float64)
-    ids[:num_real] = torch.arange(num_real)
+    ids = torch.tensor([0.0, 1.0, 2.0, 3.0] if rank == 0 else [float("nan")] * 4, dtype=torch.float64)
     seen: list[StepMetrics] = []
-    config = BalanceConfig(cost=one_per_sample, on_step=seen.append)
-    with Balancer([DenseBatch(batch_size=4, num_real=num_real, ids=ids)], config) as balancer:
+    batches = [DenseBatch(batch_size=4, num_real=num_real, ids=ids)]
+    with Balancer(batches, BalanceConfig(cost=one_per_sample, on_step=seen.append)) as balancer:
         (batch,) = balancer
     assert (batch.num_real, seen[0].samples, seen[0].sample_bytes) == (2, 4, 4 * 8)
     assert batch.ids[2:].isnan().all()
@@ -216,18 +201,6 @@ def _balance_dense(rank: int, world_size: int) -> list[float]:
 def test_batches_without_jagged_keys_are_balanced_and_measured(ranks: RankPool) -> None:
     first, second = ranks.run(2, _balance_dense)
     assert sorted(first + second) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("lookahead", [1, 5, 20])
-def test_steps_are_loaded_ahead_but_one_for_each_that_is_handed_out(lookahead: int) -> None:
-    pulled = itertools.count()
-    batches = (batch for batch, _ in zip(_Endless(), pulled, strict=False))
-    ahead = []
-    with Balancer(batches, BalanceConfig(cost=rich_tokens, lookahead=lookahead)) as balancer:
-        for step, _ in enumerate(itertools.islice(balancer, 60)):
-            ahead.append(int(repr(pulled)[6:-1]) - step)
-    assert all(lookahead < number <= lookahead + 9 for number in ahead)  # groups of up to 8 steps are started at once
-    assert len({*ahead[40:]}) == 1
 
 
 @contextlib.contextmanager
@@ -249,36 +222,37 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) -> list[Any]:
-    """Return the samples of two epochs, and the gradients of an embedding table.
+def _train(rank: int, world_size: int, exchange: str, on_gpus: bool) -> list[Any]:
+    """Return, for each mode, the samples of two epochs, and the gradients of an embedding table.
 
     One rank has fewer batches, so that empty ones are made, and batches are padded.
     """
-    trained: list[Any] = []
+    of_modes: list[Any] = []
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
-    table = torch.nn.Embedding(97, 2, device=device)
-    torch.nn.init.ones_(table.weight)
     data = LoaderConfig(batch_size=6, max_history_length=50)
     rich = [rich_batch([[(1, 2), (3, 4)]] * (2 + rank), first_id=10 * rank)] * 2
-    with MODES[mode]():
-        loader = list(RandomBatches(data, num_batches=3 - rank, rank=rank, world_size=world_size))
-        config = BalanceConfig(cost=one_per_sample, exchange=exchange)
-        with (
-            Balancer(loader, config, device=device) as balancer,
-            Balancer(rich, replace(config, batch_size=5), device=device) as rich_balancer,
-        ):
-            for batch in (*balancer, *balancer):
-                trained.append((ids_of(batch), rows_of(batch.features, "item_id"), str(batch.features.device())))
-                with torch.inference_mode(False), torch.enable_grad():
-                    (table(batch.features["item_id"].values() % 97) * batch.num_real).sum().backward()
-            for batch in rich_balancer:
-                trained.append((samples_of(batch.to("cpu")), batch.matrix.tolist(), schema_of(batch.to("cpu"))))
-                with torch.inference_mode(False):
-                    batch.ids.add_(1)  # which tensors of the inference mode do not allow
-    assert table.weight.grad is not None
-    return [*trained, table.weight.grad.tolist()]
+    config = BalanceConfig(cost=one_per_sample, exchange=exchange)
+    for mode in MODES.values():
+        trained: list[Any] = []
+        of_modes.append(trained)
+        weight = torch.ones(97, 2, device=device, requires_grad=True)
+        with mode():
+            loader = list(RandomBatches(data, num_batches=3 - rank, rank=rank, world_size=world_size))
+            with Balancer(loader, config, device=device) as balancer:
+                for batch in (*balancer, *balancer):
+                    trained.append((ids_of(batch), rows_of(batch.features, "item_id"), str(batch.features.device())))
+                    with torch.inference_mode(False), torch.enable_grad():
+                        (weight[batch.features["item_id"].values() % 97] * batch.num_real).sum().backward()
+            with Balancer(rich, replace(config, batch_size=5), device=device) as balancer_of_rich:
+                for each in balancer_of_rich:
+                    trained.append((samples_of(each.to("cpu")), each.matrix.tolist(), schema_of(each.to("cpu"))))
+                    with torch.inference_mode(False):
+                        each.ids.add_(1)  # which tensors of the inference mode do not allow
+        assert weight.grad is not None
+        trained.append(weight.grad.tolist())
+    return of_modes
 
 
 @pytest.mark.parametrize(
@@ -286,6 +260,7 @@ def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) 
     [("all-to-all", False), ("all-gather", False), pytest.param("all-to-all", True, marks=pytest.mark.multi_gpu)],
 )
 def test_modes_of_pytorch_change_nothing(ranks: RankPool, exchange: str, on_gpus: bool) -> None:
-    expected = ranks.run(2, _train, "none", exchange, on_gpus)
-    for mode in MODES:
-        assert ranks.run(2, _train, mode, exchange, on_gpus) == expected, mode
+    for of_modes in ranks.run(2, _train, exchange, on_gpus):
+        assert len(of_modes[0]) == 2 * 3 + 2 + 1
+        for mode, trained in zip(MODES, of_modes, strict=True):
+            assert trained == of_modes[0], mode

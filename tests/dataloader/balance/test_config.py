@@ -25,6 +25,7 @@ def test_nobody_observes_steps_on_a_rank_whose_timer_takes_none() -> None:
         assert (config.observer(1, exchanges=True, data=dict) is not None) == is_observed
         with_log = BalanceConfig(cost=one_per_sample, on_step=timer, log_every=5)
         assert with_log.observer(0, exchanges=True, data=dict) is not None
+        assert (with_log.observer(1, exchanges=True, data=dict) is not None) == is_observed
 
 
 def test_a_config_is_made_from_the_options_in_a_file(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
+import os
 import pickle
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -18,19 +19,15 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import ElasticLoader, ElasticSampler, LoaderConfig, build_loader
-from evenrank.dataloader.balance import (
-    BalanceConfig,
-    Balancer,
-    LinearCost,
-    MeasuredCost,
-)
+from evenrank.dataloader.balance import BalanceConfig, Balancer, LinearCost, MeasuredCost
 from evenrank.dataloader.balance.metrics.step_metrics import RankTimes
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.ranks.process_group import members_of
+from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.dataloader.balance.refit import CostSchedule, refit
 from evenrank.datasets.distributions import Lognormal
 from evenrank.training import StepTimer
@@ -40,6 +37,7 @@ from tests.ranks import RankPool
 
 A, B, C = 1.0, 0.01, 0.001  # seconds of a step, of a token, of a squared token
 FIRST = LinearCost(interleave_actions=False)  # with the squares left out, it balances badly
+COUNTED: dict[str, Any] = {"interleave_actions": False, "max_tokens": 8192}
 EVERY = 20
 WAYS: dict[str, dict[str, Any]] = {
     "balancer": {"lookahead": 2},
@@ -94,20 +92,17 @@ class _Step(NamedTuple):
     seconds: float
 
 
-def _train_step(timer: StepTimer, batch: Any, *, by_chance: np.random.Generator | None = None) -> _Step:
-    """Train a step that takes a time by its samples, or any time."""
+def _train_step(timer: StepTimer, batch: Any) -> _Step:
+    """Train a step that takes a time by its samples."""
     lengths = batch.features["item_id"].lengths()[: batch.num_real].double()
     seconds = A + B * float(lengths.sum()) + C * float((lengths**2).sum())
-    _Time.now += seconds if by_chance is None else by_chance.uniform(1, 2)
+    _Time.now += seconds
     with timer.waiting():
         dist.barrier()
     return _Step(batch.epoch, ids_of(batch), seconds)
 
 
-Job = tuple[list[_Step], MeasuredCost | None]
-
-
-def _job(rank: int, world_size: int, path: Path, way: str, stops: tuple[int, ...] = ()) -> Job:
+def _job(rank: int, world_size: int, path: Path, way: str, stops: tuple[int, ...]) -> Any:
     """Train 5 epochs by jobs that stop after so many steps, from each of which the next one resumes."""
     trained: list[_Step] = []
     state: dict[str, Any] = {}
@@ -127,20 +122,28 @@ def _imbalance(of_ranks: list[list[_Step]]) -> float:
     return float(seconds.max(axis=0).sum() / seconds.mean(axis=0).sum())
 
 
-def _check_each_sample_once(of_ranks: list[list[_Step]]) -> None:
+# A job that stops goes on from before the first decision, after it and within windows that another cost has assigned,
+# and in a later epoch.
+STOPS = (EVERY - 2, EVERY + 5, 3 * EVERY + 3)
+
+
+@pytest.mark.parametrize(
+    ("way", "stops"),
+    [*((way, ()) for way in WAYS), *((way, STOPS) for way in ("balancer, windows", "windows", "packed", "elastic"))],
+)
+def test_a_job_comes_to_be_balanced_by_the_times_that_it_measures_and_trains_each_sample_once(
+    ranks: RankPool, dataset: Path, way: str, stops: tuple[int, ...]
+) -> None:
+    (first, cost), (second, of_second) = ranks.run(2, _job, dataset, way, stops)
     epochs: dict[int, list[int]] = {}
-    for step in itertools.chain(*of_ranks):
+    for step in (*first, *second):
         epochs.setdefault(step.epoch, []).extend(step.ids)
     assert len(epochs) == 5
     assert len({tuple(sorted(ids)) for ids in epochs.values()}) == 1
     assert len(set(epochs[0])) == len(epochs[0]) > 1300
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_job_comes_to_be_balanced_by_the_times_that_it_measures(ranks: RankPool, dataset: Path, way: str) -> None:
-    (first, cost), (second, of_second) = ranks.run(2, _job, dataset, way)
+    if stops:
+        return
     assert cost == of_second
-    assert cost is not None
     per_token, per_square = cost.linear * cost.seconds_per_unit, cost.quadratic * cost.seconds_per_unit
     assert (cost.seconds_per_step, per_token, per_square) == pytest.approx((A, B, C), rel=1e-3)
     # Epochs of 44 steps, so the second decision is in the first epoch, and others are at its end or in later ones.
@@ -148,14 +151,6 @@ def test_a_job_comes_to_be_balanced_by_the_times_that_it_measures(ranks: RankPoo
     # Some steps last as long as their longest sample, unless they are made in windows.
     assert _imbalance([first[:EVERY], second[:EVERY]]) > 1.02
     assert _imbalance([first[2 * EVERY :], second[2 * EVERY :]]) < 1.003
-    _check_each_sample_once([first, second])
-
-
-@pytest.mark.parametrize("way", ["balancer, windows", "windows", "packed", "elastic"])
-def test_a_job_that_stops_anywhere_trains_each_sample_once(ranks: RankPool, dataset: Path, way: str) -> None:
-    # Before the first decision, after it and within windows that another cost has assigned, and in a later epoch.
-    (first, _), (second, _) = ranks.run(2, _job, dataset, way, (EVERY - 2, EVERY + 5, 3 * EVERY + 3))
-    _check_each_sample_once([first, second])
 
 
 def _made_up_costs() -> Any:
@@ -165,34 +160,6 @@ def _made_up_costs() -> Any:
     return mock.patch(
         "evenrank.dataloader.balance.refit.refit", side_effect=lambda cost, *_: tokens if cost == squares else squares
     )
-
-
-def _plans(rank: int, world_size: int, path: Path, way: str, every: int) -> tuple[list[list[int]], int]:
-    ids = []
-    with _made_up_costs() as decide, StepTimer(every=3) as timer:
-        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=every, **WAYS[way])
-        with closing(_batches(path, rank, world_size, way, balance)) as batches:
-            for batch in batches:
-                ids.append(_train_step(timer, batch).ids)
-    return ids, decide.call_count
-
-
-@pytest.mark.parametrize(
-    ("way", "alone", "every"), [("balancer", "no exchange", 8), ("balancer, windows", "windows", 12)]
-)
-def test_plans_are_the_same_with_and_without_an_exchange_while_costs_change(
-    ranks: RankPool, dataset: Path, way: str, alone: str, every: int
-) -> None:
-    planned: list[list[list[int]]] = []
-    # Groups of steps that a Balancer plans together begin at each decision here.
-    together, by_each = (ranks.run(2, _plans, dataset, one, every) for one in (way, alone))
-    for plans in (together, by_each):
-        # Of the steps of windows, ranks have loaded other samples, and keep those that they have.
-        of_ranks = [ids for ids, _ in plans]
-        steps = of_ranks[0] if way == "balancer" else [[*a, *b] for a, b in zip(*of_ranks, strict=True)]
-        planned.append([sorted(ids) for ids in steps])
-    assert planned[0] == planned[1]
-    assert [decisions for _, decisions in by_each] == [len(planned[0]) // every, 0]  # rank 0 decides
 
 
 @pytest.mark.parametrize(("trained", "saved"), [(9, 9), (12, 10), (16, 14), (21, 18)])
@@ -211,67 +178,12 @@ def test_a_job_may_go_back_to_any_step_while_costs_change(dataset: Path, trained
         assert sorted(number for batch in (*before[:saved], *loader) for number in ids_of(batch)) == everything
 
 
-def _times_by_chance(rank: int, world_size: int, path: Path) -> tuple[list[str], MeasuredCost | None]:
-    by_chance = np.random.default_rng(rank)
-    with _made_up_times(), StepTimer(every=3) as timer, mock.patch("evenrank.dataloader.balance.refit.say") as said:
-        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=15)
-        with closing(_batches(path, rank, world_size, "balancer", balance)) as batches:
-            for batch in batches:
-                _train_step(timer, batch, by_chance=by_chance)
-    return [call.args[0] for call in said.call_args_list], timer.cost
-
-
-def test_a_cost_that_cannot_be_fitted_stays_and_rank_0_says_why(ranks: RankPool, dataset: Path) -> None:
-    (lines, cost), (others, of_second) = ranks.run(2, _times_by_chance, dataset)
-    assert cost is of_second is None
-    assert others == []
-    starts = [f"step {step}: the cost stays as it is: " for step in (15, 30)]
-    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
-    assert len(lines) >= 2
-
-
-def _leave_waiting(rank: int, world_size: int, path: Path, way: str, persistent: bool) -> list[list[int]]:
-    """Leave an epoch where a thread of rank 1 waits for a decision that rank 0 has not come to; then train one."""
-    with _made_up_times(), StepTimer(every=3) as timer:
-        balance = BalanceConfig(cost=FIRST, on_step=timer, refit_every=8, timeout=timedelta(seconds=60), **WAYS[way])
-        options: dict[str, Any] = {"num_workers": rank, "prefetch": 4, "persistent_workers": persistent}
-        config = LoaderConfig(batch_size=16, max_history_length=60, **options)
-        loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
-        steps: Any = iter(loader)
-        for _ in range(5):
-            _train_step(timer, next(steps))
-        before = time.monotonic()
-        if rank == 1:
-            assert loader._costs is not None
-            while not loader._costs._lock.locked():
-                time.sleep(0.01)
-        dist.barrier()
-        steps.close()
-        while rank == 1 and loader._costs is not None and loader._costs._lock.locked():
-            time.sleep(0.01)
-        assert time.monotonic() - before < 30
-        return [_train_step(timer, batch).ids for batch in loader]
-
-
-@pytest.mark.parametrize(("way", "persistent"), [("no exchange", False), ("windows", True)])
-def test_nobody_waits_for_a_decision_on_an_epoch_that_was_left(
-    ranks: RankPool, dataset: Path, way: str, persistent: bool
-) -> None:
-    first, second = ranks.run(2, _leave_waiting, dataset, way, persistent)
-    ids = [number for each in (*first, *second) for number in each]
-    assert len(ids) == len(set(ids)) > 1300
-
-
 _ENDS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from torch.distributed import HashStore
-from evenrank.dataloader.balance import LinearCost
-from evenrank.dataloader.balance.ranks.process_group import Members
-from evenrank.dataloader.balance.refit import CostSchedule
-members = Members(rank=1, world_size=2, store=HashStore())
-costs = CostSchedule(LinearCost(interleave_actions=False), every=5, members=members, timeout=timedelta(minutes=10))
+from tests.dataloader.balance.test_refit import costs_of_rank_1
+
+costs = costs_of_rank_1(600)
 waits = ThreadPoolExecutor(1).submit(costs.after, 1)
 while not costs._lock.locked():
     pass
@@ -279,32 +191,45 @@ raise KeyError("an error of the training")
 """
 
 
-def test_a_program_ends_with_an_error_although_a_thread_waits_for_a_decision() -> None:
-    ended = subprocess.run([sys.executable, "-P", "-c", _ENDS], stderr=subprocess.PIPE, text=True, timeout=120)
+def costs_of_rank_1(timeout: float) -> CostSchedule:
+    """Return costs of which rank 0 decides nothing."""
+    members = Members(rank=1, world_size=2, store=HashStore())
+    return CostSchedule(FIRST, every=7, members=members, timeout=timedelta(seconds=timeout))
+
+
+def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose_and_an_error_ends_its_program() -> None:
+    with pytest.raises(RankError) as raised:
+        costs_of_rank_1(0.5).after(2)
+    assert str(raised.value) == (
+        "rank 0 has not planned step 7, before which it fits the cost, within 0:00:00.500000; train equally many steps "
+        "on all ranks, or raise timeout"
+    )
+    (left := threading.Event()).set()
+    with pytest.raises(RankError, match=r"^step 7 was not planned before this rank left the iteration$"):
+        costs_of_rank_1(600).after(2, left)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-P", "-c", _ENDS]
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.endswith("KeyError: 'an error of the training'\n")
 
 
-def _late(rank: int, world_size: int) -> str:
-    timer, timeout = StepTimer(), timedelta(seconds=0.5)
-    members = members_of(None, timeout)
-    costs = CostSchedule(FIRST, every=7, timer=timer, members=members, timeout=timeout)
-    message = ""
-    if rank > 0:
-        with pytest.raises(RankError) as raised:
-            costs.after(costs.decisions(14))
-        message = str(raised.value)
-        timer._store.check([message])  # others can use it again
-    dist.barrier()
-    return message
-
-
-def test_a_rank_that_waits_for_a_decision_in_vain_says_for_whose(ranks: RankPool) -> None:
-    _, message = ranks.run(2, _late)
-    assert message == (
-        "rank 0 has not planned step 7, before which it fits the cost, within 0:00:00.500000; train equally many steps "
-        "on all ranks, or raise timeout"
-    )
+@pytest.mark.parametrize(("window", "persistent"), [(1, False), (4, True)])
+def test_nobody_waits_for_a_decision_on_an_epoch_that_was_left(dataset: Path, window: int, persistent: bool) -> None:
+    balance = BalanceConfig(cost=FIRST, on_step=StepTimer(), refit_every=8, window=window)
+    config = LoaderConfig(batch_size=16, num_workers=1, prefetch=4, persistent_workers=persistent)
+    loader = build_loader(dataset, config, rank=0, world_size=1, balance=balance)
+    costs = loader._costs
+    assert costs is not None
+    waiting = costs_of_rank_1(600)
+    costs._members, costs._store, costs._timeout = waiting._members, waiting._store, waiting._timeout
+    steps: Any = iter(loader)
+    for _ in range(5):
+        next(steps)
+    while not costs._lock.locked():  # by a thread that reads ahead
+        pass
+    steps.close()
+    assert costs._lock.acquire(timeout=30)
 
 
 def _times(cost: tuple[float, float, float], num_steps: int, noise: float, world_size: int = 4) -> RankTimes:
@@ -312,14 +237,14 @@ def _times(cost: tuple[float, float, float], num_steps: int, noise: float, world
     rng = np.random.default_rng(0)
     lengths = Lognormal(mean=512, std=512).sample(rng, num_steps * world_size * 32).reshape(num_steps, world_size, 32)
     assigned = [partition(step, world_size, tokens=step) for step in lengths]
-    loads = [one.loads(step) for one, step in zip(assigned, lengths, strict=True)]
-    squares = [one.loads(step**2) for one, step in zip(assigned, lengths, strict=True)]
-    tokens, of_squares = np.array(loads, dtype=float), np.array(squares, dtype=float)
-    exact = cost[0] + cost[1] * tokens + cost[2] * of_squares
-    return RankTimes(tokens, tokens, of_squares, exact * (1 + noise * rng.standard_normal(exact.shape)))
+    tokens, squares = (
+        np.array([one.loads(step**power) for one, step in zip(assigned, lengths, strict=True)], dtype=float)
+        for power in (1, 2)
+    )
+    exact = cost[0] + cost[1] * tokens + cost[2] * squares
+    return RankTimes(tokens, tokens, squares, exact * (1 + noise * rng.standard_normal(exact.shape)))
 
 
-COUNTED: dict[str, Any] = {"interleave_actions": False, "max_tokens": 8192}
 TRUE = 0.01, 4e-7, 2e-10
 
 
@@ -334,7 +259,8 @@ def _slower(seconds: NDArray[np.float64]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "num_steps", "noise", "disturb", "tolerance"),
     [
-        *((world_size, 200, 0.03, None, 0.2) for world_size in (2, 4, 8)),
+        (2, 200, 0.03, None, 0.2),
+        (8, 200, 0.03, None, 0.2),
         (64, 64, 0.05, None, 0.3),  # many ranks make steps alike
         (4, 200, 0.03, _interrupted, 0.2),
         (2, 200, 0.02, _slower, 0.4),
@@ -343,7 +269,7 @@ def _slower(seconds: NDArray[np.float64]) -> None:
 def test_the_cost_of_balanced_steps_is_found_in_noise(
     world_size: int, num_steps: int, noise: float, disturb: Any, tolerance: float
 ) -> None:
-    times = _times(TRUE, num_steps, noise=noise, world_size=world_size)
+    times = _times(TRUE, num_steps, noise, world_size)
     if disturb is not None:
         disturb(times.seconds)
     fitted = refit(FIRST, times, COUNTED)
@@ -352,16 +278,14 @@ def test_the_cost_of_balanced_steps_is_found_in_noise(
     assert world_size < 64 or fitted.r2 < 0.5  # which MeasuredCost.fit refuses
     if disturb is None and world_size < 64:  # it stays, where it is fitted again to other times
         with pytest.raises(ConfigError, match=r"explains \d.\d% more of the differences between ranks"):
-            refit(fitted, _times(TRUE, 210, noise=noise, world_size=world_size), COUNTED)
+            refit(fitted, _times(TRUE, 210, noise, world_size), COUNTED)
 
 
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        *(
-            (((0.01, 4e-7, 0.0), 200, noise), r"explains 0.\d% more of the differences between ranks")
-            for noise in (0.0, 0.05)
-        ),
+        (((0.01, 4e-7, 0.0), 200, 0.0), r"explains 0.\d% more of the differences between ranks"),
+        (((0.01, 4e-7, 0.0), 200, 0.05), r"explains 0.\d% more of the differences between ranks"),
         ((TRUE, 50, 0.01, 1), r"explains 0.0% more of the differences between ranks"),  # one rank alone
         ((TRUE, 4, 0.0), "16 times are too few to fit a cost"),
         ((TRUE, 0, 0.0), "0 times are too few to fit a cost"),
@@ -372,16 +296,23 @@ def test_the_right_cost_stays_and_any_without_times_enough(times: Any, message: 
         refit(FIRST, _times(*times), COUNTED)
 
 
-def test_a_copy_in_another_process_keeps_the_cost() -> None:
+def test_a_cost_stays_where_none_can_be_fitted_and_in_a_copy_in_another_process() -> None:
     costs = CostSchedule(FIRST, every=5, timer=StepTimer())
     fitted = MeasuredCost(linear=7, quadratic=1, fraction_bits=40, seconds_per_step=A, steps=20, r2=1.0, **COUNTED)
-    with mock.patch("evenrank.dataloader.balance.refit.refit", return_value=fitted):
-        assert costs.after(costs.decisions(4)) == FIRST
-        assert costs.after(costs.decisions(5)) == costs.latest == fitted
+    of_refit = "evenrank.dataloader.balance.refit."
+    with (
+        mock.patch(f"{of_refit}refit", side_effect=[ConfigError("no times"), fitted, fitted]),
+        mock.patch(f"{of_refit}say") as said,
+    ):
+        assert costs.after(costs.decisions(4)) == costs.after(costs.decisions(5)) == FIRST
+        assert costs.after(costs.decisions(10)) == costs.latest == fitted
         assert costs.after(0) == FIRST  # for steps that were planned before
         copy = pickle.loads(pickle.dumps(costs))
         assert copy.after(copy.decisions(100)) == fitted
         with mock.patch("os.getpid", return_value=-1):  # in a fork
-            assert costs.after(3) == fitted
+            assert costs.after(4) == fitted
+    lines = [call.args[0] for call in said.call_args_list]
+    assert lines == ["step 5: the cost stays as it is: no times", mock.ANY]
+    assert lines[1].startswith("step 10: the cost is fitted to 20 times: 1e+03 ms per step, 6.37e-06 us per token, ")
     assert costs.decisions(100) == 20
     assert not copy.can_change

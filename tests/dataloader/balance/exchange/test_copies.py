@@ -22,7 +22,7 @@ Copies = NDArray[np.int64]
 def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     """Draw a unit in bytes, and adjacent ranges of the target: the gap before each and its length, in units."""
     unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
-    length = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 40_000 // unit))
+    length = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 400_000 // unit))
     return unit, draw(st.lists(st.tuples(st.integers(0, 3), length), max_size=8))
 
 
@@ -64,22 +64,6 @@ def test_every_range_is_copied(on_gpu: bool, count: int) -> None:
         assert torch.equal(copied.cpu(), expected)
 
     check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64, torch.bfloat16, torch.bool])
-def test_rows_of_every_dtype_and_of_100_000_elements_are_copied(dtype: torch.dtype) -> None:
-    lengths = np.array([0, 100_000, 1, 0, 3, 99_999])
-    values = torch.randint(0, 2, (int(lengths.sum()),)).to(dtype)
-    size = values.element_size()
-    on_gpu, copied = values.cuda(), torch.zeros_like(values, device="cuda")
-    reverse = (int(lengths.sum()) - np.cumsum(lengths)) * size
-    starts = (np.cumsum(lengths) - lengths) * size
-    copies = np.stack([np.zeros_like(starts), starts, reverse, lengths * size], axis=1)[lengths > 0]
-    tiles = as_bytes(torch.from_numpy(_tiles(copies))).cuda()
-    copy_with_kernel(tiles, [as_bytes(on_gpu)], as_bytes(copied))
-    expected = torch.cat(list(reversed(values.split(lengths.tolist()))))
-    assert torch.equal(copied.cpu(), expected)
 
 
 def test_tiles_cover_each_range_once() -> None:

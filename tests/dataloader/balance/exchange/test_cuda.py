@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torchdata.nodes import PinMemory
 
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
@@ -73,57 +71,32 @@ def test_devices_that_cannot_exchange_are_an_error_on_all_ranks_before_any_group
             assert failure.message.startswith(message)
 
 
-def _balance_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
-    torch.cuda.set_device(rank)
-    seen = []
-    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("replicate", "shard"))
-    for group in (None, mesh["shard"]):  # the default group is over Gloo, that of the mesh over NCCL
-        batches = _random_batches(rank, world_size, 5)
-        with Balancer(PinMemory(batches), BalanceConfig(cost=COST), device="cuda", group=group) as balancer:
-            seen.append([int(sample) for batch in balancer for sample in batch.sample_ids[: batch.num_real]])
-    assert seen[0] == seen[1]
-    return seen
-
-
-@pytest.mark.multi_gpu
-def test_a_mesh_of_gpus_and_a_node_that_pins_memory_give_the_same_batches(gpu_ranks: RankPool) -> None:
-    samples = sorted(sample for seen in gpu_ranks.run(2, _balance_on_a_mesh) for sample in seen[0])
-    assert len(samples) == len(set(samples)) > 0
-
-
-def _train_on_another_stream(rank: int, world_size: int) -> list[list[int]]:
-    stream = torch.cuda.Stream(rank)
+def _train_on_another_stream(rank: int, world_size: int, device: int) -> tuple[list[int], list[int], bool]:
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream()
     batches = _random_batches(rank, world_size, 50)
-    expected = [int(batch.features.values().sum()) for batch in batches]
     sums = []
     with (
         torch.cuda.stream(stream),
-        Balancer(batches, BalanceConfig(cost=COST, strategy="none"), device=f"cuda:{rank}") as balancer,
+        Balancer(batches, BalanceConfig(cost=COST, strategy="none"), device=f"cuda:{device}") as balancer,
     ):
         for batch in balancer:
             assert torch.cuda.current_stream() == stream
             sums.append(batch.features.values().sum())
-    return [expected, [int(total) for total in sums]]
+    has_context = torch._C._cuda_hasPrimaryContext(0)  # type: ignore[attr-defined]  # undocumented
+    return [int(batch.features.values().sum()) for batch in batches], [int(total) for total in sums], has_context
 
 
-@pytest.mark.gpu
-def test_the_current_stream_stays_current_and_sees_complete_batches(gpu_ranks: RankPool) -> None:
-    ((expected, sums),) = gpu_ranks.run(1, _train_on_another_stream)
+@pytest.mark.parametrize(
+    "device", [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.multi_gpu)]
+)
+def test_the_current_stream_sees_complete_batches_and_other_gpus_get_no_context(
+    gpu_ranks: RankPool, device: int
+) -> None:
+    ((expected, sums, has_context),) = gpu_ranks.run(1, _train_on_another_stream, device)
     assert sums == expected
     assert len(set(sums)) > 40
-
-
-def _on_the_second_gpu(rank: int, world_size: int) -> tuple[int, bool]:
-    torch.cuda.set_device(1)
-    batches = _random_batches(rank, world_size, 5)
-    with Balancer(batches, BalanceConfig(cost=COST), device="cuda:1") as balancer:
-        count = sum(1 for _ in balancer)
-    return count, torch._C._cuda_hasPrimaryContext(0)  # type: ignore[attr-defined]  # undocumented
-
-
-@pytest.mark.multi_gpu
-def test_a_rank_creates_no_context_on_another_ranks_gpu(gpu_ranks: RankPool) -> None:
-    assert gpu_ranks.run(1, _on_the_second_gpu) == [(5, False)]
+    assert has_context == (device == 0)
 
 
 def _interleave(rank: int, world_size: int, steps: int) -> tuple[int, list[int]]:
@@ -151,17 +124,15 @@ def _interleave(rank: int, world_size: int, steps: int) -> tuple[int, list[int]]
 
 
 def _sums_on_the_cpu(rank: int, world_size: int, steps: int) -> list[int]:
-    sums = torch.zeros(3, dtype=torch.int64)
+    sums = np.zeros(3, dtype=np.int64)
     for batch in _random_batches(rank, world_size, steps):
         values, lengths = batch.features.values(), batch.features.lengths()
-        sums += torch.stack([values.sum(), (lengths * 2 + 1).sum(), (batch.sample_ids * (batch.step + 1)).sum()])
+        sums += [int(each.sum()) for each in (values, lengths * 2 + 1, batch.sample_ids * (batch.step + 1))]
     return sums.tolist()
 
 
 @pytest.mark.multi_gpu
 def test_1000_steps_between_all_reduces_neither_hang_nor_lose_samples(gpu_ranks: RankPool) -> None:
     count = min(torch.cuda.device_count(), 4)
-    balanced = gpu_ranks.run(count, _interleave, 1000)
     expected = np.sum(gpu_ranks.run(count, _sums_on_the_cpu, 1000), axis=0).tolist()
-    assert [wrong for wrong, _ in balanced] == [0] * count
-    assert [sums for _, sums in balanced] == [expected] * count
+    assert gpu_ranks.run(count, _interleave, 1000) == [(0, expected)] * count

@@ -1,6 +1,5 @@
 """Layouts of small steps, of which every number was worked out by hand."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -15,86 +14,8 @@ from evenrank.dataloader.balance.exchange.layout import (
     write_host_buffer,
 )
 
-# By the bytes of an element: which bounds are those of its dtype, from the begin of the buffer to its end.
-VIEWS = {8: (0, 2, 3, 1), 4: (0, 4, 5, 6, 7, 8, 9, 1)}
-# A jagged key of int64 values, whose lengths are int32 and count loss tokens, and a dense field of 4 bytes.
-SECTIONS = Sections(
-    tensor=np.array([0, 1]),
-    key=np.array([0, -1]),
-    element_bytes=np.array([8, 4]),
-    padding_starts=np.array([0, 0, 4]),
-    padding=np.full(4, 255, dtype=np.uint8),
-    jagged_fields=np.array([[0, 1, 4]]),
-    views=np.array([(*view, size) for size, views in VIEWS.items() for view in itertools.pairwise(views)]),
-    loss_key=0,
-    loss_skip=1,
-)
-# Rank 0 has samples of 3, 1 and 0 values, rank 1 of 2 and 5 values and a padding row.
-LENGTHS = np.array([[[3, 1, 0]], [[2, 5, 0]]])
-RANK_OF = np.array([[0, 1, 1], [1, 0, -1]], dtype=np.int32)
-# New rows are in the order of the ranks that they come from, then of rows. Parts of the output begin aligned: the
-# values, the dense rows, then lengths and offsets. As int64 there are nothing, the values, the rest; as int32 values,
-# dense rows, a gap, lengths, a gap, offsets, nothing.
-OF_RANKS: list[dict[str, Any]] = [
-    {"num_real": 2, "loss_tokens": 2 + 4, "world_loss_tokens": 7, "lengths": [[3, 5, 0]], "length_per_key": [8]}
-    | {"max_lengths": [5], "views": [0, 8, 6, 16, 3, 1, 3, 1, 4, 0], "output_bytes": 112},
-    {"num_real": 3, "loss_tokens": 0 + 0 + 1, "world_loss_tokens": 7, "lengths": [[1, 0, 2]], "length_per_key": [3]}
-    | {"max_lengths": [2], "views": [0, 3, 7, 8, 3, 1, 3, 1, 4, 0], "output_bytes": 80},
-]
-# Copies have the source (0: received, 1: uploaded), the place there, the place in the output, and bytes. The last ones
-# are of what the host knows: lengths and offsets and, of rank 0, a padding row.
-EXCHANGES: dict[tuple[bool, int], dict[str, Any]] = {
-    # A chunk for the other rank, then its own, which is not sent.
-    (False, 0): {"send_bytes": [0, 32], "receive_bytes": [0, 64], "chunk_starts": [[32, 64], [0, 16]], "host_data": 80}
-    | {"copies": [(1, 32, 0, 24), (1, 64, 64, 4), (0, 0, 24, 40), (0, 48, 68, 4), (1, 80, 80, 32), (1, 112, 72, 4)]},
-    (False, 1): {"send_bytes": [64, 0], "receive_bytes": [32, 0], "chunk_starts": [[0, 48], [64, 80]], "host_data": 96}
-    | {"copies": [(0, 0, 0, 8), (0, 16, 32, 8), (1, 64, 8, 16), (1, 80, 40, 4), (1, 96, 48, 32)]},
-    # One chunk with the size of the largest, that of rank 1: 7 values, 2 rows. It begins at 80, its rows at 144.
-    (True, 0): {"send_bytes": [80], "receive_bytes": [80, 80], "chunk_starts": [[0, 32]], "host_data": 80}
-    | {"copies": [(0, 0, 0, 24), (0, 32, 64, 4), (0, 96, 24, 40), (0, 148, 68, 4), (1, 80, 80, 32), (1, 112, 72, 4)]},
-    (True, 1): {"send_bytes": [80], "receive_bytes": [80, 80], "chunk_starts": [[0, 64]], "host_data": 80}
-    | {"copies": [(0, 24, 0, 8), (0, 36, 32, 8), (0, 80, 8, 16), (0, 144, 40, 4), (1, 80, 48, 32)]},
-}
-
-
-@pytest.mark.parametrize(("sends_all", "rank"), EXCHANGES)
-def test_layouts_of_two_ranks(sends_all: bool, rank: int) -> None:
-    layout = lay_out(SECTIONS, RANK_OF, LENGTHS, 3, rank, sends_all, 8192)
-    expected = OF_RANKS[rank] | EXCHANGES[sends_all, rank]
-    for name, value in expected.items():
-        assert np.array_equal(getattr(layout, name), value), name
-    # Lengths, offsets, of rank 0 a padding row; then the tiles.
-    assert layout.tiles == layout.host_data + 16 + 16 + 16 * (rank == 0)
-    assert layout.host_bytes == layout.tiles + 8 * layout.copies.size
-
-
-@pytest.mark.parametrize(
-    ("sends_all", "values", "rows", "first_tiles"),
-    [
-        (False, {0: [20], 32: [10, 11, 12]}, {16: [101, 102], 64: [100]}, [[1, 32, 0, 16], [1, 48, 16, 8]]),
-        (True, {0: [10, 11, 12, 20]}, {32: [100, 101, 102]}, [[0, 0, 0, 16], [0, 16, 16, 8]]),
-    ],
-)
-def test_the_host_buffer_has_the_samples_by_destination_then_what_the_host_knows_and_tiles(
-    sends_all: bool, values: dict[int, list[int]], rows: dict[int, list[int]], first_tiles: list[list[int]]
-) -> None:
-    own = np.array([10, 11, 12, 20]), np.array([100, 101, 102], dtype=np.int32)  # the tensors of rank 0
-    layout = lay_out(SECTIONS, RANK_OF, LENGTHS, 3, 0, sends_all, 16)
-    buffer = np.full(layout.host_bytes, 7, dtype=np.uint8)
-    addresses = np.array([[tensor.ctypes.data for tensor in own]])
-    write_host_buffer(layout, SECTIONS, addresses, LENGTHS[0], RANK_OF[0], 16, buffer)
-    assert (layout.host_data, layout.tiles) == (80, 128)
-    int32 = {**rows, 80: [3, 5, 0], 96: [0, 3, 8, 8]}  # the dense rows that it sends; new lengths and offsets
-    for dtype, expected in ((np.int64, values), (np.int32, int32), (np.uint8, {112: [255] * 4})):
-        for start, numbers in expected.items():
-            assert np.frombuffer(buffer, dtype, len(numbers), start).tolist() == numbers
-    tiles = np.frombuffer(buffer, np.int64, offset=layout.tiles).reshape(-1, 4)
-    assert tiles[:2].tolist() == first_tiles  # of the 24 bytes of its own first sample
-    assert tiles[:, 3].sum() == layout.copies[:, 3].sum()
-
-
 # Two jagged fields, of one int32 key with int32 lengths and of two int64 keys with int64 lengths, and dense fields of 1
-# and 8 bytes; each sample is one loss token.
+# and 8 bytes; values of the last key but the first of each sample are loss tokens.
 TWO_FIELDS = Sections(
     tensor=np.array([0, 1, 1, 2, 3]),
     key=np.array([0, 1, 2, -1, -1]),
@@ -103,8 +24,8 @@ TWO_FIELDS = Sections(
     padding=np.array([9, *np.array([7]).view(np.uint8)], dtype=np.uint8),
     jagged_fields=np.array([[0, 1, 4], [1, 2, 8]]),
     views=np.empty((0, 3), dtype=np.int64),
-    loss_key=-1,
-    loss_skip=0,
+    loss_key=2,
+    loss_skip=1,
 )
 # [ranks, keys, rows] of 3 ranks. The rows that nobody trains on in this step are trained on in another one.
 OF_THREE = np.array(
@@ -159,17 +80,12 @@ def test_a_rank_between_others_sends_to_both_and_copies_from_both(
     sends_all: bool, sent: list[int], received: list[int], chunk_starts: list[list[int]], copies: list[Any]
 ) -> None:
     layout = lay_out(TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1, sends_all, 0)
-    assert (layout.num_real, layout.loss_tokens, layout.world_loss_tokens) == (3, 3, 9)
+    assert (layout.num_real, layout.loss_tokens, layout.world_loss_tokens) == (3, 0, 5)
+    assert (layout.max_lengths.tolist(), layout.length_per_key.tolist()) == ([3, 1, 1], [7, 2, 1])
     assert layout.lengths.tolist() == NEW_LENGTHS
     assert (layout.send_bytes.tolist(), layout.receive_bytes.tolist()) == (sent, received)
     assert layout.chunk_starts.tolist() == chunk_starts
     assert [*map(tuple, layout.copies.tolist())] == copies
-
-
-def test_chunks_of_an_all_gather_have_the_size_of_the_largest_on_all_ranks() -> None:
-    for rank, starts in enumerate([[0, 16, 48, 64, 80], [0, 16, 48, 80, 96], [0, 16, 48, 96, 112]]):
-        send_bytes, chunk_starts, end = sent_chunks(TWO_FIELDS, THREE_RANKS, OF_THREE, rank, True)
-        assert (send_bytes.tolist(), end, chunk_starts.tolist()) == ([144], 144, [starts])
 
 
 def test_the_host_buffer_has_rows_of_several_batches_and_every_padding_row_and_nothing_in_gaps() -> None:

@@ -1,31 +1,28 @@
-import json
-import os
+"""Logs for programs, in files, and lines for people, in the log of rank 0."""
+
+import io
+import logging
 import platform
+import re
 import resource
-import signal
-import subprocess
-import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.metrics.log import LogRecord, parse_line, read_json_lines
 from evenrank.dataloader.balance.metrics.step_metrics import shown_numbers, summarize
-from evenrank.dataloader.balance.metrics.writers import JsonLines, Scalars, TensorBoard
+from evenrank.dataloader.balance.metrics.writers import JsonLines, Scalars, StepLogger, TensorBoard, log_line
+from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS, step, timed, write
-from tests.privileges import unprivileged
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log after the first one, which is the run."""
-    text = path.read_text()
-    assert text.endswith("\n")
-    run, *records = [json.loads(line) for line in text.splitlines()]
-    assert list(run) == ["run"]
-    return records
+from tests.dataloader.rich_batch import rich_batch
 
 
 def test_a_line_has_all_metrics_of_a_step(tmp_path: Path) -> None:
@@ -47,59 +44,37 @@ def test_a_line_has_all_metrics_of_a_step(tmp_path: Path) -> None:
     )
 
 
-def test_a_log_begins_with_the_run(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "log.jsonl", every=2, options={"model": "small", "data": "mine"}) as log:
-        log.begin({"strategy": "none", "data": {"path": Path("/data")}})
-        for metrics in STEPS:
-            log(metrics)
-    run, records, skipped = read_json_lines(tmp_path / "log.jsonl")
+def test_a_log_begins_with_the_run_and_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "log.jsonl", every=2, options={"model": "small", "data": "mine"})
+    log.begin({"strategy": "none", "data": {"path": Path("/data")}})
+    for number, metrics in enumerate(STEPS, 1):
+        log(metrics)
+        if number > 1:
+            run, records, skipped = read_json_lines(tmp_path / "log.jsonl")  # which is not closed
+            assert (len(records), skipped) == (number // 2, 0)
+    log.close()
     assert run is not None
-    assert (len(records), skipped) == (2, 0)
     assert run.options == {"model": "small", "strategy": "none", "data": {"path": "/data"}}
     assert run.ranks == 2
     assert run.versions["python"] == platform.python_version()
     assert {"evenrank", "torch", "numpy"} <= run.versions.keys()
-    assert len(run.id) == 16
     assert abs((datetime.now().astimezone() - datetime.fromisoformat(run.started)).total_seconds()) < 600
 
 
 def test_every_run_has_a_file_of_its_own(tmp_path: Path) -> None:
-    paths = []
     for number, folder in enumerate((tmp_path, f"file://{tmp_path}", tmp_path)):
         with JsonLines(f"{folder}/log.v1.jsonl") as log:
             log(STEPS[number])
-            paths.append(log.path)
-    assert [path.name for path in paths] == ["log.v1.jsonl", "log.v1-2.jsonl", "log.v1-3.jsonl"]
+    paths = [tmp_path / f"log.v1{number}.jsonl" for number in ("", "-2", "-3")]
     logs = [read_json_lines(path) for path in paths]
     assert [[record.heaviest_before for record in log.records] for log in logs] == [[6], [8], [10]]
-    assert len({log.run.id for log in logs if log.run}) == 3
+    first, second, third = (log.run.id for log in logs if log.run)
+    assert len({first, second, third}) == 3
+    assert len(first) == 16
     paths[0].write_bytes(paths[0].read_bytes() + paths[1].read_bytes())
-    first, second = (log.run.id for log in logs[:2] if log.run)
     message = f"log.v1.jsonl has records of 2 runs, {first} and {second}; give one file for each run"
     with pytest.raises(DataError, match=message):
         read_json_lines(paths[0])
-
-
-@pytest.mark.parametrize("writer", [JsonLines, TensorBoard])
-def test_a_missing_permission_is_reported_at_once(tmp_path: Path, writer: type[JsonLines | TensorBoard]) -> None:
-    writer(tmp_path / "before").close()  # so that all imports are done
-    (tmp_path / "locked").mkdir(mode=0o555)
-    with unprivileged(), pytest.raises(DataError, match="log cannot be written: Permission denied; choose another f"):
-        writer(tmp_path / "locked" / "log")
-
-
-def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
-    code = (
-        "import os; from evenrank.dataloader.balance.metrics.writers import JsonLines\n"
-        "from tests.dataloader.balance.metrics.example_steps import STEPS\n"
-        "log = JsonLines('log.jsonl')\n"
-        "[log(metrics) for metrics in STEPS]\n"
-        f"os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment)
-    assert run.returncode == -signal.SIGKILL
-    assert [line["seen"] for line in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def test_a_full_disk_closes_the_log_and_the_next_writer_has_another_file(tmp_path: Path) -> None:
@@ -124,59 +99,113 @@ def test_a_full_disk_closes_the_log_and_the_next_writer_has_another_file(tmp_pat
     assert (record.epoch, record.step, len(incomplete)) == (0, 0, 300)
     with pytest.raises(ValueError, match="it is not JSON"):
         parse_line(incomplete)
-    assert [line["epoch"] for line in lines(tmp_path / "log-2.jsonl")] == [1]
+    assert [record.epoch for record in read_json_lines(tmp_path / "log-2.jsonl").records] == [1]
 
 
-def test_tensorboard_gets_every_labelled_metric(tmp_path: Path) -> None:
-    with TensorBoard(tmp_path / "runs", every=2, window=3) as board:
-        for metrics in STEPS:
-            board(metrics)
-    with pytest.raises(ConfigError, match="this TensorBoard is closed"):
-        board(STEPS[0])
-    scalars = _scalars(tmp_path / "runs")
-    assert set(scalars) == {f"balance/{name}" for name in shown_numbers(summarize(STEPS))}
-    # Steps are counted across epochs; the values summarize steps 1 to 2 and steps 2 to 4.
-    assert scalars["balance/ratio_before"] == [(2, 1.75), (4, pytest.approx(26 / 12))]
-    assert scalars["balance/worst_after"] == [(2, 1), (4, 1.25)]
-    assert scalars["balance/speedup"] == [(2, 1.75), (4, 2)]
-    assert scalars["balance/idle_before"] == [(2, pytest.approx(3 / 7)), (4, 0.5)]
-    assert scalars["balance/moved_bytes"] == [(2, 80), (4, 80)]
-    assert scalars["balance/plan_seconds"] == [(2, 0.25), (4, 0.5)]
-    with TensorBoard(tmp_path / "others") as board:  # the mean of a hundred steps after every tenth
-        for number in range(120):
-            board(step(number))
-    times = _scalars(tmp_path / "others")["balance/plan_seconds"]
-    assert [seen for seen, _ in times] == list(range(10, 121, 10))
-    assert [times[0][1], times[-1][1]] == pytest.approx([0.5 * 4.5, 0.5 * 69.5])  # of steps 0 to 9 and 20 to 119
-
-
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+@pytest.mark.parametrize(
+    ("options", "steps", "summarized"),
+    [
+        ({"every": 2}, TIMED_STEPS, [(2, slice(0, 2)), (4, slice(0, 4))]),
+        ({"every": 2, "window": 3}, TIMED_STEPS, [(2, slice(0, 2)), (4, slice(1, 4))]),
+        # The mean of a hundred steps after every tenth.
+        ({}, [step(number) for number in range(120)], [(n, slice(max(n - 100, 0), n)) for n in range(10, 121, 10)]),
+    ],
+)
+def test_any_function_and_tensorboard_get_the_numbers_and_the_step(
+    options: dict[str, int], steps: list[StepMetrics], summarized: list[tuple[int, slice]], tmp_path: Path
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_any_function_gets_the_numbers_and_the_step(window: int | None) -> None:
     logged: list[Any] = []
-    writer = Scalars(lambda *arguments: logged.append(arguments), every=2, **{"window": window} if window else {})
-    for metrics in TIMED_STEPS:
-        writer(metrics)
-    writer.close()
-    with pytest.raises(ConfigError, match="this Scalars is closed"):
-        writer(STEPS[0])
-    summarized = TIMED_STEPS[:2], TIMED_STEPS[1 if window else 0 :]
-    assert logged == [
-        ({f"balance/{name}": value for name, value in shown_numbers(summarize(steps)).items()}, 2 * number)
-        for number, steps in enumerate(summarized, 1)
+    for writer in (Scalars(lambda *arguments: logged.append(arguments), **options), TensorBoard(tmp_path, **options)):
+        with writer:
+            for metrics in steps:
+                writer(metrics)
+        with pytest.raises(ConfigError, match=f"this {type(writer).__name__} is closed"):
+            writer(steps[0])
+    expected = [
+        ({f"balance/{name}": value for name, value in shown_numbers(summarize(steps[of_steps])).items()}, seen)
+        for seen, of_steps in summarized
     ]
+    assert logged == expected
+    events = EventAccumulator(str(tmp_path)).Reload()
+    scalars = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert scalars.keys() == {name for numbers, _ in expected for name in numbers}
+    for name, values in scalars.items():
+        assert values == [(seen, pytest.approx(numbers[name])) for numbers, seen in expected if name in numbers]
 
 
-def test_importing_needs_no_optional_packages_and_leaves_logging_as_it_is() -> None:
-    code = (
-        "import sys, logging; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard', 'torch'])); "
-        "from evenrank.dataloader.balance.metrics.writers import StepLogger; StepLogger(every=1); "
-        "log = logging.getLogger('evenrank'); assert (log.level, log.handlers, log.root.handlers) == (0, [], [])"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+LOADS: dict[str, Any] = {"before": (2_500_000_000, 1_250_000_000), "after": (1_874_000_000, 1_876_000_000)}
+MEASURED: dict[str, Any] = {"plan_seconds": 0.00123, "exchange_seconds": 0.0344, "lower_bound": 1_875_000_000}
+STEP = replace(step(100, epoch=1, **LOADS), tokens=98_765, moved_tokens=12_345, **MEASURED)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """Return the logger of the package, which is left as it was."""
+    log = logging.getLogger("evenrank")
+    level, handlers = log.level, list(log.handlers)
+    log.setLevel(logging.NOTSET)
+    yield log
+    log.setLevel(level)
+    log.handlers[:] = handlers
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+    return [record.getMessage() for record in caplog.records if record.name == "evenrank"]
+
+
+def test_the_text_of_a_line() -> None:
+    start = "epoch 1 step 100: idle 25.0% -> 0.1%, speed-up 1.33x, 1.333 -> 1.001 x lower bound, "
+    end = "moved 12,345 of 98,765 tokens, plan 1.2 ms, exchange 34.4 ms"
+    assert log_line(STEP) == start + end
+    assert log_line(STEP, with_loads=True) == f"{start}{end}; loads 2.5e+09 1.25e+09 -> 1.874e+09 1.876e+09"
+    assert log_line(replace(STEP, is_balanced=False)) == f"{start}{end} (left unbalanced)"
+    zero = replace(STEP, before=np.array([0, 0]), after=np.array([0, 0]), lower_bound=0)
+    assert "idle 0.0% -> 0.0%, speed-up 1.00x, 1.000 -> 1.000 x lower bound, moved" in log_line(zero)
+
+
+@pytest.mark.parametrize(
+    ("every", "window", "logged"),
+    [(1, None, range(10)), (4, None, [0, 4, 8]), (1, (3, 6), [3, 4, 5]), (3, (3, 9), [3, 6]), (2, (5, 6), [])],
+)
+@pytest.mark.usefixtures("logger")
+def test_steps_of_a_window_are_logged(every: int, window: Any, logged: list[int], caplog: Any) -> None:
+    log_step = StepLogger(every=every, window=window)
+    for number in range(10):  # two epochs of five steps
+        log_step(replace(STEP, epoch=number // 5, step=number % 5))
+    steps = [f"epoch {number // 5} step {number % 5}:" for number in logged]
+    assert [message.split(" idle")[0] for message in _lines(caplog)] == steps
+
+
+def test_a_line_is_seen_without_configuration_and_where_the_root_shows_warnings(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    written, root = io.StringIO(), logging.getLogger()
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(written)])
+    StepLogger(every=1)(STEP)
+    assert (written.getvalue(), logger.handlers) == (f"{log_line(STEP)}\n", [])
+    monkeypatch.setattr(root, "handlers", [])
+    for _ in range(2):
+        StepLogger(every=1)(STEP)
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} evenrank: " + re.escape(log_line(STEP)) + "\n"
+    assert re.fullmatch(2 * line, capsys.readouterr().err)
+    assert (len(logger.handlers), root.handlers, root.level) == (1, [], logging.WARNING)
+
+
+@pytest.mark.parametrize("balances_alone", [False, True])
+@pytest.mark.usefixtures("logger")
+def test_lines_have_the_metrics(caplog: pytest.LogCaptureFixture, small_dataset: Path, balances_alone: bool) -> None:
+    seen: list[StepMetrics] = []
+    balance = BalanceConfig(cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7), log_loads=True)
+    if balances_alone:
+        for rank in (1, 0):  # of which the first one logs
+            seen.clear()
+            list(build_loader(small_dataset, LoaderConfig(batch_size=4), rank=rank, world_size=2, balance=balance))
+    else:
+        with Balancer([rich_batch([[(3, 0), (0, 1)], [(0, 0), (0, 1)]])] * 4, balance) as balancer:
+            assert [len(list(balancer)) for _ in range(2)] == [4, 4]
+        assert len(seen) == 8
+    assert _lines(caplog) == [log_line(seen[number], with_loads=True) for number in (0, 2, 4, 6)]

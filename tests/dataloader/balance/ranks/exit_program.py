@@ -1,11 +1,10 @@
-"""Programs that end without destroying their default process group, given how many of each kind, and a folder.
+"""Programs that end without destroying their default process group, one of each kind, given a number and a folder.
 
 Ranks are forked from a process that has imported everything, which takes seconds, and end as any interpreter does:
-unlike those of multiprocessing, which skip that. Prints the exit codes of all ranks by kind; 3 if a thread is left.
+unlike those of multiprocessing, which skip that. Prints the exit codes of all ranks; 3 if a thread is left.
 """
 
 import atexit
-import json
 import os
 import sys
 from pathlib import Path
@@ -33,8 +32,6 @@ from evenrank.dataloader.balance.partition.strategies import warm_up  # noqa: E4
 from tests.dataloader.balance.costs import rich_tokens  # noqa: E402
 from tests.dataloader.rich_batch import rich_batch  # noqa: E402
 
-KINDS = ("closed", "unclosed", "left early", "in flight")
-WORLD_SIZE = 2
 _kept: list[Any] = []  # until the interpreter ends
 
 
@@ -54,9 +51,9 @@ def _balance(kind: str, rank: int) -> None:
         _kept.append(iterator if kind == "left early" else balancer)
 
 
-def _run(rank: int, folder: Path, kind: str) -> None:
+def _run(rank: int, store: str, kind: str) -> None:
     global _max_workers
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     _balance("closed", rank)
     _max_workers = _num_workers()
     for _ in range(3):
@@ -68,21 +65,16 @@ def _run(rank: int, folder: Path, kind: str) -> None:
 def _main() -> None:
     torch.set_num_threads(1)
     warm_up("lpt-swap")
-    codes: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for run in range(int(sys.argv[1])):
         processes = []
-        for kind in KINDS:
-            folder = Path(sys.argv[2], f"{kind} {run}")
-            folder.mkdir()
-            for rank in range(WORLD_SIZE):
-                process = os.fork()
-                if process == 0:
-                    _run(rank, folder, kind)
+        for kind in ("closed", "unclosed", "left early", "in flight"):
+            for rank in range(2):
+                processes.append(os.fork())
+                if processes[-1] == 0:
+                    _run(rank, f"{sys.argv[2]}/{kind} {run}", kind)
                     return
-                processes.append((kind, process))
-        for kind, process in processes:
-            codes[kind].append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-    sys.stdout.write(json.dumps(codes))
+        for process in processes:
+            sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])} ")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from evenrank.dataloader.balance.ranks.connection import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.training import LossAverage
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
-from tests.dataloader.batch_helpers import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 from tests.registrations import restored
 
@@ -39,39 +38,9 @@ def _error(function: Callable[[], Any]) -> str | None:
     return None
 
 
-class _CostOfRank:
-    """Costs are equal on all ranks, tokens are not: random numbers with the rank as seed."""
-
-    def __init__(self, rank: int) -> None:
-        self._rng = np.random.default_rng(rank)
-
-    def __call__(self, lengths: Lengths, num_candidates: Ints) -> Ints:
-        return lengths["item_id"] + 1
-
-    def tokens(self, lengths: Lengths) -> Ints:
-        return self._rng.integers(0, 1000, len(lengths["item_id"]))
-
-
 def _batches(rank: int, world_size: int) -> RandomBatches[Any]:
     config = LoaderConfig(batch_size=6, max_history_length=50)
     return RandomBatches(config, num_batches=5, rank=rank, world_size=world_size)
-
-
-def _samples(batch: Any) -> list[tuple[int, list[int]]]:
-    return list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False))
-
-
-def _train_with_tokens_of_rank(rank: int, world_size: int) -> list[Any]:
-    config = BalanceConfig(cost=_CostOfRank(rank), max_tokens_per_rank=3200, on_overflow="warn")
-    with Balancer(_batches(rank, world_size), config) as balancer:
-        return [_samples(batch) for batch in balancer]
-
-
-@pytest.mark.filterwarnings("ignore:max_tokens_per_rank")
-def test_tokens_that_each_rank_counts_in_its_own_way_lose_no_sample(ranks: RankPool) -> None:
-    for number, steps in enumerate(zip(*ranks.run(3, _train_with_tokens_of_rank), strict=True)):
-        loaded = [_samples(_batches(rank, 3).batch(number)) for rank in range(3)]
-        assert sorted(itertools.chain(*steps)) == sorted(itertools.chain(*loaded))
 
 
 def _train_with_strategy(rank: int, world_size: int) -> list[str | None]:
@@ -91,7 +60,7 @@ def _train_with_strategy(rank: int, world_size: int) -> list[str | None]:
         register_strategy("mine")(strategy)
         for case in (*(("differs", name) for name in EXCHANGES), ("raises", "all-to-all")):
             calls, (what, exchange) = 0, case
-            config = BalanceConfig(cost=_CostOfRank(0), strategy="mine", exchange=exchange)
+            config = BalanceConfig(cost=one_per_sample, strategy="mine", exchange=exchange)
             with Balancer(_batches(rank, world_size), config) as balancer:
                 errors.append(_error(lambda: list(balancer)))
     return errors
@@ -156,57 +125,47 @@ def test_an_epochs_end_tells_that_plans_differed(ranks: RankPool, small_dataset:
             assert "have planned steps differently, at the end of epoch 0: samples" in str(error)
 
 
-def _states(rank: int, world_size: int, path: Path) -> list[str | None]:
+def _states(rank: int, world_size: int, path: Path) -> tuple[list[str | None], list[str | None]]:
+    """Return the errors of states, after each step twice, and of averages of losses, after every third step."""
     cost = Refitted()
     loader = _loader(path, rank, world_size, cost)
     iterator = iter(loader)
-    errors = []
+    states, averages = [], []
     for step in range(3):
         next(iterator)
         for _ in range(2):  # twice, so that the first rank asks after the others
             dist.barrier()
-            errors.append(_error(loader.state_dict))
+            states.append(_error(loader.state_dict))
         if step == 0 and rank == 1:
             cost.power = 0
-    return errors
-
-
-def test_states_tell_a_difference_once_another_rank_has_asked_for_its_own(ranks: RankPool, small_dataset: Path) -> None:
-    first, second = ranks.run(2, _states, small_dataset)
-    assert first[:2] == second[:2] == [None, None]
-    # One of the ranks may have been the first to ask.
-    assert [first[2], second[2]].count(None) <= 1
-    assert first[3] is not None
-    assert {*first[2:], *second[2:]} - {None} == {first[3]}
-
-
-def _average(rank: int, world_size: int, path: Path) -> list[str | None]:
     cost = Refitted()
-    loader = _loader(path, rank, world_size, cost)
     average = LossAverage()
-    errors = []
-    for batch in itertools.islice(loader, 9):
+    for batch in itertools.islice(_loader(path, rank, world_size, cost), 9):
         average.update(torch.tensor(1.0), batch)
         if batch.step % 3 == 2:
-            errors.append(_error(average.compute))
+            averages.append(_error(average.compute))
             average.reset()
         if batch.step == 4:
             cost.power = 2 - rank
     if rank == 1:  # of other steps nothing is known
         average.update(torch.tensor(1.0), batch)
-    errors.append(_error(average.compute))
+    averages.append(_error(average.compute))
     average.reset()
     for skipped in range(2):
         if skipped != rank:
             average.update(torch.tensor(1.0), batch.replace(position=skipped, plan_hash=(1 + skipped) << 50))
-    errors.append(_error(average.compute))
-    return errors
+    return states, [*averages, _error(average.compute)]
 
 
-def test_the_average_of_losses_tells_all_ranks_at_once(ranks: RankPool, small_dataset: Path) -> None:
-    message = "ranks have planned the steps of this average differently: samples were left out or"
-    for before, at_once, later, *unknown in ranks.run(2, _average, small_dataset):
-        assert at_once.startswith(message)
+def test_states_and_averages_of_losses_tell_a_difference(ranks: RankPool, small_dataset: Path) -> None:
+    (first, of_first), (second, of_second) = ranks.run(2, _states, small_dataset)
+    # States do once another rank has asked for its own; one of the ranks may have been the first to ask.
+    assert first[:2] == second[:2] == [None, None]
+    assert [first[2], second[2]].count(None) <= 1
+    assert first[3] is not None
+    assert {*first[2:], *second[2:]} - {None} == {first[3]}
+    for before, at_once, later, *unknown in (of_first, of_second):
+        assert str(at_once).startswith("ranks have planned the steps of this average differently: samples were left")
         assert later is not None
         assert [before, *unknown] == [None] * 3
 
@@ -246,14 +205,12 @@ def test_ranks_that_are_out_of_step_are_told_and_epochs_that_are_abandoned_not_c
 ) -> None:
     first, second = ranks.run(2, _come_apart, small_dataset)
     assert first[:5] == second[:5]
-    assert first[0].startswith("ranks are out of step: rank ")
-    assert first[1].startswith("ranks are out of step: rank ")
-    assert first[2:5] == [None] * 3
-    message = "1 of 2 ranks have not reached the end of epoch 0 within 0:00:02; leave loops at the same step on all r"
+    assert all(str(error).startswith("ranks are out of step: rank ") for error in first[:2])
     # An error within an epoch ends the wait of the others at its end.
-    assert (first[5], second[5]) == ("rank 1 failed: OSError: disk full", "disk full")
-    assert first[6].startswith(message)
-    assert second[6] is None
+    assert first[2:6] == [None, None, None, "rank 1 failed: OSError: disk full"]
+    message = "1 of 2 ranks have not reached the end of epoch 0 within 0:00:02; leave loops at the same step on all r"
+    assert str(first[6]).startswith(message)
+    assert second[5:] == ["disk full", None]
 
 
 def test_a_forked_process_leaves_the_connection_alone() -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError, EvenrankError, RankError, one_line
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
-from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.batches.batch import JaggedBatch
 from tests.dataloader.balance.costs import rich_tokens
@@ -42,7 +41,8 @@ def _leave_with_a_step_in_flight(rank: int, world_size: int) -> list[list[str]]:
 
         batches = [replace(BATCH, step=step) for step in range(8)]
         balancer = _balancer(batches, on_step=write, timeout=timedelta(minutes=10))
-        try:
+
+        def use(how: str = how, balancer: Balancer[Any] = balancer, batches: Any = batches) -> None:
             if how == "by hand":
                 for batch in batches:
                     balancer.finish(balancer.launch(balancer.start(batch)))
@@ -52,21 +52,22 @@ def _leave_with_a_step_in_flight(rank: int, world_size: int) -> list[list[str]]:
                 balancer.close()  # and keeps the iterator
                 balancer.start(batches[0])
             list(iterator)
-        except (OSError, EvenrankError) as error:
-            # Rank 1 keeps its error, and with it the frames that refer to the step in flight, until others have ended.
-            dist.monitored_barrier(timeout=timedelta(seconds=60))
-            with pytest.raises(ConfigError) as closed:
-                list(balancer)
-            of_ways.append([one_line(error), str(closed.value)])
+
+        with pytest.raises((OSError, EvenrankError)) as raised:
+            use()
+        # Rank 1 keeps its error, and with it the frames that refer to the step in flight, until others have ended.
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        with pytest.raises(ConfigError) as closed:
+            list(balancer)
+        of_ways.append([one_line(raised.value), str(closed.value)])
     return of_ways
 
 
 def test_a_step_in_flight_that_is_kept_does_not_keep_the_other_ranks_waiting(ranks: RankPool) -> None:
     first, culprit, last = ranks.run(3, _leave_with_a_step_in_flight)
     cause = "OSError: no space left on device"
-    of_others = f"rank 1 failed: {cause}"
-    assert culprit[:2] == [[cause, f"the Balancer is closed, after {cause}; create a new one"]] * 2
-    assert first[:2] == last[:2] == [[of_others, f"the Balancer is closed, after {of_others}; create a new one"]] * 2
+    for of_rank, line in ((first, f"rank 1 failed: {cause}"), (culprit, cause), (last, f"rank 1 failed: {cause}")):
+        assert of_rank[:2] == [[line, f"the Balancer is closed, after {line}; create a new one"]] * 2
     assert culprit[2] == ["the Balancer is closed; create a new one"] * 2
     assert first[2][0].startswith(LOST)
     assert last[2][0].startswith(LOST)
@@ -101,20 +102,16 @@ def test_a_rank_that_leaves_a_loop_waits_for_none_and_closing_twice_or_after_the
     assert first.startswith("ranks are out of step: epoch is 0 on rank 0, 1 on rank 1; ")
 
 
-def _lose_a_rank_later(rank: int, world_size: int, exchange: str) -> None:
-    with _balancer([BATCH] * 50, exchange=exchange) as balancer:
+def _lose_a_rank_later(rank: int, world_size: int) -> None:
+    with _balancer([BATCH] * 50) as balancer:
         for number, _ in enumerate(balancer):
             if rank == 1 and number == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_rank_that_is_killed_ends_the_others_within_seconds(exchange: str) -> None:
-    pool = RankPool(timeout=120)  # far less than the 30 minutes that a Balancer's collectives wait
-    try:
-        failures = pool.try_run(4, _lose_a_rank_later, exchange)
-    finally:
-        pool.stop()
+def test_a_rank_that_is_killed_ends_the_others_within_seconds(ranks: RankPool) -> None:
+    # Far less than the 30 minutes that a Balancer's collectives wait, although the pool waits for minutes.
+    failures = ranks.try_run(3, _lose_a_rank_later)
     assert failures.pop(1).type_name == "EOFError"
     for failure in failures:
         assert failure.type_name == "RankLostError"
@@ -125,14 +122,12 @@ def _fail_while_connecting(rank: int, world_size: int) -> str:
     def connect(self: Exchange) -> None:
         raise OSError("out of memory")
 
-    try:
-        with patch.object(Exchange, "connect", connect) if rank == 1 else contextlib.nullcontext():
-            _balancer([BATCH])
-    except (OSError, RankError) as error:
-        # Rank 1 keeps its error, and with it the frames of the constructor, until rank 0 has ended.
-        dist.monitored_barrier(timeout=timedelta(seconds=60))
-        return one_line(error)
-    return "no error"
+    failing = patch.object(Exchange, "connect", connect) if rank == 1 else contextlib.nullcontext()
+    with pytest.raises((OSError, RankError)) as raised, failing:
+        _balancer([BATCH])
+    # Rank 1 keeps its error, and with it the frames of the constructor, until rank 0 has ended.
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return one_line(raised.value)
 
 
 def test_a_constructor_that_fails_on_one_rank_ends_on_the_others(ranks: RankPool) -> None:
@@ -164,5 +159,4 @@ def _drop(rank: int, world_size: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 def test_dropped_balancers_leave_nothing_behind(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks.run(world_size, _drop)
+    ranks.run(2, _drop)

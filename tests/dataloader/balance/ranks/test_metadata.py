@@ -1,48 +1,18 @@
 """What ranks tell each other of their steps."""
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.exchange.exchange import Handle
-from evenrank.dataloader.balance.ranks.metadata import (
-    HEADER,
-    StepMetadata,
-    all_gather_bytes,
-    all_gather_objects,
-    new_message,
-    started_steps,
-)
-from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, members_of
+from evenrank.dataloader.balance.ranks.metadata import HEADER, new_message, started_steps
 from evenrank.dataloader.balance.step_planner import _hash_of, read_steps
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from tests.dataloader.balance.costs import rich_tokens
 from tests.dataloader.rich_batch import RichBatch, rich_batch
-from tests.ranks import RankPool
-
-TIMEOUT = timedelta(seconds=20)
-
-
-def _gather_messages(rank: int, world_size: int) -> None:
-    group = FailFastGroup(members_of(None, TIMEOUT), "metadata", TIMEOUT)
-    for number in range(3):
-        messages = all_gather_bytes(group, np.array([rank, number, 7], dtype=np.uint8))
-        assert messages.tolist() == [[other, number, 7] for other in range(world_size)]
-    objects = all_gather_objects(group, {"rank": rank, "text": "x" * (10**rank)})
-    assert objects == [{"rank": other, "text": "x" * (10**other)} for other in range(world_size)]
-    assert all_gather_objects(group, None) == [None] * world_size
-    group.close()
-    group.close()
-    assert len(dist.distributed_c10d._world.pg_map) == 1  # none besides the default group was ever registered
-
-
-def test_every_rank_gets_all_messages_in_rank_order(ranks: RankPool) -> None:
-    ranks.run(4, _gather_messages)
 
 
 def test_metadata_of_several_steps_survives_encoding() -> None:
@@ -74,18 +44,26 @@ SECOND = rich_batch([[(2, 0), (9, 1)]], first_id=10).replace(epoch=1, step=5, po
 
 def _read(
     *steps: Handle, cost: Any = rich_tokens, error: Exception | None = None
-) -> tuple[StepMetadata, list[Exception | None]]:
+) -> tuple[Any, list[Exception | None]]:
     message, errors = read_steps(steps, schema_of(FIRST), cost, world_size=2, error=error)
     assert not message[len(steps) :].view(np.uint8).any()
     return message[: len(steps)], errors
 
 
-def test_steps_are_read_together_as_each_alone() -> None:
-    together, errors = _read(Handle(FIRST), Handle(SECOND), Handle(None))
+def test_steps_are_read_together_as_each_alone_and_a_cost_sees_no_padding() -> None:
+    seen: list[int] = []
+
+    def cost(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        seen.append(len(num_candidates))
+        return rich_tokens(lengths, num_candidates)
+
+    padded: RichBatch = pad_batch(SECOND, 2)
+    together, errors = _read(Handle(FIRST), Handle(padded), Handle(None), cost=cost)
+    assert seen == [3]
+    assert errors == [None] * 3
     for index, batch in enumerate((FIRST, SECOND, None)):
-        (alone,), (error,) = _read(Handle(batch))
+        (alone,), _ = _read(Handle(batch))
         assert together[index] == alone
-        assert errors[index] is error is None
     schema_hash = _hash_of(schema_of(FIRST))
     assert [step.tolist()[: len(HEADER)] for step in together] == [
         (schema_hash, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0),
@@ -94,7 +72,7 @@ def test_steps_are_read_together_as_each_alone() -> None:
     ]
     assert together["lengths"][0].tolist() == lengths_of(FIRST).tolist()
     assert together["lengths"][1].tolist() == [[2, 0], [0, 0], [9, 0], [1, 0]]
-    assert together["costs"][1].tolist() == [2 + 0 + 9 + 1, 0]
+    assert together["costs"].tolist() == [[1 + 2 * 2 + 3 + 4, 5 + 2 * 6 + 7 + 8], [2 + 0 + 9 + 1, 0], [0, 0]]
 
 
 def test_errors_of_a_step_are_its_own_and_one_of_the_loader_is_that_of_all() -> None:
@@ -120,16 +98,3 @@ def test_errors_of_a_step_are_its_own_and_one_of_the_loader_is_that_of_all() -> 
     assert not steps["lengths"][4].any()
     failed, _ = _read(Handle(FIRST), Handle(None), error=KeyError("shard"))
     assert [*zip(failed["status"], failed["ended"], strict=True)] == [(1, 0), (1, 0)]
-
-
-def test_a_cost_sees_samples_and_no_padding() -> None:
-    seen: list[int] = []
-
-    def cost(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-        seen.append(len(num_candidates))
-        return np.full(len(num_candidates), 5)
-
-    padded: RichBatch = pad_batch(SECOND, 2)
-    steps, _ = _read(Handle(padded), Handle(FIRST), cost=cost)
-    assert seen == [3]
-    assert steps["costs"].tolist() == [[5, 0], [5, 5]]

@@ -1,5 +1,6 @@
 """Groups and stores that fail: everything that uses them ends, with one line, within its timeout."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +120,12 @@ def test_a_process_ends_cleanly_although_a_call_has_not_returned() -> None:
         for process in processes:
             output, _ = process.communicate("go on\n", timeout=60)
             assert (process.returncode, output) == (0, f"{NO_ANSWER}\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("runs", [1, pytest.param(50, marks=pytest.mark.long)])
+def test_programs_that_leave_their_groups_to_the_interpreter_end_cleanly(runs: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.dataloader.balance.ranks.exit_program", str(runs), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert output == "0 " * 8 * runs  # of two ranks of each of four kinds
