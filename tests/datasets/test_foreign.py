@@ -59,44 +59,32 @@ def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(tmp_path: Pat
     assert moved.manifest.content_hash == changed.manifest.content_hash
 
 
-FINITE = "column 'seen' (watched) has "
-
-
-@pytest.mark.parametrize(
-    ("columns", "seen", "message"),
-    [
-        ({"item_id": "films"}, [0.0], "a.parquet has 0 columns 'films'; known: movies, ts, name, seen"),
-        ({"item_id": "name"}, [0.0], "a.parquet: column 'name' (item_id) has no lists; map one that has"),
-        (
-            {"item_id": "movies", "timestamp_ms": "ts"},
-            [0.0],
-            "a.parquet, row 1: 'movies' has 1 values, 'ts' has 2; the",
-        ),
-        (
-            {"item_id": "ts"},
-            [0.0],
-            "column 'ts' (item_id) must have integers, from 0 if they are ids, it has -4; `even",
-        ),
-        (
-            {"item_id": "seen"},
-            [0.0],
-            "(item_id) must have integers, from 0 if they are ids, it has 0 nulls and type do",
-        ),
-        # Floats that would be rounded, or are not finite.
-        *(({"item_id": "movies", "watched": "seen"}, [value], FINITE) for value in (1.6e9 + 1, -(2.0**24), np.inf)),
-        ({"item_id": "movies", "watched": "seen"}, [2.0**24 - 1], None),
-    ],
+MOVIES, INTEGERS, FINITE = (
+    {"item_id": "movies"},
+    "must have integers, from 0 if they are ids, it has",
+    "'seen' (watched) has",
 )
-def test_a_fault_names_the_file_and_the_column(
-    tmp_path: Path, columns: dict[str, str], seen: list[float], message: str | None
-) -> None:
-    first = {"movies": [1], "ts": [-4], "name": "a", "seen": seen}
-    _write(tmp_path / "a.parquet", [first, {"movies": [3], "ts": [6, 7], "name": "b", "seen": [0.1]}], None)
-    if message is None:
-        watched = open_store(tmp_path, columns=columns).columns["watched"]
-        assert watched.tolist() == np.array([*seen, 0.1], np.float32).tolist()
-    else:
+FAULTS: list[tuple[dict[str, str], float, str]] = [
+    ({"item_id": "films"}, 0.0, "a.parquet has 0 columns 'films'; known: movies, ts, name, seen"),
+    ({"item_id": "name"}, 0.0, "a.parquet: column 'name' (item_id) has no lists; map one that has"),
+    (MOVIES | {"timestamp_ms": "ts"}, 0.0, "a.parquet, row 1: 'movies' has 1 values, 'ts' has 2; the"),
+    ({"item_id": "ts"}, 0.0, f"column 'ts' (item_id) {INTEGERS} -4; `even"),
+    ({"item_id": "seen"}, 0.0, f"(item_id) {INTEGERS} 0 nulls and type do"),
+    # Floats that would be rounded, or are not finite.
+    *((MOVIES | {"watched": "seen"}, value, FINITE) for value in (1.6e9 + 1, -(2.0**24), np.inf)),
+]
+
+
+def test_a_fault_names_the_file_and_the_column(tmp_path: Path) -> None:
+    def opened(columns: dict[str, str], seen: float) -> Any:
+        first = {"movies": [1], "ts": [-4], "name": "a", "seen": [seen]}
+        _write(tmp_path / "a.parquet", [first, {"movies": [3], "ts": [6, 7], "name": "b", "seen": [0.1]}], None)
+        return open_store(tmp_path, columns=columns)
+
+    for columns, seen, message in FAULTS:
         with pytest.raises(DataError) as raised:
-            open_store(tmp_path, columns=columns)
+            opened(columns, seen)
         assert message in str(raised.value)
         assert str(raised.value).isprintable()
+    largest = opened(MOVIES | {"watched": "seen"}, 2.0**24 - 1).columns["watched"]
+    assert largest.tolist() == np.array([2.0**24 - 1, 0.1], np.float32).tolist()

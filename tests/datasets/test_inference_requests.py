@@ -14,14 +14,17 @@ pytest.importorskip("polars", reason="data is made with Polars, which hosts that
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, preprocess
 
 LOG = "".join(f"{user},{10 * user + index},{1_600_000_000 + 100 * index}\n" for user in (3, 5) for index in range(6))
+COLUMNS = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
 
 
 def _write(folder: Path, log: str = LOG, **options: Any) -> Path:
-    path = folder / "log.csv"
-    path.write_text(f"user,item,time\n{log}")
-    defaults: dict[str, Any] = {"ids": "keep", "split": "leave-last:1", "requests": RequestRule(seconds=200)}
-    custom = TabularConfig(events=(path,), user_column="user", item_column="item", timestamp_column="time")
-    preprocess(PreprocessConfig(dataset="custom", out=folder / "data", custom=custom, **{**defaults, **options}))
+    (path := folder / "log.csv").write_text(f"user,item,time\n{log}")
+    given: Any = {"ids": "keep", "split": "leave-last:1", "requests": RequestRule(seconds=200), **options}
+    preprocess(
+        PreprocessConfig(
+            dataset="custom", out=folder / "data", custom=TabularConfig(events=(path,), **COLUMNS), **given
+        )
+    )
     return folder / "data"
 
 
@@ -29,10 +32,9 @@ def _items(data: Path | str, max_num_candidates: int = 2) -> dict[str, list[tupl
     """Return history and candidates of the requests of each split."""
     found = {}
     for store in Requests().open(data, open_store, max_num_candidates)[1]:
-        assert store.num_targets is not None
         rows = zip(store.begins, store.ends - store.num_targets, store.ends, strict=True)
-        items = store.columns["item_id"]
-        found[store.split] = [(items[a:b].tolist(), items[b:c].tolist()) for a, b, c in rows]
+        items = store.columns["item_id"].tolist()
+        found[store.split] = [(items[a:b], items[b:c]) for a, b, c in rows]
     return found
 
 
@@ -42,35 +44,32 @@ def test_requests_are_slices_of_the_rows_with_all_events_by_time(tmp_path: Path,
         *(([30, 31, 32, 33], [34, 35]), ([50, 51, 52, 53], [54, 55])),
     ]
     assert _items(_write(tmp_path)) == {"train": [], "eval": expected}
-    assert _items(tmp_path / "data", 9)["eval"] == expected  # up to the user's next request
-    assert _items(tmp_path / "data", 1)["eval"] == [(history, row[:1]) for history, row in expected]
+    for limit, candidates in ((9, 2), (1, 1)):  # up to the user's next request
+        assert _items(tmp_path / "data", limit)["eval"] == [(past, row[:candidates]) for past, row in expected]
     s3.put(tmp_path / "data", "requests")
     assert _items(s3.url("requests"))["eval"] == expected
-    filters = Filters(min_item_events=2)
-    filtered = _write(tmp_path, f"{LOG}5,30,1600000050\n7,30,1600000000\n", split="none", filters=filters)
-    assert _items(filtered, 9) == {"train": [([], [30])] * 3}  # of the users 3, 7 and 5
-    data = _write(tmp_path, split="none", filters=Filters(window=4))
+    filtered = f"{LOG}5,30,1600000050\n7,30,1600000000\n"
+    data = _write(tmp_path, filtered, split="none", filters=Filters(min_item_events=2))
+    assert _items(data, 9) == {"train": [([], [30])] * 3}  # of the users 3, 7 and 5
     with pytest.raises(ConfigError, match=f"^requests need all events of a user in one row, but {data} divides those"):
-        _items(data)
+        _items(_write(tmp_path, split="none", filters=Filters(window=4)))
 
 
 def test_requests_of_no_event_or_twice_of_one_and_files_that_are_malformed_are_refused(tmp_path: Path) -> None:
     path = _write(tmp_path) / "requests.parquet"
     table = pq.read_table(path)
 
-    def second(name: str, value: int | float) -> pa.Table:
+    def second(name: str, value: float) -> pa.Table:
         values = [*table[name].to_pylist()[:1], value, *table[name].to_pylist()[2:]]
         return table.set_column(table.schema.names.index(name), name, pa.array(values))
 
-    no_event = "has a request of user .* ms, of which the dataset has no event; preproc"
-    wrong = [("history_end", 1), ("history_end", -1), ("history_end", 1 << 62)]
-    wrong += [("user_id", 2), ("user_id", 4), ("user_id", 1 << 62), ("request_ts_ms", 0)]
-    for each, fault in (
-        *((second(*change), no_event) for change in wrong),
-        (pa.concat_tables([table, table.slice(2, 1)]), no_event),
-        (table.drop_columns("history_end"), "has 0 columns 'history_end'; preprocess the dataset again"),
-        (second("history_end", 0.5), "column 'history_end' must be int64 without nulls, it has type double"),
-    ):
+    wrong = {"history_end": (1, -1, 1 << 62), "user_id": (2, 4, 1 << 62), "request_ts_ms": (0,)}
+    of_no_event = [second(name, value) for name, values in wrong.items() for value in values]
+    of_no_event.append(pa.concat_tables([table, table.slice(2, 1)]))
+    faults = [(each, "has a request of user .* ms, of which the dataset has no event; preproc") for each in of_no_event]
+    faults += [(table.drop_columns("history_end"), "has 0 columns 'history_end'; preprocess the dataset again")]
+    faults += [(second("history_end", 0.5), "column 'history_end' must be int64 without nulls, it has type double")]
+    for each, fault in faults:
         pq.write_table(each, path)
         with pytest.raises(DataError, match=f"^{path}:? {fault}"):
             _items(tmp_path / "data")

@@ -1,5 +1,4 @@
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -23,31 +22,27 @@ def store_of(times_of_rows: list[list[int]], num_targets: list[int] | None = Non
     )
 
 
-@given(
-    rows=st.lists(st.lists(st.integers(0, 9).map(lambda half_days: half_days * DAY_MS // 2), max_size=7), max_size=6),
-    max_targets=st.integers(1, 4),
-    late=st.booleans(),
-    data=st.data(),
-)
+TIMES = st.integers(0, 9).map(lambda half_days: half_days * DAY_MS // 2)
+
+
+@given(st.lists(st.lists(TIMES, max_size=7).map(sorted), max_size=6), st.integers(1, 4), st.booleans(), st.data())
 def test_each_event_is_a_target_once_in_its_window_after_all_before_it(
-    rows: list[list[int]], max_targets: int, late: bool, data: Any
+    rows: list[list[int]], max_targets: int, late: bool, data: st.DataObject
 ) -> None:
-    rows = [sorted(row) for row in rows] + [[5 * DAY_MS]]
+    rows = [*rows, [5 * DAY_MS]]
     targets = [data.draw(st.integers(0, len(row))) for row in rows] if data.draw(st.booleans()) else None
     store = store_of(rows, targets)
     windows = windows_of(store, max_targets, every="1d", start="1970-01-03" if late else None)
-    start, seen = 2 * DAY_MS if late else windows.start_ms, list[int]()
+    start, seen, all_times = 2 * DAY_MS if late else windows.start_ms, list[int](), store.columns["timestamp_ms"]
     for index in range(windows.count + 1):
         (cut,) = windows.of_epoch(index, [store])
-        firsts = []
-        for row, begin, end, count in zip(*cut.slices, cut.num_targets, strict=True):  # type: ignore[misc,arg-type]
-            assert 1 <= count <= max_targets
-            assert begin == store.offsets[row]
-            times = store.columns["timestamp_ms"][end - count : end].tolist()
-            assert all(start + index * DAY_MS <= time < start + (index + 1) * DAY_MS for time in times)
-            seen += range(end - count, end)
-            firsts.append(times[0])
+        assert cut.begins.tolist() == store.offsets[cut.rows_of(np.arange(len(cut)))].tolist()
+        of_samples = [[*range(end - count, end)] for end, count in zip(cut.ends, cut.num_targets, strict=True)]  # type: ignore[arg-type]
+        assert all(1 <= len(events) <= max_targets for events in of_samples)
+        assert {(all_times[event] - start) // DAY_MS for events in of_samples for event in events} <= {index}
+        firsts = [all_times[events[0]] for events in of_samples]
         assert firsts == sorted(firsts)
+        seen += [event for events in of_samples for event in events]
     assert sorted(seen) == [
         event
         for row, times in enumerate(rows)
@@ -58,9 +53,7 @@ def test_each_event_is_a_target_once_in_its_window_after_all_before_it(
 
 def test_windows_begin_at_multiples_of_their_length_or_at_the_start() -> None:
     store = store_of([[DAY_MS + 5], [], [3 * DAY_MS, 15 * DAY_MS]])
-    days = windows_of(store, every="1d")
+    days, weeks = windows_of(store, every="1d"), windows_of(store, every="1w")
     assert (days.count, days.times(1)) == (15, (datetime(1970, 1, 3, tzinfo=UTC), datetime(1970, 1, 4, tzinfo=UTC)))
-    weeks = windows_of(store, every="1w")
-    assert (weeks.start_ms, weeks.count) == (0, 3)
     late = windows_of(store, every="12h", start="1970-01-15T06:00+06:00")
-    assert (late.start_ms, late.count) == (14 * DAY_MS, 3)
+    assert [(each.start_ms, each.count) for each in (weeks, late)] == [(0, 3), (14 * DAY_MS, 3)]

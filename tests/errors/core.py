@@ -22,45 +22,28 @@ def released(found: Any, line: str) -> Row:
 
 
 NONE: Registry[int] = Registry("tool", expected="", accepts=bool)
+PIP, NO_NAME = "pip install --no-deps", "the name of a registered tool must be a string, got "
+FOR_CUDA = "torch 2.13.0+cpu was built for the CPU, and fbgemm-gpu 1.8.0 for CUDA"
+SAME = "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0 are both installed, and overwrite each other's files"
+OTHER = f"torch 2.13.0 needs fbgemm-gpu 1.8 and torchrec 1.8, found 1.9.0 and 1.8.0; run {PIP} "
+CPU, OLD = installed("2.13.0+cpu", "1.8.0", "1.8.0"), installed("2.10.0+cpu", "1.5.0", "1.5.1", "fbgemm-gpu-cpu")
 BOTH = installed("2.13.0", "1.8.0", "1.8.0") | {"fbgemm-gpu-cpu": "1.8.0"}
-PIP = "pip install --no-deps"
+RANGE = "torch 2.10.0+cpu is installed, and evenrank works with torch 2.11 to 2.14"
 
 ROWS = [
     named(lambda tools: tools["hoe"], "no tool is called 'hoe'; known are saw, axe"),
-    named(lambda tools: tools.unregister("hoe"), "no tool is called 'hoe'; known are saw, axe"),
     named(lambda tools: tools.check(["saw"]), "no tool is called ['saw']; known are saw, axe"),
     named(lambda _: NONE.check("saw"), "no tool is called 'saw'; known are none"),
     named(lambda tools: tools.register("hoe")(3), "the tool 'hoe' must be a function, got 3"),
-    named(
-        lambda tools: tools.register(len), "the name of a registered tool must be a string, got <built-in...; pass..."
-    ),
-    named(lambda tools: tools.register(""), "the name of a registered tool must be a string, got ''..."),
+    named(lambda tools: tools.register(len), f"{NO_NAME}<built-in...; pass..."),
+    named(lambda tools: tools.register(""), f"{NO_NAME}''..."),
     located("s3://key:h1d/den@bucket/out", "s3://bucket/out cannot be opened: its credentials have characters..."),
-    located(
-        "s3://key:h1dden@bucket/out?token=h1dden", "s3://bucket/out cannot be opened: Unexpected query parameter..."
-    ),
+    located("s3://k:h1dden@bucket/out?token=h1dden", "s3://bucket/out cannot be opened: Unexpected query parameter..."),
     located("s3://key:h1dden@bu cket/out", "s3://bu cket/out cannot be opened: ..."),
     located("foo://user:h1dden@host/x", "foo://host/x cannot be opened: Unrecognized filesystem type in URI..."),
-    located("s3://", "s3:// names no bucket; write s3://BUCKET/PATH"),
     located("s3://key:secret@?region=x", "s3:// names no bucket; write s3://BUCKET/PATH"),
-    released(
-        installed("2.13.0", "1.9.0", "1.8.0"),
-        f"torch 2.13.0 needs fbgemm-gpu 1.8 and torchrec 1.8, found 1.9.0 and 1.8.0; run {PIP} fbgemm-gpu==1.8.0 "
-        "torchrec==1.8.0",
-    ),
-    released(
-        installed("2.10.0+cpu", "1.5.0", "1.5.1", "fbgemm-gpu-cpu"),
-        "torch 2.10.0+cpu is installed, and evenrank works with torch 2.11 to 2.14; run pip install torch==2.14.1 (CPU "
-        f"build: docs/how-to/install.md), then {PIP} fbgemm-gpu-cpu==1.9.0 torchrec==1.9.2",
-    ),
-    released(
-        installed("2.13.0+cpu", "1.8.0", "1.8.0"),
-        "torch 2.13.0+cpu was built for the CPU, and fbgemm-gpu 1.8.0 for CUDA; run pip uninstall -y fbgemm-gpu, then "
-        f"{PIP} fbgemm-gpu-cpu==1.8.0",
-    ),
-    released(
-        BOTH,
-        "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0 are both installed, and overwrite each other's files; run pip "
-        f"uninstall -y fbgemm-gpu fbgemm-gpu-cpu, then {PIP} fbgemm-gpu==1.8.0 (CUDA) or fbgemm-gpu-cpu==1.8.0 (CPU)",
-    ),
+    released(installed("2.13.0", "1.9.0", "1.8.0"), f"{OTHER}fbgemm-gpu==1.8.0 torchrec==1.8.0"),
+    released(OLD, f"{RANGE}; run pip install torch==2.14.1 (CPU build: docs/...), then {PIP} fbgemm-gpu-cpu==1.9.0..."),
+    released(CPU, f"{FOR_CUDA}; run pip uninstall -y fbgemm-gpu, then {PIP} fbgemm-gpu-cpu==1.8.0"),
+    released(BOTH, f"{SAME}; run pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu, then {PIP} fbgemm-gpu==1.8.0 (CUDA)..."),
 ]
