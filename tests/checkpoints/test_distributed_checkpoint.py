@@ -1,7 +1,7 @@
 import contextlib
 import warnings
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,6 @@ from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, Model, balance, 
 from tests.ranks import RankPool
 
 
-class Place(TypedDict):
-    rank: int
-    world_size: int
-
-
 class Job:
     """Model and optimizer, as torch.distributed.checkpoint wants them."""
 
@@ -36,8 +31,7 @@ class Job:
         self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=0.1)
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         model, optimizer = state["model"], state["optimizer"]
@@ -50,7 +44,7 @@ class Job:
 
 
 def _data(kind: str, path: Path, rank: int, world_size: int) -> Any:
-    config, place = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), Place(rank=rank, world_size=world_size)
+    config, place = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), {"rank": rank, "world_size": world_size}
     if kind == "loader":
         return contextlib.nullcontext(build_loader(path, config, **place))
     if kind == "stream":
@@ -62,11 +56,11 @@ def _data(kind: str, path: Path, rank: int, world_size: int) -> Any:
 def _train(rank: int, world_size: int, path: Path, kind: str, folder: Path, count: int | None) -> list[list[int]]:
     """Train some steps and save, or load; return the samples before that, after it, and of the next epoch."""
     warnings.simplefilter("ignore")  # of torch.distributed.checkpoint about its own internals
-    has_model = kind in ("DDP", "FSDP2")
     with _data(kind, path, rank, world_size) as data:
-        job = Job(kind) if has_model else None
-        step = job.step if job else lambda batch: None
-        saved, trained = {"data": data} | ({"job": job} if job else {}), list[int]()
+        saved, trained, step = {"data": data}, list[int](), lambda batch: None
+        if kind in ("DDP", "FSDP2"):
+            saved["job"] = job = Job(kind)
+            step = job.step
         if count is None:
             load(saved, checkpoint_id=folder)
         steps = iter(data)
@@ -88,8 +82,7 @@ def test_job_resumes_with_each_sample_once(
     (trained, rest, following), (_, resumed, again) = (
         [sorted(sample for of_rank in job for sample in of_rank[part]) for part in range(3)] for job in (before, after)
     )
-    assert len(trained) == step * GLOBAL_BATCH_SIZE
-    assert resumed == rest  # as without the stop
     everything = sorted(trained + rest)
-    assert len(everything) == len({*everything})
+    assert (len(trained), len({*everything})) == (step * GLOBAL_BATCH_SIZE, len(everything))
+    assert resumed == rest  # as without the stop
     assert following == again == everything
