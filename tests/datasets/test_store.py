@@ -1,6 +1,7 @@
 """Columns of a split, in memory-mapped files: those of Parquet, cached where nobody else can write, checked."""
 
 import math
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -21,7 +22,6 @@ from evenrank.datasets.schema import read_manifest
 from evenrank.datasets.store import open_store
 from evenrank.datasets.stream import open_stream
 from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns, write_in_parts
-from tests.ranks import RankPool
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,14 @@ def _entries(dataset: Path) -> set[Path]:
     return {path for path in (dataset / ".cache").iterdir() if path.is_dir()}
 
 
-def _sums(rank: int, world_size: int, path: Path) -> list[int]:
+def _sums(path: Path) -> list[int]:
     store = open_store(path)
     return [int(each.columns["item_id"].sum()) for each in (store, store.remapped({"item_id": Reversed()}))]
 
 
-def test_processes_unpack_and_remap_a_column_once_and_share_it(
-    small_dataset: Path, tmp_path: Path, ranks: RankPool
-) -> None:
-    dataset = copy_dataset(small_dataset, tmp_path / "data")
-    sums, entries = ranks.run(3, _sums, dataset), _entries(dataset)
+def test_processes_unpack_and_remap_a_column_once_and_share_it(dataset: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        sums, entries = pool.map(_sums, [dataset] * 3, chunksize=1), _entries(dataset)
     assert len(entries) == 2
     store, fails = open_store(dataset), DataError("mapped again")
     items = store.columns["item_id"]
