@@ -10,8 +10,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from evenrank.core.optional_imports import check_releases, check_torch, extras, torch_releases
-from tests.dataloader.balance.metrics.example_steps import STEPS
-from tests.dataloader.balance.metrics.example_steps import write as write_log
 
 PYPROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
 MISSING = "the package {} is not installed; run pip install 'evenrank[{}]'"
@@ -46,28 +44,6 @@ def _run(code: str, cwd: Path, hidden: str, *arguments: str) -> list[str]:
     run = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=280)
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout.splitlines()
-
-
-COMMANDS = """
-from evenrank.cli.main import main
-for words in ("preprocess --dataset ml-20m", f"inspect {sys.argv[1]} --html a.html", "metrics log.jsonl"):
-    sys.argv[1:], sys.stderr = words.split(), sys.stdout
-    try:
-        main()
-    except SystemExit as ended:
-        print(f"{words.split()[0]} ends with {ended.code}")
-"""
-
-
-def test_a_command_names_the_extra_that_is_missing_and_needs_no_other(tmp_path: Path, small_dataset: Path) -> None:
-    write_log(tmp_path / "log.jsonl", *STEPS)
-    of_requests, ended, *rest = _run(COMMANDS, tmp_path, "requests jinja2 matplotlib", str(small_dataset))
-    assert (of_requests, ended) == (f"error: {MISSING.format('requests', 'preprocess')}", "preprocess ends with 2")
-    end = rest.index("inspect ends with 2")
-    assert rest[end - 1] == f"error: {MISSING.format('matplotlib', 'reports')}"
-    assert "p50" in "".join(rest[:end])  # tables need less than pages
-    assert "idle before balancing, predicted" in "".join(rest[end:])
-    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 NAMES = """

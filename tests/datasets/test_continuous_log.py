@@ -1,20 +1,17 @@
 import json
 import random
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from evenrank.core.errors import DataError, StateError
 from evenrank.core.storage import Remote
 from evenrank.datasets import FolderLog, LogEnd, LogSource
-from evenrank.datasets.continuous_log import rows_of_table
-from tests.datasets.logs import MANIFEST, add_file, end_log, items_of, table_of
+from tests.datasets.logs import MANIFEST, add_file, end_log, table_of
 from tests.s3_server import S3
 
 
@@ -124,49 +121,6 @@ def test_old_files_may_go_and_none_may_come_late_or_change_before_it_is_trained(
         resumed.resume(12, "topic[3]")
 
 
-TABLE = table_of(range(6))
-
-
-def _with(name: str, value: Any) -> pa.Table:
-    """Return the table with a value in each row or event of a column."""
-    is_list = pa.types.is_list(TABLE[name].type)
-    values = [[value] * len(items_of(record)) if is_list else value for record in range(6)]
-    return TABLE.set_column(TABLE.column_names.index(name), name, [values])
-
-
-@pytest.mark.parametrize(
-    ("table", "fault"),
-    [
-        (TABLE.drop_columns("segment"), " has 0 columns 'segment'; write one, as the log's manifest says"),
-        (
-            TABLE.append_column("user_id", TABLE["user_id"]),
-            " has 2 columns 'user_id'; write one, as the log's manifest",
-        ),
-        (_with("item_id", 50), ": item_id has 50, which vocabulary_sizes['item_id'] = 50 of the log does not"),
-        (TABLE.set_column(2, "action", [[[0]] * 6]), ", row 1: 'item_id' has 2 values, 'action' has 1"),
-        (_with("segment", None), ": column 'segment' (segment) must have integers"),
-        (_with("action", 2**40), ": column 'action' (action) cannot have type int64: Integer value 1099511627776"),
-        (_with("share", "a"), ": column 'share' (share) cannot have type string: Failed to parse"),
-        (
-            _with("dwell", "x"),
-            ": column 'dwell' (dwell) must have integers, from 0 if they are ids, it has 0 nulls and",
-        ),
-        (TABLE.append_column("num_targets", [[1, 2, 4, 1, 1, 1]]), ", row 2: num_targets is 4, of 3 events; it"),
-    ],
-)
-def test_rows_that_do_not_fit_the_log_are_refused_with_place_and_value(
-    tmp_path: Path, table: pa.Table, fault: str
-) -> None:
-    add_file(tmp_path, "1.parquet", range(4))
-    pq.write_table(table, tmp_path / "2.parquet")  # in the middle of a log
-    log = FolderLog(tmp_path, MANIFEST)
-    assert (log.end(), _users(log, 0, 4)) == ((10, False), [0, 1, 2, 3])
-    with pytest.raises(DataError, match=re.escape(f"2.parquet{fault}")):
-        log.read(4, 10)
-    with pytest.raises(DataError, match=f"^topic{re.escape(fault)}"):
-        rows_of_table(table, MANIFEST, "topic")
-
-
 def test_a_prefix_of_an_object_store_is_a_log_too(tmp_path: Path, s3: S3) -> None:
     log = FolderLog(s3.url("log"), MANIFEST)
     assert log.end() == (0, False)
@@ -180,5 +134,10 @@ def test_a_prefix_of_an_object_store_is_a_log_too(tmp_path: Path, s3: S3) -> Non
     copy = Path(shutil.copytree(tmp_path, tmp_path / "copy"))  # copies elsewhere are the same log
     for each in (log, _resumed(s3.url("log"), 4, mark), _resumed(copy, 4, mark)):
         assert (each.end(), _users(each, 4, 9)) == ((9, True), [4, 5, 6, 7, 8])
+    pq.write_table(table_of((9,)).drop_columns("segment"), tmp_path / "a" / "3.parquet")
+    local = FolderLog(tmp_path / "a", MANIFEST)
+    assert (local.end(), _users(local, 0, 9)) == ((10, False), [*range(9)])
+    with pytest.raises(DataError, match=r"/a/3\.parquet has 0 columns 'segment'; write one"):
+        _users(local, 8, 10)
     with pytest.raises(DataError, match="is in no bucket that exists; check the URL"):
         FolderLog(s3.url("log", bucket="missing"), MANIFEST)

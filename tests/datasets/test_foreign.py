@@ -1,12 +1,9 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
-from evenrank.core.errors import DataError
 from evenrank.datasets import open_store
 
 COLUMNS = {"item_id": "movies", "user_id": "uid", "timestamp_ms": "ts", "action": "stars", "shop": "shop", "age": "age"}
@@ -57,34 +54,3 @@ def test_any_folder_of_lists_is_opened_by_the_names_of_its_columns(tmp_path: Pat
     moved = open_store(folder.rename(tmp_path / "moved"), columns=COLUMNS)
     assert len({each.manifest.content_hash for each in (store, swapped, changed, moved)}) == 3
     assert moved.manifest.content_hash == changed.manifest.content_hash
-
-
-MOVIES, INTEGERS, FINITE = (
-    {"item_id": "movies"},
-    "must have integers, from 0 if they are ids, it has",
-    "'seen' (watched) has",
-)
-FAULTS: list[tuple[dict[str, str], float, str]] = [
-    ({"item_id": "films"}, 0.0, "a.parquet has 0 columns 'films'; known: movies, ts, name, seen"),
-    ({"item_id": "name"}, 0.0, "a.parquet: column 'name' (item_id) has no lists; map one that has"),
-    (MOVIES | {"timestamp_ms": "ts"}, 0.0, "a.parquet, row 1: 'movies' has 1 values, 'ts' has 2; the"),
-    ({"item_id": "ts"}, 0.0, f"column 'ts' (item_id) {INTEGERS} -4; `even"),
-    ({"item_id": "seen"}, 0.0, f"(item_id) {INTEGERS} 0 nulls and type do"),
-    # Floats that would be rounded, or are not finite.
-    *((MOVIES | {"watched": "seen"}, value, FINITE) for value in (1.6e9 + 1, -(2.0**24), np.inf)),
-]
-
-
-def test_a_fault_names_the_file_and_the_column(tmp_path: Path) -> None:
-    def opened(columns: dict[str, str], seen: float) -> Any:
-        first = {"movies": [1], "ts": [-4], "name": "a", "seen": [seen]}
-        _write(tmp_path / "a.parquet", [first, {"movies": [3], "ts": [6, 7], "name": "b", "seen": [0.1]}], None)
-        return open_store(tmp_path, columns=columns)
-
-    for columns, seen, message in FAULTS:
-        with pytest.raises(DataError) as raised:
-            opened(columns, seen)
-        assert message in str(raised.value)
-        assert str(raised.value).isprintable()
-    largest = opened(MOVIES | {"watched": "seen"}, 2.0**24 - 1).columns["watched"]
-    assert largest.tolist() == np.array([2.0**24 - 1, 0.1], np.float32).tolist()

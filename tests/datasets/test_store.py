@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -208,3 +209,33 @@ def test_a_value_that_does_not_fit_the_manifest_is_named_by_stores_and_streams(
         with pytest.raises(DataError, match=rf"^[^\n]*part-00000\.parquet[^\n]*{fault}"):
             read(dataset)
     assert not _entries(dataset)
+
+
+def _write_another_file_of_equal_size_and_time(path: Path) -> None:
+    status = path.stat()
+    path.unlink()
+    path.write_bytes(b"PAR1" + bytes(status.st_size - 4))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+CHANGES: dict[Callable[[Path], object], str] = {
+    lambda path: path.write_bytes(path.read_bytes()[:-50]): "cannot be read as Parquet",
+    Path.unlink: "cannot be read as Parquet",
+    lambda path: pq.write_table(pq.read_table(path).slice(0, 5), path): "has 5 rows, its manifest says 64; prep",
+    lambda path: pq.write_table(pq.read_table(path).take([*range(63), 0]), path): "",  # other values
+    _write_another_file_of_equal_size_and_time: "cannot be read as Parquet",
+}
+
+
+def test_a_stream_names_damaged_and_replaced_files(small_dataset: Path, tmp_path: Path) -> None:
+    parts = write_in_parts(small_dataset, tmp_path / "parts")
+    replaced = "was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one"
+    for number, (damage, message) in enumerate(CHANGES.items()):
+        data = shutil.copytree(parts, tmp_path / str(number))
+        before = open_stream(data, "train")
+        before.read(0, before.num_rows)
+        damage(data / "train" / "part-00001.parquet")
+        for source, fault in ((before, replaced), (open_stream(data, "train"), message)):
+            if fault:
+                with pytest.raises(DataError, match=rf"^[^\n]*part-00001\.parquet {fault}"):
+                    source.read(0, source.num_rows)

@@ -3,16 +3,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import FolderLog, describe_log, open_store, read_manifest
+from evenrank.datasets.continuous_log import rows_of_table
 from evenrank.datasets.distributions import Histogram, Uniform, draw_actions, parse_distribution
 from evenrank.datasets.mixture import MixtureOrder
 from evenrank.datasets.order import EpochSchedule
 from evenrank.datasets.slices import TimeWindows
 from evenrank.datasets.stream import StreamConfig, open_stream
 from tests.datasets.crafted import windows_of
-from tests.datasets.logs import MANIFEST
+from tests.datasets.logs import MANIFEST, items_of, table_of
 from tests.datasets.test_order import samples
 from tests.datasets.test_store import Reversed
 from tests.datasets.test_time_windows import store_of
@@ -65,11 +68,36 @@ def schedule(line: str, **options: Any) -> Row:
     return config(lambda _: EpochSchedule(**{"num_samples": 10, "world_size": 1, "batch_size": 2} | options), line)
 
 
+def topic(table: pa.Table, line: str) -> Row:
+    return data(lambda _: rows_of_table(table, MANIFEST, "topic"), f"topic{line}...")
+
+
+def _with(name: str, value: Any) -> pa.Table:
+    """Return records of a log with a value in each row or event of a column."""
+    is_list = pa.types.is_list(LOG[name].type)
+    values = [[value] * len(items_of(record)) if is_list else value for record in range(6)]
+    return LOG.set_column(LOG.column_names.index(name), name, [values])
+
+
+def lake(line: str, seen: float = 0.0, **columns: str) -> Row:
+    """Open a folder with one file of lists and texts."""
+
+    def opened(scene: Scene) -> Any:
+        values = {"movies": [[1], [3]], "ts": [[-4], [6, 7]], "name": ["a", "b"], "seen": [[seen], [0.1]]}
+        pq.write_table(pa.table(values), scene.folder / "a.parquet")
+        return open_store(scene.folder, columns=columns)
+
+    return data(opened, f"<folder>/a.parquet{line}...")
+
+
 def _draw_actions(_: Scene) -> Any:
     return draw_actions(Uniform(low=1 << 31, high=1 << 31), np.random.default_rng(0), 2)
 
 
 MAP, ITEMS, S3 = {"item_id": Reversed()}, {"item_id": "i"}, "s3://b/data?region=us-east-1"
+LOG = table_of(range(6))
+TARGETS = LOG.append_column("num_targets", [[1, 2, 4, 1, 1, 1]])
+NO_IDS = "must have integers, from 0 if they are ids, it has"
 EVERY = "...every must be a number of hours, days or weeks, such as 6h, 1d or 1w, got '1y'"
 AFTER = "...start 2000-01-01 is after the last event, at 1970-01-01T00:00:00..."
 UNPACKED = (
@@ -129,4 +157,24 @@ ROWS = [
     log("...vocabulary_sizes must have item_id, they have action...", {"action": 3}),
     log("...vocabulary_sizes['item_id'] must be at least 1, got 0", {"item_id": 0}),
     log("...extra_events['dwell'] must be one of ..., got 'text'...", {"item_id": 3}, extra_events={"dwell": "text"}),
+    topic(LOG.drop_columns("segment"), " has 0 columns 'segment'; write one, as the log's manifest says"),
+    topic(
+        LOG.append_column("user_id", LOG["user_id"]), " has 2 columns 'user_id'; write one, as the log's manifest says"
+    ),
+    topic(_with("item_id", 50), ": item_id has 50, which vocabulary_sizes['item_id'] = 50 of the log does not"),
+    topic(LOG.set_column(2, "action", [[[0]] * 6]), ", row 1: 'item_id' has 2 values, 'action' has 1"),
+    topic(_with("segment", None), ": column 'segment' (segment) must have integers"),
+    topic(_with("action", 2**40), ": column 'action' (action) cannot have type int64: Integer value 1099511627776"),
+    topic(_with("share", "a"), ": column 'share' (share) cannot have type string: Failed to parse"),
+    topic(_with("dwell", "x"), f": column 'dwell' (dwell) {NO_IDS} 0 nulls and type string"),
+    topic(TARGETS, ", row 2: num_targets is 4, of 3 events; it"),
+    lake(" has 0 columns 'films'; known: movies, ts, name, seen", item_id="films"),
+    lake(": column 'name' (item_id) has no lists; map one that has", item_id="name"),
+    lake(", row 1: 'movies' has 1 values, 'ts' has 2; the", item_id="movies", timestamp_ms="ts"),
+    lake(f": column 'ts' (item_id) {NO_IDS} -4; `even", item_id="ts"),
+    lake(f": column 'seen' (item_id) {NO_IDS} 0 nulls and type do", item_id="seen"),
+    # Floats that would be rounded, or are not finite.
+    lake(": column 'seen' (watched) has 1.6e+09, not finite or", 1.6e9 + 1, item_id="movies", watched="seen"),
+    lake(": column 'seen' (watched) has 16777216, not finite or", -(2.0**24), item_id="movies", watched="seen"),
+    lake(": column 'seen' (watched) has inf, not finite or", np.inf, item_id="movies", watched="seen"),
 ]

@@ -1,6 +1,5 @@
 """The benchmarks besides the one of training: what they compare is right, and their rows are of what was measured."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +18,10 @@ import planner
 import report
 from attention import Heads, time_hstu
 from evenrank.dataloader.balance import STRATEGIES
-from host import PREPARED, Turn
+from host import Turn
 from local_ranks import LocalRanks
 from preprocess_variants import VARIANTS
-from tests.cli.programs import ROOT, run_program
+from tests.cli.programs import ROOT
 from tests.ranks import RankPool
 
 
@@ -59,18 +58,6 @@ def test_a_training_thread_is_compared_on_its_slowest_rank_and_in_the_same_turns
     assert row["training_cpu_ms"] == round((17 + 64 / 3 + 12 + 22) / 4, 3)
     assert row["taking_cpu_ms"] == 1.85  # 2.0 of rank 0, as its steps, and 1.7 of rank 1
     assert (row["other_cpu_ms"], row["more_cpu_ms"]) == (2.0, 1.75)
-
-
-def test_a_benchmark_runs_on_ranks_of_its_own_and_prints_rows_and_their_table() -> None:
-    options = ("--device", "cpu", "--ranks", "2", "--steps", "16", "--launches", "2", "--only", "min-move")
-    ended = run_program(sys.executable, ROOT / "scripts" / "bench" / "host.py", *options)
-    assert ended.returncode == 0, ended.stderr
-    machine, *rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    assert machine["torch"] == torch.__version__
-    assert [(row["batches"], row["ranks"], row["steps"]) for row in rows] == [(PREPARED, 2, 16), ("min-move", 2, 16)]
-    assert rows[0]["x_prepared"] == [1.0]
-    assert rows[1]["training_cpu_ms"] > rows[1]["taking_cpu_ms"] > 0
-    assert ended.stdout.endswith(report.table(rows))
 
 
 def _fail_on_rank_1(device: torch.device) -> None:
