@@ -2,16 +2,33 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 
 from evenrank import dataloader, preprocess, training
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Bounds, Count, Needs, OneOf, Positive, without_rules
+from evenrank.core.rules import (
+    PER_RANK,
+    AllBut,
+    AppliesTo,
+    Bounds,
+    Count,
+    Needs,
+    NonNegative,
+    OneOf,
+    Positive,
+    Valid,
+    converted,
+    declared_rules,
+    fault_finder,
+    without_rules,
+)
 from evenrank.core.settings import Settings, help_texts, shared_options
 from evenrank.dataloader import balance
 from evenrank.datasets.distributions import ClippedZipf, Lognormal, Normal, Uniform, Zipf
@@ -117,3 +134,40 @@ def test_rules_that_are_kept_and_help_are_those_of_the_declaration() -> None:
     assert help_texts(Options) == {"name": "How it runs."}
     limits = Bounds(above=-math.inf, below=1 << 40), Bounds(at_least=-(1 << 63))
     assert [str(limit) for limit in limits] == ["below 2^40", "at least -2^63"]
+
+
+TWO, ONE = Valid(lambda value: len(value) == 2, "two of them"), Bounds(at_least=1)
+POSITIVE = Bounds(above=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "fault"),
+    [
+        (int, True, (None, True, "")),
+        (float, np.float64(3), None),
+        (Literal[1, "a"], "a", None),
+        (Literal[1, "a"], True, (None, True, "")),
+        (Count | None, None, None),
+        (Count | None, 0, (ONE, 0, "")),
+        (Annotated[Count | None, TWO], None, None),
+        (tuple[Count, ...], (1, 0), (ONE, 0, "")),
+        (tuple[Count, str], (1, 1), (None, 1, "")),
+        (tuple[int, int], (1, 2, 3), (None, (1, 2, 3), "")),
+        (Sequence[Count], [2, 1], None),
+        (Annotated[Sequence[NonNegative], TWO], [0], (TWO, [0], "")),
+        (Mapping[str, Count], {"a": 1, "b": 0}, (ONE, 0, "['b']")),
+        (Mapping[str, Count], {1: 1}, (None, 1, "[1]")),
+        (Annotated[float, POSITIVE], math.nan, (POSITIVE, math.nan, "")),
+    ],
+)
+def test_a_fault_is_the_rule_that_is_broken_with_the_part_that_breaks_it(kind: Any, value: Any, fault: Any) -> None:
+    assert fault_finder(kind)(value) == fault
+
+
+def test_rules_are_found_in_all_parts_of_a_type_and_values_of_files_get_its_type() -> None:
+    kind = Annotated[Mapping[str, tuple[Count, ...]] | None, TWO]
+    assert (list(declared_rules(kind)), without_rules(kind)) == ([TWO, ONE], Mapping[str, tuple[int, ...]] | None)
+    assert converted([1, 0], tuple[Count, ...]) == (1, 0)  # which is checked later
+    assert converted(["a"], tuple[int, ...]) == ["a"]
+    assert converted([1], Sequence[int]) == [1]
+    assert (converted(1.5, timedelta), converted("x", timedelta)) == (timedelta(seconds=1.5), "x")

@@ -16,6 +16,19 @@ from evenrank.datasets.slices import TimeWindows, WindowsOfStore
 from evenrank.datasets.store import SequenceStore
 
 
+def store_of(times_of_rows: list[list[int]], num_targets: list[int] | None = None) -> SequenceStore:
+    """Return a store in memory whose items number the events."""
+    times = np.array([time for times in times_of_rows for time in times], dtype=np.int64)
+    columns = {"user_id": np.arange(len(times_of_rows)), "timestamp_ms": times}
+    return SequenceStore(
+        manifest=Manifest(dataset="test"),
+        split="train",
+        offsets=np.cumsum([0, *map(len, times_of_rows)]),
+        columns=columns | {name: np.arange(len(times)) for name in ("item_id", "action")},
+        num_targets=None if num_targets is None else np.array(num_targets, dtype=np.int32),
+    )
+
+
 def windows_of(store: SequenceStore, max_targets: int = 1, **options: Any) -> WindowsOfStore:
     windows, (of_windows,) = TimeWindows(**options).open(store, lambda opened: opened, max_targets)
     assert of_windows is store

@@ -14,11 +14,10 @@ from evenrank.datasets.mixture import MixtureOrder
 from evenrank.datasets.order import EpochSchedule
 from evenrank.datasets.slices import TimeWindows
 from evenrank.datasets.stream import StreamConfig, open_stream
-from tests.datasets.crafted import windows_of
+from tests.datasets.crafted import store_of, windows_of
 from tests.datasets.logs import MANIFEST, items_of, table_of
 from tests.datasets.test_order import samples
 from tests.datasets.test_store import Reversed
-from tests.datasets.test_time_windows import store_of
 from tests.errors.scene import Row, Scene
 
 
