@@ -4,7 +4,6 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,7 @@ def _loader(kind: str, path: Path, batch_size: int) -> Any:
 def test_every_checkpoint_of_every_loader_resumes_with_what_is_left(
     small_dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    def fit(limits: Mapping[str, int], checkpoint: str = "", batch_size: int = 24, **options: Any) -> Seen:
+    def fit(limits: dict[str, Any], checkpoint: str = "", batch_size: int = 24, **options: Any) -> Seen:
         caplog.clear()
         with warnings.catch_warnings(record=True, action="always") as warned, caplog.at_level(logging.INFO, "evenrank"):
             loader = _loader(kind, small_dataset, batch_size)

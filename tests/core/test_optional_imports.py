@@ -78,7 +78,7 @@ def installed(torch: str, fbgemm: str, torchrec: str, build: str = "fbgemm-gpu")
     return {"torch": torch, build: fbgemm, "torchrec": torchrec}
 
 
-TESTED = [
+TESTED: list[Installed] = [
     *(installed(*each, build) for each in torch_releases().values() for build in ("fbgemm-gpu", "fbgemm-gpu-cpu")),
     installed("2.13.7", "1.8.3", "1.8.9"),  # patch releases
     installed("2.13.0", "1.8.0+cpu", "1.8.0") | {"fbgemm-gpu-cpu": "1.8.0"},  # constraints/torch213-cpu
@@ -87,7 +87,7 @@ TESTED = [
     {"torch": "2.9.0", "torchrec": "1.2.0"},  # fbgemm-gpu without metadata, as built from source
     installed("unknown", "1.8.0", "1.8.0") | {"other": None},
 ]
-UNTESTED = [installed("2.15.0", "1.10.0", "1.10.0"), installed("2.13.0rc1", "1.9.0", "1.9.2")]
+UNTESTED: list[Installed] = [installed("2.15.0", "1.10.0", "1.10.0"), installed("2.13.0rc1", "1.9.0", "1.9.2")]
 UNTESTED.append(installed("2.13.0", "2026.11.22", "1.8.0"))  # built from source
 
 

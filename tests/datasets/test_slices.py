@@ -57,7 +57,7 @@ def test_windows_begin_at_multiples_of_their_length_or_at_the_start() -> None:
 
 
 LOG = "".join(f"{user},{10 * user + index},{1_600_000_000 + 100 * index}\n" for user in (3, 5) for index in range(6))
-COLUMNS = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+COLUMNS: Any = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
 
 
 def _write(folder: Path, log: str = LOG, **options: Any) -> Path:
@@ -78,6 +78,7 @@ def _items(data: Path | str, max_num_candidates: int = 2) -> dict[str, list[tupl
     """Return history and candidates of the requests of each split."""
     found = {}
     for store in Requests().open(data, open_store, max_num_candidates)[1]:
+        assert store.num_targets is not None
         rows = zip(store.begins, store.ends - store.num_targets, store.ends, strict=True)
         items = store.columns["item_id"].tolist()
         found[store.split] = [(items[a:b], items[b:c]) for a, b, c in rows]

@@ -3,6 +3,7 @@ import subprocess
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def _texts(repository: Path) -> tuple[str, str]:
     return (repository / "__init__.py").read_text(), (repository / "CHANGELOG.md").read_text()
 
 
-def _release(repository: Path, version: str = "0.2.0", check: Callable[[], None] = lambda: None) -> str:
+def _release(repository: Path, version: str = "0.2.0", check: Callable[[], Any] = lambda: None) -> str:
     return release(repository, version, day=DAY, check_package=check)
 
 
@@ -75,7 +76,7 @@ def test_a_release_that_cannot_be_made_changes_nothing(repository: Path) -> None
 def test_what_is_changed_during_the_checks_is_neither_released_nor_lost(repository: Path) -> None:
     changed = CHANGELOG.replace("Something", "Else")
     with pytest.raises(ReleaseError, match=r"^CHANGELOG.md was changed during the checks; commit that, and run"):
-        _release(repository, check=lambda: (repository / "CHANGELOG.md").write_text(changed) and None)
+        _release(repository, check=lambda: (repository / "CHANGELOG.md").write_text(changed))
     assert (_texts(repository), _git(repository, "log -1 --format=%s")) == ((CODE, changed), "Start\n")
 
 
