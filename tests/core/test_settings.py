@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-from evenrank import dataloader, preprocess, training
+from evenrank import dataloader, preprocess
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import (
     PER_RANK,
@@ -76,27 +76,6 @@ def test_an_option_of_another_type_is_an_error_of_one_line(record: Any) -> None:
             assert "\n" not in str(raised.value)
 
 
-ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
-CONFIG = dataloader.LoaderConfig(batch_size=1)
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "rank must be of type int": lambda x: dataloader.build_loader("x", CONFIG, rank=x, world_size=2),
-    "shuffle must be of type bool": lambda x: dataloader.ElasticSampler(8, batch_size=1, shuffle=x, **ALONE),
-    "max_length must be of type int | None": lambda x: dataloader.jagged(max_length=x),
-    "speed must be of type float": lambda x: dataloader.Replay([], speed=x),
-    "writers must be of type Callable[": lambda x: training.StepTimer(x),
-    "min_free_gib must be of type float": lambda x: training.MemoryWatch("cuda", min_free_gib=x),
-    "ks must be ": lambda x: training.RankingMetrics(x),
-}
-
-
-def test_arguments_are_checked_as_records_are() -> None:
-    for line, call in CALLS.items():
-        for wrong in ("False", True if "bool" not in line else 1):
-            with pytest.raises(ConfigError) as raised:
-                call(wrong)
-            assert line in str(raised.value)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options(Settings):
     name: Annotated[str, OneOf(("thread", "process"))] = "thread"
@@ -107,25 +86,6 @@ class Options(Settings):
     port: Annotated[int, AppliesTo(name=("process",))] = 0
     log: Annotated[bool, AppliesTo(name=AllBut(("thread",))), PER_RANK] = False
     weights: Mapping[str, Positive] = dataclasses.field(default_factory=dict)
-
-
-BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"name": "tread"}, "name must be one of thread, process, got 'tread'; did you mean thread?"),
-    ({"share": 1}, "share must be at least 0 and below 1, got 1"),
-    ({"share": math.nan}, "share must be at least 0 and below 1, got nan"),
-    ({"stride": 2}, "stride=2 has no effect without window; give both, or leave it out"),
-    ({"port": 80}, "port=80 applies to name='process', not to name='thread'; leave it out"),
-    ({"log": True}, "log=True applies to options other than name='thread', not to name='thread'; leave it out"),
-    ({"weights": {"a": math.inf}}, "weights['a'] must be above 0 and finite, got inf"),
-    ({"window": -(10**50)}, "window must be at least 1, got an integer of 167 bits"),
-]
-
-
-def test_a_broken_rule_is_an_error_with_the_record_the_option_and_its_value() -> None:
-    for options, line in BROKEN:
-        with pytest.raises(ConfigError) as raised:
-            Options(**options)
-        assert str(raised.value) == f"Options: {line}"
 
 
 def test_rules_that_are_kept_and_help_are_those_of_the_declaration() -> None:
