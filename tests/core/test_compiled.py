@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -32,16 +32,11 @@ from evenrank.core.nested import twice
 from evenrank.core.compiled import cache_folder
 print("ready", flush=True)
 input()
-counts = twice.stats.cache_misses, twice.stats.cache_hits
-print(twice(np.uint64(7)), cache_folder(), *(sum(count.values()) for count in counts))
+print(twice(np.uint64(7)), cache_folder(), sum(twice.stats.cache_misses.values()))
 """
 
 
-class Ran(NamedTuple):
-    hash: str
-    folder: Path
-    misses_and_hits: tuple[str, ...]
-    notice: str
+Ran = tuple[str, Path, str, str]  # the hash, the folder, how often it was compiled, and what was said
 
 
 @pytest.fixture
@@ -70,7 +65,8 @@ def _run(package: Path, count: int = 1) -> list[Ran]:
         process.stdin.write("\n")
         process.stdin.flush()
     printed = [process.communicate(timeout=250) for process in processes]
-    return [Ran((of := output.split())[0], Path(of[1]), (*of[2:],), errors) for output, errors in printed]
+    found = [(*output.split(), errors) for output, errors in printed]
+    return [(hashed, Path(place), misses, errors) for hashed, place, misses, errors in found]
 
 
 def test_machine_code_is_compiled_once_per_source_and_kept_where_nobody_else_can_write(
@@ -78,34 +74,33 @@ def test_machine_code_is_compiled_once_per_source_and_kept_where_nobody_else_can
 ) -> None:
     in_package, private = package / "__pycache__", tmp_path / "home" / ".cache" / "evenrank"
     # Processes that start together compile it once, and one says so.
-    first, *others = sorted(_run(package, 3), key=lambda ran: ran.misses_and_hits, reverse=True)
-    assert (first.folder.parent, first.misses_and_hits, first.notice) == (in_package, ("1", "0"), NOTICE)
-    loaded = first._replace(misses_and_hits=("0", "1"), notice="")
-    assert others == [loaded] * 2
+    *others, (value, folder, *said) = sorted(_run(package, 3), key=lambda ran: ran[2:])
+    assert (folder.parent, said) == (in_package, ["1", NOTICE])
+    assert others == [(value, folder, "0", "")] * 2
     hashing = package / "core" / "hashing.py"
     source = hashing.read_text()
     hashing.write_text(source.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
-    assert _run(package)[0].hash != first.hash  # of a function in another file, which uses it
+    assert _run(package)[0][0] != value  # of a function in another file, which uses it
     assert len(list(in_package.glob("compiled-*"))) == 1  # that of the earlier code is removed
     hashing.write_text(source)
-    assert _run(package)[0][:2] == first[:2]
+    assert _run(package)[0][:2] == (value, folder)
     # A user who cannot write the package begins with what is compiled there, also in the image of a container.
-    (first.folder / "lock").write_text("no process can lock this, even of root")
+    (folder / "lock").write_text("no process can lock this, even of root")
     for path in (package / "core").glob("*.py"):
         os.utime(path, (1_500_000_000, 1_500_000_000))
-    assert _run(package) == [loaded._replace(folder=private / first.folder.name)]
-    (first.folder / "lock").unlink()
+    assert _run(package) == [(value, private / folder.name, "0", "")]
+    (folder / "lock").unlink()
     if os.geteuid() == 0:  # what another user has written there is not run
-        os.chown(first.folder, 12_345, -1)
-        assert _run(package)[0].folder == private / first.folder.name
+        os.chown(folder, 12_345, -1)
+        assert _run(package)[0][1] == private / folder.name
     shutil.rmtree(in_package)
     in_package.write_text("no folder can be created here, even by root")
     shutil.rmtree(private)
-    assert _run(package)[0].folder.parent == private
+    assert _run(package)[0][1].parent == private
     assert private.stat().st_mode & 0o077 == 0
     assert list(private.rglob("*.nbc"))
     private.chmod(0o777)
-    assert _run(package)[0].folder.parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
+    assert _run(package)[0][1].parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
 
 
 def test_compiled_functions_use_only_names_of_files_with_compiled_functions() -> None:
