@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,14 @@ from evenrank.core.files import check_regular, locked, open_regular, opener_of_o
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 @pytest.mark.parametrize("refuse", [check_regular, open_regular])
-def test_only_regular_files_are_opened(tmp_path: Path, refuse: object) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, refuse: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")
     faults = {tmp_path / "pipe": "{} is a named pipe, not a regular file; put the data itself there"}
     faults |= {tmp_path: "{} is a folder, not a regular file", Path("/dev/zero"): "{} is a device, not a regular file"}
     faults |= dict.fromkeys((tmp_path / "missing", Path("a\0b")), r"cannot be read: .*; check the path and its permis")
     for path, fault in faults.items():
         with pytest.raises(DataError, match=fault.format(path)):
-            refuse(path)  # type: ignore[operator]
+            refuse(path)
 
 
 def test_files_are_read_through_links_and_own_files_not_written_through_them(
