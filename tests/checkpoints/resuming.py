@@ -20,8 +20,7 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.items = torch.nn.Embedding(501, 4)
-        self.score = torch.nn.Linear(4, 1)
+        self.items, self.score = torch.nn.Embedding(501, 4), torch.nn.Linear(4, 1)
 
     def forward(self, batch: SequenceBatch) -> Tensor:
         scores: Tensor = self.score(self.items(batch.features["item_id"].values()))

@@ -1,7 +1,6 @@
-import contextlib
 import warnings
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from evenrank.dataloader import LoaderConfig, SequenceBatch, StreamConfig, build_loader, build_stream_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
-from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, Model, balance, train
+from evenrank.dataloader import SequenceBatch
+from tests.checkpoints.resuming import GLOBAL_BATCH_SIZE, Model, balance, train
 from tests.ranks import RankPool
-
-
-class Place(TypedDict):
-    rank: int
-    world_size: int
 
 
 class Job:
@@ -36,8 +29,7 @@ class Job:
         self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=0.1)
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         model, optimizer = state["model"], state["optimizer"]
@@ -49,36 +41,23 @@ class Job:
         self.optimizer.step()
 
 
-def _data(kind: str, path: Path, rank: int, world_size: int) -> Any:
-    config, place = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size), Place(rank=rank, world_size=world_size)
-    if kind == "loader":
-        return contextlib.nullcontext(build_loader(path, config, **place))
-    if kind == "stream":
-        stream = build_stream_loader(path, config, StreamConfig(lanes=7, window_rows=1), **place)
-        return Balancer(stream, BalanceConfig(cost=COST))
-    return balance(path, rank, world_size)
-
-
 def _train(rank: int, world_size: int, path: Path, kind: str, folder: Path, count: int | None) -> list[list[int]]:
     """Train some steps and save, or load; return the samples before that, after it, and of the next epoch."""
     warnings.simplefilter("ignore")  # of torch.distributed.checkpoint about its own internals
-    has_model = kind in ("DDP", "FSDP2")
-    with _data(kind, path, rank, world_size) as data:
-        job = Job(kind) if has_model else None
-        step = job.step if job else lambda batch: None
-        saved, trained = {"data": data} | ({"job": job} if job else {}), list[int]()
+    with balance(path, rank, world_size) as data:
+        job, trained = Job(kind), list[int]()
+        saved = {"data": data, "job": job}
         if count is None:
             load(saved, checkpoint_id=folder)
         steps = iter(data)
         if count is not None:
-            trained = train(steps, step, count)
+            trained = train(steps, job.step, count)
             save(saved, checkpoint_id=folder)
-        return [trained, train(steps, step), train(data, step)]
+        return [trained, train(steps, job.step), train(data, job.step)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "saving", "loading", "step"),
-    [("DDP", 2, 3, 3), ("DDP", 3, 1, 0), ("FSDP2", 2, 4, 4), ("stream", 2, 3, 4), ("loader", 2, 3, 4)],
+    ("kind", "saving", "loading", "step"), [("DDP", 2, 3, 3), ("DDP", 3, 1, 0), ("FSDP2", 2, 4, 4)]
 )
 def test_job_resumes_with_each_sample_once(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, kind: str, saving: int, loading: int, step: int
@@ -88,8 +67,7 @@ def test_job_resumes_with_each_sample_once(
     (trained, rest, following), (_, resumed, again) = (
         [sorted(sample for of_rank in job for sample in of_rank[part]) for part in range(3)] for job in (before, after)
     )
-    assert len(trained) == step * GLOBAL_BATCH_SIZE
-    assert resumed == rest  # as without the stop
     everything = sorted(trained + rest)
-    assert len(everything) == len({*everything})
+    assert (len(trained), len({*everything})) == (step * GLOBAL_BATCH_SIZE, len(everything))
+    assert resumed == rest  # as without the stop
     assert following == again == everything

@@ -1,9 +1,9 @@
-import dataclasses
 import math
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,16 +22,16 @@ accelerate = pytest.importorskip("accelerate")
 EPOCHS = 2
 
 
-@dataclasses.dataclass
+@dataclass
 class Run:
     """What a rank has seen of a training."""
 
-    samples: list[list[int]] = dataclasses.field(default_factory=list)  # of each batch
-    evaluated: list[int] = dataclasses.field(default_factory=list)
-    evaluated_losses: list[float] = dataclasses.field(default_factory=list)
-    losses: dict[int, float] = dataclasses.field(default_factory=dict)  # by step, over all ranks
-    epochs: dict[int, float] = dataclasses.field(default_factory=dict)  # by step
-    weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    samples: list[list[int]] = field(default_factory=list)  # of each batch
+    evaluated: list[int] = field(default_factory=list)
+    evaluated_losses: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # by step, over all ranks
+    epochs: dict[int, float] = field(default_factory=dict)  # by step
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -46,13 +46,7 @@ def _job(rank: int, world_size: int) -> Iterator[None]:
         accelerate.state.AcceleratorState._reset_state(True)
 
 
-def _arguments(folder: Path, batch_size: int, **options: Any) -> Any:
-    quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"}
-    size = {"output_dir": str(folder), "per_device_train_batch_size": batch_size}
-    return transformers.TrainingArguments(**quiet | size | options)
-
-
-def _trainer(run: Run, args: Any, **options: Any) -> Any:
+def _trainer(run: Run, folder: Path, world_size: int, arguments: dict[str, Any], **data: Any) -> Any:
     from evenrank.training.trainers.transformers_trainer import BalancedTrainer
 
     class Trainer(BalancedTrainer):
@@ -71,37 +65,36 @@ def _trainer(run: Run, args: Any, **options: Any) -> Any:
                 run.losses[self.state.global_step] = logs["loss"]
                 run.epochs[self.state.global_step] = self.state.epoch
 
-    return Trainer(Model(), args, **options)
+    quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"}
+    size = {"output_dir": str(folder), "per_device_train_batch_size": GLOBAL_BATCH_SIZE // world_size}
+    return Trainer(Model(), transformers.TrainingArguments(**quiet | size | arguments), **data)
 
 
-def _train(
-    rank: int, world_size: int, path: Path, folder: Path, resume_from: int | None, options: dict[str, Any]
-) -> Run:
+STEPS: dict[str, Any] = {"num_train_epochs": EPOCHS, "logging_steps": 1, "save_steps": 1, "max_grad_norm": 0}
+STEPS |= {"learning_rate": 0.1, "lr_scheduler_type": "constant", "ddp_find_unused_parameters": False}
+STEPS |= {"gradient_accumulation_steps": 2}
+
+
+def _train(rank: int, world_size: int, path: Path, folder: Path, resume_from: int | None) -> Run:
     """Train two epochs, or the rest of them after a step; a checkpoint of each step is saved in a run that begins."""
-    run = Run()
+    run, saving = Run(), {"save_strategy": "steps" if resume_from is None else "no"}
     with _job(rank, world_size), balance(path, rank, world_size) as loader:
-        of_steps: Any = {"num_train_epochs": EPOCHS, "logging_steps": 1, "save_steps": 1, "max_grad_norm": 0}
-        of_model: Any = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "ddp_find_unused_parameters": False}
-        saving = {"save_strategy": "steps" if resume_from is None else "no"}
-        args = _arguments(folder, GLOBAL_BATCH_SIZE // world_size, **of_steps | of_model | saving | options)
-        trainer = _trainer(run, args, train_dataset=loader)
-        checkpoint = None if resume_from is None else str(folder / f"checkpoint-{resume_from}")
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer = _trainer(run, folder, world_size, STEPS | saving, train_dataset=loader)
+        trainer.train(resume_from_checkpoint=resume_from and str(folder / f"checkpoint-{resume_from}"))
         run.weights = trainer.model.state_dict()
     return run
 
 
-def _weights_of_one_process(path: Path, num_accumulated: int) -> dict[str, torch.Tensor]:
+def _weights_of_one_process(path: Path) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Model()
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     with balance(path, 0, 1) as balancer:
-        for _ in range(EPOCHS):
-            for batches in accumulate(balancer, num_accumulated):
-                for batch in batches:
-                    model(batch).backward()
-                adam.step()
-                adam.zero_grad()
+        for batches in (batches for _ in range(EPOCHS) for batches in accumulate(balancer, 2)):
+            for batch in batches:
+                model(batch).backward()
+            adam.step()
+            adam.zero_grad()
     return model.state_dict()
 
 
@@ -112,8 +105,7 @@ def _samples(runs: list[Run]) -> list[list[int]]:
 
 
 def test_trainer_resumes_with_the_same_steps(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
-    options = {"gradient_accumulation_steps": 2}
-    whole = ranks.run(2, _train, small_dataset, tmp_path, None, options)
+    whole = ranks.run(2, _train, small_dataset, tmp_path, None)
     samples, losses, epochs = _samples(whole), whole[0].losses, whole[0].epochs
     num_batches = len(samples) // EPOCHS
     num_steps = math.ceil(num_batches / 2)
@@ -121,9 +113,9 @@ def test_trainer_resumes_with_the_same_steps(ranks: RankPool, small_dataset: Pat
     first_epoch = [sample for batch in samples[:num_batches] for sample in batch]
     assert len({*first_epoch}) == len(first_epoch) > 150
     assert [*losses] == [*range(1, EPOCHS * num_steps + 1)]
-    torch.testing.assert_close(whole[0].weights, _weights_of_one_process(small_dataset, 2))
+    torch.testing.assert_close(whole[0].weights, _weights_of_one_process(small_dataset))
     for step, world_size in ((1, 3), (num_steps, 1), (num_steps + 2, 3)):
-        resumed = ranks.run(world_size, _train, small_dataset, tmp_path, step, options)
+        resumed = ranks.run(world_size, _train, small_dataset, tmp_path, step)
         epoch, steps = divmod(step, num_steps)
         assert _samples(resumed) == samples[epoch * num_batches + steps * 2 :]
         assert resumed[0].losses == pytest.approx({later: losses[later] for later in losses if later > step}, rel=1e-5)
@@ -142,15 +134,12 @@ def _eval_loader(kind: str, path: Path, rank: int, world_size: int) -> Any:
 
 def _evaluate(rank: int, world_size: int, path: Path, folder: Path) -> Any:
     """Evaluate twice before training, and within it; return the samples and the mean loss of each."""
-    found = []
+    found, evaluating = [], {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "learning_rate": 0.0}
     with balance(path, rank, world_size) as loader:
         for kind in ("Balancer", "balanced", "plain", "stream"):
-            run = Run()
+            run, data = Run(), {"train_dataset": loader, "eval_dataset": _eval_loader(kind, path, rank, world_size)}
             with _job(rank, world_size):
-                evaluating = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "learning_rate": 0.0}
-                args = _arguments(folder, GLOBAL_BATCH_SIZE // world_size, **evaluating)
-                evaluated = _eval_loader(kind, path, rank, world_size)
-                trainer = _trainer(run, args, train_dataset=loader, eval_dataset=evaluated)
+                trainer = _trainer(run, folder, world_size, evaluating, **data)
                 for evaluate in (trainer.evaluate, trainer.evaluate, trainer.train):
                     evaluate()
                     found.append((run.evaluated.copy(), run.evaluated_losses[-1]))
@@ -165,12 +154,10 @@ def test_a_loader_is_evaluated_with_each_sample_once_and_the_mean_over_all_ranks
     model, loss_sum, samples, tokens = Model(), 0.0, list[int](), 0
     for batch in build_loader(small_dataset, LoaderConfig(batch_size=64), rank=0, world_size=1):
         scores = model.score(model.items(batch.features["item_id"].values()))
-        loss_sum, tokens = loss_sum + scores.sum().item(), tokens + batch.loss_tokens
-        samples += ids_of(batch)
+        loss_sum, tokens, samples = loss_sum + scores.sum().item(), tokens + batch.loss_tokens, samples + ids_of(batch)
     evaluations = list(zip(*ranks.run(2, _evaluate, small_dataset, tmp_path), strict=True))
     assert len(evaluations) == 3 * 4
     for number, of_ranks in enumerate(evaluations):
         assert sorted(sample for of_rank, _ in of_ranks for sample in of_rank) == sorted(samples)
         assert [loss for _, loss in of_ranks] == pytest.approx([loss_sum / tokens] * 2, rel=1e-5)
-        in_order = [of_rank for of_rank, _ in evaluations[number // 3 * 3]]
-        assert [of_rank for of_rank, _ in of_ranks] == in_order
+        assert [ids for ids, _ in of_ranks] == [ids for ids, _ in evaluations[number // 3 * 3]]

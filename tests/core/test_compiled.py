@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -19,32 +19,24 @@ from evenrank.core.compiled import compiled
 from evenrank.core.hashing import mix_word
 
 @compiled
-def inner(values):
-    return values[0] + values[-1]
-
-@compiled
-def outer(values):
-    return inner(values) + inner(values * 2)
-
-@compiled
 def twice(word):
     return mix_word(mix_word(word))
 """
-MIX = """
+# Waits for a line, so that all processes begin at the same time. Python runs without the `site` module, so that it
+# imports the copy rather than the installed package.
+PROGRAM = f"""
+import sys
+sys.path.append({sysconfig.get_paths()["purelib"]!r})
 import numpy as np
 from evenrank.core.nested import twice
 from evenrank.core.compiled import cache_folder
-print(twice(np.uint64(7)), cache_folder(), sum(twice.stats.cache_misses.values()))
-"""
-# Waits for a line, so that all processes begin at the same time; prints how often it compiled and loaded each function.
-COUNT = """
-import numpy as np
-from evenrank.core.nested import inner, outer
 print("ready", flush=True)
 input()
-outer(np.arange(3))
-print(*(sum(counts.values()) for f in (inner, outer) for counts in (f.stats.cache_misses, f.stats.cache_hits)))
+print(twice(np.uint64(7)), cache_folder(), sum(twice.stats.cache_misses.values()))
 """
+
+
+Ran = tuple[str, Path, str, str]  # the hash, the folder, how often it was compiled, and what was said
 
 
 @pytest.fixture
@@ -59,74 +51,56 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def _start(package: Path, program: str) -> Any:
-    folder = package.parent
+def _run(package: Path, count: int = 1) -> list[Ran]:
+    """Run the program in processes that begin together."""
+    folder, pipes = package.parent, dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     environment = {"PYTHONPATH": str(folder), "HOME": str(folder / "home"), "TMPDIR": str(folder / "temporary")}
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    # Without the `site` module, so that the copy is imported rather than the installed package; without .pyc files,
-    # which Python takes for current if a source was changed twice within a second.
-    site = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
-    command = [sys.executable, "-B", "-S", "-c", site + program]
-    return subprocess.Popen(command, env=environment | {"PATH": os.defpath}, cwd=folder, text=True, **pipes)
-
-
-class Mixed(NamedTuple):
-    hash: str
-    folder: Path
-    misses: str
-    notice: str
-
-
-def _mix(package: Path) -> Mixed:
-    process = _start(package, MIX)
-    output, errors = process.communicate(timeout=250)
-    assert process.returncode == 0, errors
-    mixed, folder, misses = output.split()
-    return Mixed(mixed, Path(folder), misses, errors)
+    # Without .pyc files, which Python takes for current if a source was changed twice within a second.
+    command: Any = [sys.executable, "-B", "-S", "-c", PROGRAM]
+    options: Any = {"env": environment | {"PATH": os.defpath}, "cwd": folder, "text": True, **pipes}
+    processes: list[Any] = [subprocess.Popen(command, **options) for _ in range(count)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    printed = [process.communicate(timeout=250) for process in processes]
+    found = [(*output.split(), errors) for output, errors in printed]
+    return [(hashed, Path(place), misses, errors) for hashed, place, misses, errors in found]
 
 
 def test_machine_code_is_compiled_once_per_source_and_kept_where_nobody_else_can_write(
     package: Path, tmp_path: Path
 ) -> None:
     in_package, private = package / "__pycache__", tmp_path / "home" / ".cache" / "evenrank"
-    first = _mix(package)
-    assert (first.folder.parent, first.misses, first.notice) == (in_package, "1", NOTICE)
-    assert _mix(package) == first._replace(misses="0", notice="")
+    # Processes that start together compile it once, and one says so.
+    *others, (value, folder, *said) = sorted(_run(package, 3), key=lambda ran: ran[2:])
+    assert (folder.parent, said) == (in_package, ["1", NOTICE])
+    assert others == [(value, folder, "0", "")] * 2
     hashing = package / "core" / "hashing.py"
     source = hashing.read_text()
     hashing.write_text(source.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
-    assert _mix(package).hash != first.hash  # of a function in another file, which uses it
+    assert _run(package)[0][0] != value  # of a function in another file, which uses it
     assert len(list(in_package.glob("compiled-*"))) == 1  # that of the earlier code is removed
     hashing.write_text(source)
-    assert _mix(package)[:2] == first[:2]
+    assert _run(package)[0][:2] == (value, folder)
     # A user who cannot write the package begins with what is compiled there, also in the image of a container.
-    (first.folder / "lock").write_text("no process can lock this, even of root")
+    (folder / "lock").write_text("no process can lock this, even of root")
     for path in (package / "core").glob("*.py"):
         os.utime(path, (1_500_000_000, 1_500_000_000))
-    assert _mix(package) == Mixed(first.hash, private / first.folder.name, "0", "")
-    (first.folder / "lock").unlink()
+    assert _run(package) == [(value, private / folder.name, "0", "")]
+    (folder / "lock").unlink()
     if os.geteuid() == 0:  # what another user has written there is not run
-        os.chown(first.folder, 12_345, -1)
-        assert _mix(package).folder == private / first.folder.name
+        os.chown(folder, 12_345, -1)
+        assert _run(package)[0][1] == private / folder.name
     shutil.rmtree(in_package)
     in_package.write_text("no folder can be created here, even by root")
     shutil.rmtree(private)
-    assert _mix(package).folder.parent == private
+    assert _run(package)[0][1].parent == private
     assert private.stat().st_mode & 0o077 == 0
     assert list(private.rglob("*.nbc"))
     private.chmod(0o777)
-    assert _mix(package).folder.parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
-
-
-def test_processes_that_start_together_compile_each_function_once_and_one_says_so(package: Path) -> None:
-    together = [_start(package, COUNT) for _ in range(3)]
-    for process in together:
-        assert process.stdout.readline() == "ready\n"
-        process.stdin.write("\n")
-        process.stdin.flush()
-    said = [process.communicate(timeout=250) for process in together]
-    # A process that loads `outer` has no use for `inner`, which is part of it.
-    assert sorted(said) == [("0 0 0 1\n", ""), ("0 0 0 1\n", ""), ("1 0 1 0\n", NOTICE)]
+    assert _run(package)[0][1].parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
 
 
 def test_compiled_functions_use_only_names_of_files_with_compiled_functions() -> None:

@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,19 +10,15 @@ from evenrank.core.files import check_regular, locked, open_regular, opener_of_o
 
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refuse", [check_regular, open_regular])
+def test_only_regular_files_are_opened(tmp_path: Path, refuse: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for refuse in (check_regular, open_regular):
-        for path, kind in (
-            (tmp_path / "pipe", "a named pipe"),
-            (tmp_path, "a folder"),
-            (Path("/dev/zero"), "a device"),
-        ):
-            with pytest.raises(DataError, match=f"{path} is {kind}, not a regular file; put the data itself there"):
-                refuse(path)
-        for path in (tmp_path / "missing", Path("a\0b")):
-            with pytest.raises(DataError, match=r"cannot be read: .*; check the path and its permissions"):
-                refuse(path)
+    faults = {tmp_path / "pipe": "{} is a named pipe, not a regular file; put the data itself there"}
+    faults |= {tmp_path: "{} is a folder, not a regular file", Path("/dev/zero"): "{} is a device, not a regular file"}
+    faults |= dict.fromkeys((tmp_path / "missing", Path("a\0b")), r"cannot be read: .*; check the path and its permis")
+    for path, fault in faults.items():
+        with pytest.raises(DataError, match=fault.format(path)):
+            refuse(path)
 
 
 def test_files_are_read_through_links_and_own_files_not_written_through_them(
@@ -42,8 +39,5 @@ def test_files_are_read_through_links_and_own_files_not_written_through_them(
     with pytest.raises(FileExistsError):
         files.write_text(tmp_path / "out", "written")
     files.write_text(tmp_path / "out", "written")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "link": "kept",
-        "out": "written",
-        "precious": "kept",
-    }
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"link": "kept", "out": "written", "precious": "kept"}

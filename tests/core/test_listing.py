@@ -1,7 +1,7 @@
 import glob
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,12 +19,6 @@ from tests.privileges import unprivileged
 
 _NAMES = ("a", "b.csv", "day=1", "[0]", "0")
 _PARTS = (*_NAMES, "*", "**", "?", "*.csv", "day=*", "[ab]*", "[[]0]")
-_LISTERS: Mapping[str, Callable[[Path], object]] = {
-    "folder": lambda folder: find_files([folder]),
-    "pattern": lambda folder: find_files([folder / "day=*/*.parquet"]),
-    "columns": lambda folder: open_store(folder, columns={"item_id": "item_id"}),
-    "log": lambda folder: FolderLog(folder, describe_log({"item_id": 9})).end(),
-}
 
 
 def _tree(folder: Path, names: set[str]) -> Path:
@@ -54,32 +48,33 @@ def test_a_pattern_stands_for_what_it_does_in_python_and_for_all_below(
     assert {*listed} == {name for name in every if matches(pattern, name)}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda day: day(2).chmod(0), "day=2 cannot be read: Permission denied; check its permissions"),
-        (lambda day: os.mkfifo(day(2) / "2.parquet"), "day=2/2.parquet is a named pipe, not a regular file"),
-        (lambda day: day(3).symlink_to(day(3)), "day=3 cannot be read: Too many levels of symbolic links"),
-        (
-            lambda day: day(3).symlink_to(day(9)),
-            "day=3 is a link that leads nowhere; fetch its data, or remove it",
-        ),
-        (lambda day: (day(2) / "2.parquet").symlink_to(day(9)), "day=2/2.parquet is a link that leads nowhere"),
-        (lambda day: day(3).symlink_to(day(1)), "are the same; remove the link"),
-        (lambda day: (day(2) / "2.parquet").symlink_to(day(1) / "1.parquet"), "are the same"),
-        (lambda day: day(3).symlink_to(day(1).parent), "are the same"),
-    ],
+LISTERS: tuple[Callable[[Path], object], ...] = (
+    lambda folder: find_files([folder]),
+    lambda folder: find_files([folder / "day=*/*.parquet"]),
+    lambda folder: open_store(folder, columns={"item_id": "item_id"}),
+    lambda folder: FolderLog(folder, describe_log({"item_id": 9})).end(),
 )
-def test_nothing_is_left_out_in_silence(
-    tmp_path: Path, spoil: Callable[[Callable[[int], Path]], object], message: str
-) -> None:
-    for day in (1, 2):
-        (tmp_path / f"day={day}").mkdir()
-        pq.write_table(pa.table({"item_id": [[day]]}), tmp_path / f"day={day}" / "1.parquet")
-    for lister in _LISTERS.values():
-        lister(tmp_path)
-    spoil(lambda day: tmp_path / f"day={day}")
-    for lister in _LISTERS.values():
-        with unprivileged(tmp_path), pytest.raises(DataError, match=re.escape(message)) as raised:
-            lister(tmp_path)
-        assert str(tmp_path) in str(raised.value)
+DAY_1, DAY_2, DAY_3, NOWHERE = (Path(f"day={day}") for day in (1, 2, 3, 9))
+SPOILS: dict[Callable[[], object], str] = {
+    lambda: DAY_2.chmod(0): "day=2 cannot be read: Permission denied; check its permissions",
+    lambda: os.mkfifo(DAY_2 / "2.parquet"): "day=2/2.parquet is a named pipe, not a regular file",
+    lambda: DAY_3.symlink_to(DAY_3): "day=3 cannot be read: Too many levels of symbolic links",
+    lambda: DAY_3.symlink_to(NOWHERE): "day=3 is a link that leads nowhere; fetch its data, or remove it",
+    lambda: DAY_3.symlink_to(DAY_1): "are the same; remove the link",
+    lambda: (DAY_2 / "2.parquet").symlink_to(Path("..") / DAY_1 / "1.parquet"): "are the same; remove the link",
+    lambda: DAY_3.symlink_to("."): "are the same; remove the link",
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILS.items())
+def test_nothing_is_left_out_in_silence(here: Path, spoil: Callable[[], object], message: str) -> None:
+    for day in (DAY_1, DAY_2):
+        day.mkdir()
+        pq.write_table(pa.table({"item_id": [[1]]}), day / "1.parquet")
+    for lister in LISTERS:
+        lister(here)
+    spoil()
+    for lister in LISTERS:
+        with unprivileged(here), pytest.raises(DataError, match=re.escape(message)) as raised:
+            lister(here)
+        assert str(here) in str(raised.value)

@@ -5,24 +5,36 @@ import tomllib
 import warnings
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from evenrank.core.optional_imports import (
-    check_releases,
-    check_torch,
-    extras,
-    torch_releases,
-)
-from tests.dataloader.balance.metrics.example_steps import STEPS
-from tests.dataloader.balance.metrics.example_steps import write as write_log
+from evenrank.core.optional_imports import check_releases, check_torch, extras, torch_releases
 
-ROOT = Path(__file__).resolve().parents[2]
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TESTED = [*torch_releases().values()]
+PYPROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
 MISSING = "the package {} is not installed; run pip install 'evenrank[{}]'"
+
+
+def _requirements(extra: str) -> dict[str, SpecifierSet]:
+    """Return the packages of an extra and of the extras that it names, as they are imported."""
+    found: dict[str, SpecifierSet] = {}
+    for requirement in map(Requirement, PYPROJECT["optional-dependencies"][extra]):
+        for other in requirement.extras if requirement.name == "evenrank" else ():
+            found |= _requirements(other)
+        found[requirement.name.replace("-", "_").removesuffix("_skinny")] = requirement.specifier
+    return found
+
+
+def test_messages_name_the_extras_of_the_metadata_and_ranges_end_with_the_torch_releases() -> None:
+    base = {Requirement(requirement).name for requirement in PYPROJECT["dependencies"]}
+    assert extras().items() >= {("polars", "preprocess"), ("fbgemm_gpu", "train"), ("jinja2", "reports")}
+    for package, extra in extras().items():
+        assert package in (_requirements(extra).keys() & _requirements("all").keys()) - base
+    found, (first, *_, last) = _requirements("train"), torch_releases().values()
+    assert not found.keys() & {"polars", "matplotlib"}  # it needs neither preprocessing nor plots
+    for name, oldest, newest in zip(("torch", "fbgemm_gpu", "torchrec"), first, last, strict=True):
+        begin, end = Version(oldest), Version(newest)
+        assert found[name] == SpecifierSet(f">={begin.major}.{begin.minor},<{end.major}.{end.minor + 1}")
 
 
 def _run(code: str, cwd: Path, hidden: str, *arguments: str) -> list[str]:
@@ -32,58 +44,6 @@ def _run(code: str, cwd: Path, hidden: str, *arguments: str) -> list[str]:
     run = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=280)
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout.splitlines()
-
-
-def _names(extra: str) -> set[str]:
-    """Return the packages of an extra and of the extras that it names, as they are imported."""
-    names: set[str] = set()
-    for requirement in map(Requirement, PYPROJECT["optional-dependencies"][extra]):
-        if requirement.name == "evenrank":
-            names = names.union(*(_names(other) for other in requirement.extras))
-        else:
-            names.add(requirement.name.replace("-", "_").removesuffix("_skinny"))
-    return names
-
-
-def _specifiers(extra: str) -> dict[str, SpecifierSet]:
-    requirements = map(Requirement, PYPROJECT["optional-dependencies"][extra])
-    return {requirement.name: requirement.specifier for requirement in requirements}
-
-
-def test_messages_name_the_extras_of_the_metadata_and_ranges_end_with_the_torch_releases() -> None:
-    base = {Requirement(requirement).name for requirement in PYPROJECT["dependencies"]}
-    assert extras().items() >= {("polars", "preprocess"), ("fbgemm_gpu", "train"), ("jinja2", "reports")}
-    for package, extra in extras().items():
-        assert package in (_names(extra) & _names("all")) - base
-    assert not _names("train") & {"polars", "matplotlib"}  # it needs neither preprocessing nor plots
-    found = _specifiers("train")
-    for name, first, last in zip(("torch", "fbgemm-gpu", "torchrec"), TESTED[0], TESTED[-1], strict=True):
-        oldest, newest = Version(first), Version(last)
-        range_ = f">={oldest.major}.{oldest.minor},<{newest.major}.{newest.minor + 1}"
-        assert found[name] == SpecifierSet(range_)
-
-
-COMMANDS = """
-from evenrank.cli.main import main
-for words in ("preprocess --dataset ml-20m", f"inspect {sys.argv[1]} --html a.html", "metrics log.jsonl"):
-    sys.argv[1:], sys.stderr = words.split(), sys.stdout
-    try:
-        main()
-    except SystemExit as ended:
-        print(f"{words.split()[0]} ends with {ended.code}")
-"""
-
-
-def test_a_command_names_the_extra_that_is_missing_and_needs_no_other(tmp_path: Path, small_dataset: Path) -> None:
-    write_log(tmp_path / "log.jsonl", *STEPS)
-    lines = _run(COMMANDS, tmp_path, "requests jinja2 matplotlib", str(small_dataset))
-    of_requests, ended, *of_inspect = lines
-    assert (of_requests, ended) == (f"error: {MISSING.format('requests', 'preprocess')}", "preprocess ends with 2")
-    end = of_inspect.index("inspect ends with 2")
-    assert of_inspect[end - 1] == f"error: {MISSING.format('matplotlib', 'reports')}"
-    assert "p50" in "".join(of_inspect[:end])  # tables need less than pages
-    assert "idle before balancing, predicted" in "".join(of_inspect[end:])
-    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 NAMES = """
@@ -118,24 +78,25 @@ def installed(torch: str, fbgemm: str, torchrec: str, build: str = "fbgemm-gpu")
     return {"torch": torch, build: fbgemm, "torchrec": torchrec}
 
 
-@pytest.mark.parametrize(
-    ("found", "is_tested"),
-    [
-        *((installed(*tested, build), True) for tested in TESTED for build in ("fbgemm-gpu", "fbgemm-gpu-cpu")),
-        (installed("2.13.7", "1.8.3", "1.8.9"), True),  # patch releases
-        (installed("2.13.0", "1.8.0+cpu", "1.8.0") | {"fbgemm-gpu-cpu": "1.8.0"}, True),  # constraints/torch213-cpu
-        (installed("2.13.0+cu130", "1.8.0+cu130", "1.8.0"), True),
-        (installed("2.13.0a0+nv25.10", "1.8.0", "1.8.0"), True),  # a vendor's
-        ({"torch": "2.9.0", "torchrec": "1.2.0"}, True),  # fbgemm-gpu without metadata, as built from source
-        (installed("unknown", "1.8.0", "1.8.0") | {"other": None}, True),
-        (installed("2.15.0", "1.10.0", "1.10.0"), False),
-        (installed("2.13.0rc1", "1.9.0", "1.9.2"), False),
-        (installed("2.13.0", "2026.11.22", "1.8.0"), False),  # built from source
-    ],
-)
-def test_matching_releases_are_accepted_and_newer_ones_are_a_warning(found: Installed, is_tested: bool) -> None:
+TESTED: list[Installed] = [
+    *(installed(*each, build) for each in torch_releases().values() for build in ("fbgemm-gpu", "fbgemm-gpu-cpu")),
+    installed("2.13.7", "1.8.3", "1.8.9"),  # patch releases
+    installed("2.13.0", "1.8.0+cpu", "1.8.0") | {"fbgemm-gpu-cpu": "1.8.0"},  # constraints/torch213-cpu
+    installed("2.13.0+cu130", "1.8.0+cu130", "1.8.0"),
+    installed("2.13.0a0+nv25.10", "1.8.0", "1.8.0"),  # a vendor's
+    {"torch": "2.9.0", "torchrec": "1.2.0"},  # fbgemm-gpu without metadata, as built from source
+    installed("unknown", "1.8.0", "1.8.0") | {"other": None},
+]
+UNTESTED: list[Installed] = [installed("2.15.0", "1.10.0", "1.10.0"), installed("2.13.0rc1", "1.9.0", "1.9.2")]
+UNTESTED.append(installed("2.13.0", "2026.11.22", "1.8.0"))  # built from source
+
+
+def test_matching_releases_are_accepted_and_newer_ones_are_a_warning() -> None:
     with warnings.catch_warnings(record=True, action="always") as warned:
-        check_releases(found)
+        for found in (*TESTED, *UNTESTED):
+            check_releases(found)
         check_torch()  # the environment of the tests
-    warning = r"torch 2\.1.* run pip install .*; it was not tested and may fail"
-    assert [bool(re.fullmatch(warning, str(each.message))) for each in warned] == [True] * (not is_tested)
+    assert len(warned) == len(UNTESTED)
+    for warning, found in zip(warned, UNTESTED, strict=True):
+        expected = rf"torch {found['torch']} .* run pip install .*; it was not tested and may fail"
+        assert re.fullmatch(expected, str(warning.message))

@@ -18,23 +18,19 @@ def make_tools() -> Registry[Callable[[], int]]:
     return tools
 
 
-def register_elsewhere(tools: Registry[Callable[[], int]]) -> None:
-    exec("tools.register('saw')(partial(int, 3))", {"tools": tools, "partial": partial, "__name__": "another"})
-
-
 def test_implementations_are_found_by_name_in_the_order_of_registration_and_each_has_one_owner() -> None:
     tools = make_tools()
+    another = {"tools": tools, "partial": partial, "__name__": "another"}
     assert (list(tools), len(tools), tools["saw"](), tools["axe"]()) == (["saw", "axe"], 2, 1, 2)
     names: list[object] = ["axe", "hoe", []]
     assert [name in tools for name in names] == [True, False, False]
     with pytest.raises(ConfigError, match=r"^another cannot register the tool 'saw', which tests.* has registered, as"):
-        register_elsewhere(tools)
-    assert (list(tools), tools["saw"]()) == (["saw", "axe"], 1)
+        exec("tools.register('saw')(partial(int, 3))", another)
     tools.register("saw")(partial(int, 3))  # as a cell of a notebook does that runs again
     assert (list(tools), tools["saw"]()) == (["saw", "axe"], 3)
     tools.unregister("saw")
     assert "saw" not in tools
-    register_elsewhere(tools)
+    exec("tools.register('saw')(partial(int, 3))", another)
     assert list(tools) == ["axe", "saw"]
     with pytest.raises(ConfigError, match=r"^tests.* cannot register the tool 'saw', which another has registered"):
         tools.register("saw")(int)

@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -13,16 +14,14 @@ VALUES = st.integers(-3, 20) | st.sampled_from([-(2**63), -(2**40), 2**40, 2**63
 
 @given(st.lists(st.lists(VALUES, max_size=20), max_size=6), st.sampled_from([1, 5, 16, None]))
 def test_every_value_is_counted(parts: list[list[int]], num_values: int | None) -> None:
+    expected, counts = Counter(chain.from_iterable(parts)), ValueCounts(num_values)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(value_counts, "_PIECE", 3)
-        counts = ValueCounts(num_values)
         for part in parts:
             counts.add(np.array(part, dtype=np.int64))
-        values, numbers = counts.result()
-    expected = Counter(value for part in parts for value in part)
-    assert list(zip(values.tolist(), numbers.tolist(), strict=True)) == sorted(expected.items())
-    at_once = count_values(np.array([value for part in parts for value in part], dtype=np.int64))
-    assert list(zip(*(column.tolist() for column in at_once), strict=True)) == sorted(expected.items())
+        found = counts.result()
+    for values, numbers in (found, count_values(np.array([*chain.from_iterable(parts)], dtype=np.int64))):
+        assert list(zip(values.tolist(), numbers.tolist(), strict=True)) == sorted(expected.items())
     queries = [-(2**63), -(2**50), -1, 0, 3, 16, 2**40, 2**63 - 1]
     assert counts.count(np.array(queries)).tolist() == [expected[value] for value in queries]
 

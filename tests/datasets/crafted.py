@@ -16,6 +16,19 @@ from evenrank.datasets.slices import TimeWindows, WindowsOfStore
 from evenrank.datasets.store import SequenceStore
 
 
+def store_of(times_of_rows: list[list[int]], num_targets: list[int] | None = None) -> SequenceStore:
+    """Return a store in memory whose items number the events."""
+    times = np.array([time for times in times_of_rows for time in times], dtype=np.int64)
+    columns = {"user_id": np.arange(len(times_of_rows)), "timestamp_ms": times}
+    return SequenceStore(
+        manifest=Manifest(dataset="test"),
+        split="train",
+        offsets=np.cumsum([0, *map(len, times_of_rows)]),
+        columns=columns | {name: np.arange(len(times)) for name in ("item_id", "action")},
+        num_targets=None if num_targets is None else np.array(num_targets, dtype=np.int32),
+    )
+
+
 def windows_of(store: SequenceStore, max_targets: int = 1, **options: Any) -> WindowsOfStore:
     windows, (of_windows,) = TimeWindows(**options).open(store, lambda opened: opened, max_targets)
     assert of_windows is store
@@ -63,20 +76,16 @@ def write_in_parts(
     dataset: Path, out: Path, *, num_rows: int | None = None, rows_per_file: int = 64, rows_per_group: int = 10
 ) -> Path:
     """Copy a dataset with its train split, repeated up to `num_rows`, in files and row groups as of a large dataset."""
-    copy_dataset(dataset, out)
-    table = pq.read_table(dataset / "train")
+    table, files = pq.read_table(dataset / "train"), []
     if num_rows is not None:
         table = pa.concat_tables([table] * (num_rows // len(table) + 1)).slice(0, num_rows)
-    shutil.rmtree(out / "train")
+    shutil.rmtree(copy_dataset(dataset, out) / "train")
     (out / "train").mkdir()
-    files = []
     for number, first in enumerate(range(0, table.num_rows, rows_per_file)):
-        rows = table.slice(first, rows_per_file)
-        path = out / "train" / f"part-{number:05}.parquet"
+        rows, path = table.slice(first, rows_per_file), out / "train" / f"part-{number:05}.parquet"
         pq.write_table(rows, path, row_group_size=rows_per_group)
         files.append(DataFile(path=f"train/{path.name}", rows=rows.num_rows, sha256=sha256_of(path)))
-    manifest = read_manifest(out)
-    num_events = int(table["length"].to_numpy().sum())
+    manifest, num_events = read_manifest(out), int(table["length"].to_numpy().sum())
     train = replace(manifest.splits["train"], rows=len(table), interactions=num_events, files=tuple(files))
     write_manifest(replace(manifest, splits={**manifest.splits, "train": train}), out)
     return out
@@ -84,11 +93,15 @@ def write_in_parts(
 
 def add_columns(dataset: Path) -> Path:
     """Add columns of all kinds to the dataset of `small_dataset`: `tags` and `share` of users, others of events."""
-    manifest = read_manifest(dataset)
-    rng = np.random.default_rng(0)
-    for split in manifest.splits:
-        (path,) = (dataset / split).glob("*.parquet")
-        table = pq.read_table(path)
+    manifest, rng = read_manifest(dataset), np.random.default_rng(0)
+    described = {
+        "contextual": {"segment": "int64", "tags": "list<int64>", "share": "float32"},
+        "extra_events": {"price": "float32", "dwell": "int32"},
+        "vocabulary_sizes": {**manifest.vocabulary_sizes, "tags": 9},
+        "context_labels": {**manifest.context_labels, "tags": (None, *"abcdefgh")},
+    }
+
+    def add(table: pa.Table) -> pa.Table:
         lengths, num_tags = table["length"].to_numpy(), rng.integers(0, 4, len(table))
         share = rng.integers(0, 5, len(table)).astype(np.float32) / 4
         for name, values in (
@@ -98,15 +111,10 @@ def add_columns(dataset: Path) -> Path:
             ("dwell", _lists(lengths, rng.integers(-5, 60, lengths.sum(), dtype=np.int32))),
         ):
             table = table.append_column(name, values)
-        pq.write_table(table, path)
-        update_manifest(
-            dataset,
-            split,
-            contextual={"segment": "int64", "tags": "list<int64>", "share": "float32"},
-            extra_events={"price": "float32", "dwell": "int32"},
-            vocabulary_sizes={**manifest.vocabulary_sizes, "tags": 9},
-            context_labels={**manifest.context_labels, "tags": (None, *"abcdefgh")},
-        )
+        return table
+
+    for split in manifest.splits:
+        change_table(dataset, add, split, **described)
     return dataset
 
 

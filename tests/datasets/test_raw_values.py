@@ -20,18 +20,11 @@ bob,rice,2026-03-01T11:00:00Z,0,
 ann,coffee,2026-03-02T10:00:00Z,2,2.0
 ann,tea,2026-03-03T10:00:00.250Z,0,1.5
 """
-TIMES = [datetime(2026, 3, 2, 10, tzinfo=UTC), datetime(2026, 3, 3, 10, 0, 0, 250_000, tzinfo=UTC)]
 # The newest two events of each user.
-ANN: dict[str, Any] = {
-    "user_id": "ann",
-    "city": "Oslo",
-    "tags": ["a", "b"],
-    "age": 30.0,
-    "item_id": ["coffee", "tea"],
-    "length": 3,
-}
-ANN |= {"action": [2, 0], "timestamp_ms": TIMES, "price": [2.0, 1.5]}
-BOB: dict[str, Any] = {"user_id": "bob", "city": None, "tags": [], "age": 0.0, "item_id": ["rice"], "length": 1}
+ANN: dict[str, Any] = {"user_id": "ann", "city": "Oslo", "tags": ["a", "b"], "age": 30.0, "length": 3}
+ANN |= {"item_id": ["coffee", "tea"], "action": [2, 0], "price": [2.0, 1.5]}
+ANN["timestamp_ms"] = [datetime(2026, 3, 2, 10, tzinfo=UTC), datetime(2026, 3, 3, 10, 0, 0, 250_000, tzinfo=UTC)]
+BOB: dict[str, Any] = {"user_id": "bob", "city": None, "tags": [], "age": 0.0, "length": 1, "item_id": ["rice"]}
 BOB |= {"action": [0], "timestamp_ms": [datetime(2026, 3, 1, 11, tzinfo=UTC)], "price": [None]}
 
 
@@ -42,8 +35,7 @@ def test_the_first_rows_have_what_the_log_has_also_at_a_url(tmp_path: Path, s3: 
     context: Any = {"context": tmp_path / "users.csv", "context_columns": ("city", "tags:list", "age:float")}
     events: Any = {"action_columns": ("action",), "event_columns": ("price:float?",)}
     log = TabularConfig(events=(tmp_path / "log.csv",), **names, **context, **events)
-    data = tmp_path / "data"
-    preprocess(PreprocessConfig(dataset="custom", out=data, custom=log, split="user:0"))
+    preprocess(PreprocessConfig(dataset="custom", out=(data := tmp_path / "data"), custom=log, split="user:0"))
     s3.put(data, "rows")
     for store in (open_store(data), open_store(s3.url("rows"))):
         rows = store.head(max_events=2)
@@ -56,23 +48,19 @@ def test_the_first_rows_have_what_the_log_has_also_at_a_url(tmp_path: Path, s3: 
 
 
 KEY_MAP = KeyMap(num_embeddings=501, world_size=2, mode="hash_roundrobin")
+LOADERS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({"key_maps": {"item_id": KEY_MAP}, "max_history_length": 5}, None),
+    ({"negatives": Negatives(count=2)}, {"window": 2}),
+    ({"max_num_candidates": 2, "order": TimeWindows(every="2w")}, {"pack": True, "max_tokens_per_rank": 150}),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "balance"),
-    [
-        ({"key_maps": {"item_id": KEY_MAP}, "max_history_length": 5}, None),
-        ({"negatives": Negatives(count=2)}, {"window": 2}),
-        ({"max_num_candidates": 2, "order": TimeWindows(every="2w")}, {"pack": True, "max_tokens_per_rank": 150}),
-    ],
-)
-def test_the_next_samples_of_a_rank_are_seen_before_they_come_with_the_ids_of_the_log(
-    small_dataset: Path, options: dict[str, Any], balance: dict[str, Any] | None
-) -> None:
-    config, stored = LoaderConfig(batch_size=4, **options), open_store(small_dataset).columns
-    balancing = None if balance is None else BalanceConfig(cost=LinearCost(interleave_actions=False), **balance)
-    for rank in range(2):
-        loader = build_loader(small_dataset, config, rank=rank, world_size=2, balance=balancing)
+def test_the_next_samples_of_a_rank_are_seen_before_they_come_with_the_ids_of_the_log(small_dataset: Path) -> None:
+    stored = open_store(small_dataset).columns
+    for rank, (options, balance) in ((rank, each) for rank in range(2) for each in LOADERS):
+        balancing = balance and BalanceConfig(cost=LinearCost(interleave_actions=False), **balance)
+        config = LoaderConfig(batch_size=4, **options)
+        loader = build_loader(small_dataset, config, rank=rank, world_size=2, balance=balancing or None)
         loader.load_state_dict([loader.state_dict(after=batch) for batch in loader][1])
         state, shown = loader.state_dict(), loader.peek(6)
         assert (shown[:2], loader.state_dict()) == (loader.peek(2), state)

@@ -1,4 +1,5 @@
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +19,10 @@ OPEN = "import sys; from evenrank.datasets import open_store; print(len(open_sto
 # Is killed when it begins to write the copy of a split, under the lock.
 KILLED = """
 import os, signal, sys
-from evenrank.datasets import open_store
 def kill(event, arguments):
     if event == "open" and "-train-" in str(arguments[0]) and ".partial" in str(arguments[0]):
         os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(kill)
-open_store(sys.argv[1])
 """
 
 
@@ -35,58 +34,46 @@ def _upload(s3: S3, dataset: Path, key: str) -> str:
     return version
 
 
-@pytest.mark.parametrize("layout", ["copied", "uploaded", "file"])
-def test_all_layouts_are_read_like_the_local_folder(dataset: Path, s3: S3, layout: str, tmp_path: Path) -> None:
-    url = s3.url(layout) if layout != "file" else f"file://{dataset}"
-    if layout == "copied":
-        s3.put(dataset, layout)
-    elif layout == "uploaded":
-        _upload(s3, dataset, layout)
-    assert read_manifest(url) == read_manifest(Path(url)) == read_manifest(dataset)
-    for split in ("train", "eval"):
-        expected, store = open_store(dataset, split), open_store(url, split)
-        for found in (store, open_stream(url, split).read(0, len(expected)), pickle.loads(pickle.dumps(store))):
-            assert found.offsets.tolist() == expected.offsets.tolist()
-            for name, values in expected.columns.items():
-                assert np.array_equal(found.columns[name], values)
-    assert store.folder is not None
-    assert store.folder.parent == (tmp_path if layout == "file" else tmp_path / "home" / ".cache" / "evenrank")
-    assert SECRET not in f"{store} {Histogram.read(url)}"
-    counts = store.item_counts()  # in train, also of another split
-    assert counts.tolist() == np.bincount(open_store(dataset).columns["item_id"], minlength=len(counts)).tolist()
+def test_all_layouts_are_read_like_the_local_folder(dataset: Path, s3: S3, tmp_path: Path) -> None:
+    s3.put(dataset, "copied")
+    _upload(s3, dataset, "uploaded")
+    cache = tmp_path / "home" / ".cache" / "evenrank"
+    for url, place in {s3.url("copied"): cache, s3.url("uploaded"): cache, f"file://{dataset}": tmp_path}.items():
+        assert read_manifest(url) == read_manifest(Path(url)) == read_manifest(dataset)
+        for split in ("train", "eval"):
+            expected, store = open_store(dataset, split), open_store(url, split)
+            for found in (store, open_stream(url, split).read(0, len(expected)), pickle.loads(pickle.dumps(store))):
+                assert found.offsets.tolist() == expected.offsets.tolist()
+                for name, values in expected.columns.items():
+                    assert np.array_equal(found.columns[name], values)
+        assert store.folder is not None
+        assert store.folder.parent == place
+        assert SECRET not in f"{store} {Histogram.read(url)}"
+        counts = store.item_counts()  # in train, also of another split
+        assert counts.tolist() == np.bincount(open_store(dataset).columns["item_id"], minlength=len(counts)).tolist()
 
 
 def test_processes_that_open_a_url_at_once_fetch_it_once_also_after_one_was_killed_or_a_copy_was_damaged(
     dataset: Path, s3: S3, tmp_path: Path
 ) -> None:
-    version = _upload(s3, dataset, "at-once")
-    killed = subprocess.run([sys.executable, "-c", KILLED, s3.url("at-once")], cwd="/", timeout=280)
-    assert killed.returncode == -signal.SIGKILL
-    assert list((tmp_path / "home").rglob("*.partial"))
-    before, path = s3.num_reads(f"{version}/train/part-00000.parquet"), f"{version}/train/part-00000.parquet"
-    command = [sys.executable, "-c", OPEN, s3.url("at-once")]
+    url, home = s3.url("at-once"), tmp_path / "home"
+    path = f"{_upload(s3, dataset, 'at-once')}/train/part-00000.parquet"
+    killed = subprocess.run([sys.executable, "-c", KILLED + OPEN, url], cwd="/", timeout=280)
+    assert (killed.returncode, len([*home.rglob("*.partial")])) == (-signal.SIGKILL, 1)
+    before, command = s3.num_reads(path), [sys.executable, "-c", OPEN, url]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") for _ in range(2)]
     rows = [int(process.communicate(timeout=280)[0]) for process in processes]
     assert rows == [read_manifest(dataset).splits["train"].rows] * 2
     assert (s3.num_reads(path), s3.num_reads(path.replace("train", "eval"))) == (before + 1, 0)
-    assert not list((tmp_path / "home").rglob("*.partial"))
-    (column,) = (tmp_path / "home").rglob("events/item_id.npy")
+    assert not [*home.rglob("*.partial")]
+    (column,) = home.rglob("events/item_id.npy")
     column.write_bytes(column.read_bytes()[:-8])
-    assert open_store(s3.url("at-once")).columns["item_id"].tolist() == open_store(dataset).columns["item_id"].tolist()
+    assert open_store(url).columns["item_id"].tolist() == open_store(dataset).columns["item_id"].tolist()
     assert s3.num_reads(path) == before + 2
-
-
-def test_what_cannot_be_read_is_reported_with_the_url_and_nothing_stays(dataset: Path, s3: S3, tmp_path: Path) -> None:
-    version = _upload(s3, dataset, "faulty")
-    for key, content in ((f"{version}/train/part-00000.parquet", b"other data"), ("malformed/manifest.json", b"\xff")):
-        with s3.files.open_output_stream(f"{BUCKET}/{key}") as file:
-            file.write(content)
-    for key, message in (
-        ("faulty", f"{version}/train/part-00000.parquet does not have the SHA-256"),
-        ("malformed", "malformed/manifest.json is not valid JSON"),
-        ("nothing", "nothing is not a dataset: it contains no manifest.json"),
-    ):
-        with pytest.raises(DataError, match=f"^s3://{BUCKET}/{message}") as raised:
-            open_store(s3.url(key))
-        assert SECRET not in str(raised.value)
-    assert not {".parquet", ".partial"} & {path.suffix for path in (tmp_path / "home").rglob("*")}
+    with s3.files.open_output_stream(f"{BUCKET}/{path}") as file:
+        file.write(b"other data")
+    shutil.rmtree(home)
+    with pytest.raises(DataError, match=f"^s3://{BUCKET}/{path} does not have the SHA-256") as raised:
+        open_store(url)
+    assert SECRET not in str(raised.value)
+    assert not {".parquet", ".partial"} & {found.suffix for found in home.rglob("*")}

@@ -26,12 +26,10 @@ RUN false
 
 
 def test_the_commands_of_its_first_stage_run_below_the_folder(tmp_path: Path) -> None:
-    context, root = tmp_path / "context", tmp_path / "root"
-    for folder in (context, root):
-        folder.mkdir()
     for name in "ab":
-        (context / f"{name}.txt").write_text(f"{name}\n")
-    run_stage(DOCKERFILE, context=context, root=root, arguments={"WORD": "given"})
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    (root := tmp_path / "root").mkdir()
+    run_stage(DOCKERFILE, context=tmp_path, root=root, arguments={"WORD": "given"})
     assert (root / "opt" / "place" / "words").read_text() == "given two words\na\nb\n"
     with pytest.raises(subprocess.CalledProcessError):
         run_stage("FROM a\nRUN exit 3\nADD x y\n", context=tmp_path, root=tmp_path, arguments={})

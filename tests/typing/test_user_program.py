@@ -12,9 +12,8 @@ from tests.registrations import restored
 def test_the_program_balances_and_resumes(
     small_dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = Path(__file__).with_name("user_program.py")
-    monkeypatch.setattr(sys, "argv", [str(program), str(small_dataset)])
+    monkeypatch.setattr(sys, "argv", ["user_program.py", str(small_dataset)])
     with restored(COSTS, STRATEGIES):
-        runpy.run_path(str(program))
+        runpy.run_path(str(Path(__file__).with_name("user_program.py")))
     error = "the cost 'squares' is a function, without settings; leave out power"
     assert capsys.readouterr().out.endswith(f"; an error reads: {error}\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError
@@ -68,6 +68,7 @@ def test_a_table_finds_the_index_of_each_of_its_keys_and_no_other(keys: list[int
 
 
 @given(st.lists(st.one_of(st.integers(0, 5), words), max_size=60), st.integers(0, 2**64 - 1))
+@example([*range(2000), *range(2000)], 1)  # many collide, also with the first
 def test_keys_are_numbered_by_first_appearance_whatever_the_seed(keys: list[int], seed: int) -> None:
     distinct, codes = encode_keys(np.array(keys, dtype=np.int64), np.uint64(seed))
     assert distinct.tolist() == list(dict.fromkeys(keys))

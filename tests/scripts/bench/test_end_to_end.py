@@ -12,7 +12,7 @@ from end_to_end import measure
 from end_to_end.batches import Source, even_lengths, feature_lengths
 from end_to_end.experiments import Run, Workload
 from end_to_end.summary import EVEN, LIVE, PREPARED, Row, Segment, Work, ratios, summarize
-from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import ClippedZipf, Distribution, Lognormal
@@ -40,8 +40,7 @@ def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution
         assert cost(even).sum() == pytest.approx(cost(lengths).sum() / num_ranks, rel=5e-4)
 
 
-def _contents(batch: SequenceBatch) -> list[list[int]]:
-    assert batch.labels is not None
+def _contents(batch: Any) -> list[list[int]]:
     values = [batch.features.values(), batch.features.lengths(), batch.labels.values(), batch.sample_ids]
     return [value.tolist() for value in values]
 
@@ -79,21 +78,22 @@ def _measured(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tu
         return summarize(segments, work, steps, **options)
 
     vars(measure)["summarize"] = kept
-    found = []
-    for changed in runs:
-        config = TrainConfig(**SETTINGS, **changed)
+    found, world = [], World(rank=rank, size=world_size, device=torch.device("cpu"))
+    for config in (TrainConfig(**SETTINGS, **changed) for changed in runs):
         run = Run(name="a run", lengths="skewed", gpus=world_size, workload=WORKLOAD, settings=config)
-        world = World(rank=rank, size=world_size, device=torch.device("cpu"))
         found.append((measure.measured(run, world), made[-1]))
     return found
 
 
 def test_balancing_changes_who_trains_samples_and_kinds_take_turns(ranks: RankPool) -> None:
     runs: list[dict[str, Any]] = [{"balance": way} for way in ("none", "all-to-all", "no-exchange")]
-    first, second = ranks.run(2, _measured, [*runs, {"balance": "all-to-all", "refit_every": 6}])
+    runs += [{"balance": "all-to-all", "refit_every": 6}]
+    runs += [{"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist"}]
+    first, second = ranks.run(2, _measured, runs)
     assert [row for row, _ in first] == [row for row, _ in second]
-    (unbalanced, before), (exchanged, after), (own, read), (refit, _) = first
+    (unbalanced, before), (exchanged, after), (own, read), (refit, _), (_, (of_sharded, _)) = first
     assert refit["cost"] in ("HSTUCost", "MeasuredCost")  # of such a small model, times say anything
+    assert all(np.isfinite(segment.marks).all() for segment in of_sharded)
     for name in ("tokens", "pairs", "predictions", "loads"):
         np.testing.assert_array_equal(getattr(before[1], name).sum(0), getattr(after[1], name).sum(0))
         np.testing.assert_array_equal(getattr(after[1], name), getattr(read[1], name))
@@ -110,12 +110,6 @@ def test_balancing_changes_who_trains_samples_and_kinds_take_turns(ranks: RankPo
             np.testing.assert_array_equal(one.marks[:, 1:, 0], one.marks[:, :-1, 4])
 
 
-def test_sharded_tables_in_a_pipeline_are_measured(ranks: RankPool) -> None:
-    run = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist"}
-    ((_, (segments, _)),), *_ = ranks.run(2, _measured, [run])
-    assert all(np.isfinite(segment.marks).all() for segment in segments)
-
-
 def _segment(kind: str, number: int, *steps: float) -> Segment:
     """Return a segment of two ranks: the second computes half of a step, the first half as long as that."""
     ends = np.cumsum(steps)
@@ -126,16 +120,16 @@ def _segment(kind: str, number: int, *steps: float) -> Segment:
 
 
 def test_a_row_has_ratios_of_the_same_batches_for_each_round() -> None:
-    live, prepared, even = (10, 20, 10, 20, 40, 20), [10, 10] * 3, [5, 15] * 3
-    segments = [_segment(LIVE, 0, *live), _segment(PREPARED, 0, *prepared), _segment(EVEN, 0, *even)]
-    live, prepared, even = (20, 40) * 3, [20, 20] * 3, [20, 10] * 3
-    segments += [_segment(LIVE, 1, *live), _segment(PREPARED, 1, *prepared), _segment(EVEN, 1, *even)]
+    steps = [(LIVE, 0, (10, 20, 10, 20, 40, 20)), (PREPARED, 0, (10, 10) * 3), (EVEN, 0, (5, 15) * 3)]
+    steps += [(LIVE, 1, (20, 40) * 3), (PREPARED, 1, (20, 20) * 3), (EVEN, 1, (20, 10) * 3)]
+    segments = [_segment(kind, number, *of_round) for kind, number, of_round in steps]
     counts = [[[300, 100], [100, 100]], [[9, 1], [1, 1]], [[1, 1], [1, 1]], [[30, 10], [10, 10]]]
     step: Any = type("Step", (), {"before": np.array([30, 10]), "moved_tokens": 60, "tokens": 600})
-    flops = {"per_token": 10**9, "per_pair": 10**8, "per_prediction": 10**10}
-    options: dict[str, Any] = {"flops": flops, "peak_flops": 1e13}
-    row = summarize(segments, Work(*map(np.array, counts)), [step], data_ranks=2, **options)
-    divided = summarize(segments, Work(*map(np.array, counts)), [step], data_ranks=1, **options)  # heads, not samples
+    flops: Any = {"per_token": 10**9, "per_pair": 10**8, "per_prediction": 10**10}
+    row, divided = (  # samples, and heads
+        summarize(segments, Work(*map(np.array, counts)), [step], data_ranks=ranks, flops=flops, peak_flops=1e13)
+        for ranks in (2, 1)
+    )
     assert row["live_over_even"] == [1.5, 2.0]  # medians 10 and 20 of the batches, over 5 and 15
     assert row["prepared_over_even"] == [1.0, pytest.approx(40 / 30, abs=1e-6)]
     assert row["exposed_percent"] == [50.0, 50.0]

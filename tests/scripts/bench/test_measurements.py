@@ -1,6 +1,5 @@
 """The benchmarks besides the one of training: what they compare is right, and their rows are of what was measured."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +18,10 @@ import planner
 import report
 from attention import Heads, time_hstu
 from evenrank.dataloader.balance import STRATEGIES
-from host import PREPARED, Turn
+from host import Turn
 from local_ranks import LocalRanks
 from preprocess_variants import VARIANTS
-from tests.cli.programs import ROOT, run_program
+from tests.cli.programs import ROOT
 from tests.ranks import RankPool
 
 
@@ -39,10 +38,9 @@ def _exchange(rank: int, world_size: int) -> report.Row:
 
 def test_exchanges_and_the_naive_one_give_the_same_batches(ranks: RankPool) -> None:
     row, _ = ranks.run(2, _exchange)  # which compares them
+    timed = {name for name, value in row.items() if isinstance(value, list) and len(value) == exchange.ROUNDS}
+    assert timed == {"upload_ms", "all_to_all_ms", "all_gather_ms", "naive_ms", "raw_ms", "x_raw", "x_naive"}
     assert row["sent_kb"] > 0
-    assert {name for name, value in row.items() if isinstance(value, list) and len(value) == exchange.ROUNDS} == {
-        *("upload_ms", "all_to_all_ms", "all_gather_ms", "naive_ms", "raw_ms", "x_raw", "x_naive")
-    }
     assert row["x_raw"][0] == pytest.approx(row["all_to_all_ms"][0] / row["raw_ms"][0], rel=0.01)
 
 
@@ -62,18 +60,6 @@ def test_a_training_thread_is_compared_on_its_slowest_rank_and_in_the_same_turns
     assert (row["other_cpu_ms"], row["more_cpu_ms"]) == (2.0, 1.75)
 
 
-def test_a_benchmark_runs_on_ranks_of_its_own_and_prints_rows_and_their_table() -> None:
-    options = ("--device", "cpu", "--ranks", "2", "--steps", "16", "--launches", "2", "--only", "min-move")
-    ended = run_program(sys.executable, ROOT / "scripts" / "bench" / "host.py", *options)
-    assert ended.returncode == 0, ended.stderr
-    machine, *rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    assert machine["torch"] == torch.__version__
-    assert [(row["batches"], row["ranks"], row["steps"]) for row in rows] == [(PREPARED, 2, 16), ("min-move", 2, 16)]
-    assert rows[0]["x_prepared"] == [1.0]
-    assert rows[1]["training_cpu_ms"] > rows[1]["taking_cpu_ms"] > 0
-    assert ended.stdout.endswith(report.table(rows))
-
-
 def _fail_on_rank_1(device: torch.device) -> None:
     if torch.distributed.get_rank() == 1:
         raise ValueError("of rank 1")
@@ -88,10 +74,9 @@ def test_a_rank_that_fails_ends_the_others_and_its_trace_is_in_the_log(tmp_path:
 
 
 def test_both_passes_of_attention_are_timed_on_the_lengths() -> None:
-    heads = Heads(num_heads=2, head_dim=8, dtype=torch.float32)
+    heads, returned = Heads(num_heads=2, head_dim=8, dtype=torch.float32), list[Any]()
     # 3 tokens have 6 pairs, 1 has 1; two products of 8 dimensions, multiplied and added, in 2 heads.
     assert heads.forward_flops([3, 1]) == 2 * 2 * 8 * 2 * (6 + 1)
-    returned: list[Any] = []
 
     def timer(run: Callable[[], object]) -> float:
         returned.append(run())
@@ -104,21 +89,20 @@ def test_both_passes_of_attention_are_timed_on_the_lengths() -> None:
 
 @pytest.mark.processes
 def test_all_loaders_load_an_epoch(tmp_path: Path) -> None:
-    loaders = loader.make_loaders(loader.make_data(tmp_path, 300))
-    counts = {name: load() for name, load in loaders.items()}
+    counts = {name: load() for name, load in loader.make_loaders(loader.make_data(tmp_path, 300)).items()}
     shares = {"ours, balanced for 8 ranks": 38, "ours, balanced for 64 ranks": 5}
-    assert counts == {**dict.fromkeys(loaders, 300), **shares}
+    assert counts == {**dict.fromkeys(counts, 300), **shares}
 
 
 @pytest.mark.processes
 def test_all_variants_of_preprocessing_write_the_same_events_in_order_of_time(tmp_path: Path) -> None:
     VARIANTS["draw"](2, tmp_path, "0.005")
-    tables = []
+    events = []
     for name in ("polars", "duckdb"):
         VARIANTS[name](2, tmp_path, str(tmp_path / name))
-        tables.append(pl.read_parquet(tmp_path / f"{name}.parquet").sort("userId"))
-        assert tables[-1]["timestamp"].list.eval(pl.element().diff().min() >= 0).list.all().all()
-    events = [table.explode(table.columns[1:]).sort(pl.all()) for table in tables]
+        table = pl.read_parquet(tmp_path / f"{name}.parquet")
+        assert table["timestamp"].list.eval(pl.element().diff().min() >= 0).list.all().all()
+        events.append(table.explode(table.columns[1:]).sort(pl.all()))
     assert events[0].equals(events[1])
     assert 4900 < len(events[0]) <= 5000
     command = [sys.executable, "-P", str(ROOT / "scripts" / "bench" / "preprocess_variants.py"), "evenrank", "2"]

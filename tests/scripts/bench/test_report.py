@@ -28,13 +28,10 @@ def test_rows_are_printed_read_again_and_become_a_table_and_a_plot(
     assert text.endswith(f"\n\n{TABLE}")
     report.write(again := tmp_path / "rows.jsonl", ROWS)
     assert report.read([output]) == report.read([again]) == ROWS
-
-    def run(*options: str) -> str:
-        monkeypatch.setattr("sys.argv", ["report.py", str(output), *options])
+    options = ["--columns", "ms"], ["--plot", "ms", "--by", "run", "--into", f"{tmp_path}/plots/ms.png"]
+    for given, printed in zip(options, ("| ms |\n| ---: |\n| 1.500 ± 0.289 |\n| 12.35 |\n", ""), strict=True):
+        monkeypatch.setattr("sys.argv", ["report.py", str(output), *given])
         report.main()
-        return capsys.readouterr().out
-
-    assert run("--columns", "ms") == "| ms |\n| ---: |\n| 1.500 ± 0.289 |\n| 12.35 |\n"
-    assert run("--plot", "ms", "--by", "run", "--into", f"{tmp_path}/plots/ms.png") == ""
+        assert capsys.readouterr().out == printed
     assert (tmp_path / "plots" / "ms.png").read_bytes().startswith(b"\x89PNG")
     assert [report.cell(value) for value in (0.12345, 5.0, 99.5, 1234.5)] == ["0.123", "5.000", "99.50", "1,234"]

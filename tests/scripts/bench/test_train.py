@@ -1,5 +1,4 @@
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,73 +47,62 @@ def test_runs_have_settings_of_the_file_and_their_own(file: Path) -> None:
         assert len({run.path(Path()) for run in shipped}) == count
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("[run]", "[runs]", "small.toml has the unknown key 'runs'"),
-        ("[run]", "[run", "small.toml is not TOML: "),
-        ("hidden", "hiden", "small.toml: run 'unbalanced': the table has the unknown key 'hiden'"),
-        ("steps = 10", "steps = 2", "run 'unbalanced': steps must be at least rounds, got steps=2 and rounds=3"),
-        ("item_rows = 7", "window = 4", "run 'no exchange': window = 4 changes batches, which are compared"),
-        ("short", "brief", "small.toml: the options: --lengths 'short' is not in the file; known are brief, long"),
-    ],
-)
-def test_a_mistake_in_a_file_is_one_line(file: Path, before: str, after: str, message: str) -> None:
-    file.write_text(FILE.replace(before, after))
-    with pytest.raises(ConfigError) as caught:
-        read_runs(file, gpus=2, lengths=["short"])
-    assert message in str(caught.value)
+MISTAKES = [
+    ("[run]", "[runs]", "small.toml has the unknown key 'runs'"),
+    ("[run]", "[run", "small.toml is not TOML: "),
+    ("hidden", "hiden", "small.toml: run 'unbalanced': the table has the unknown key 'hiden'"),
+    ("steps = 10", "steps = 2", "run 'unbalanced': steps must be at least rounds, got steps=2 and rounds=3"),
+    ("item_rows = 7", "window = 4", "run 'no exchange': window = 4 changes batches, which are compared"),
+    ("short", "brief", "small.toml: the options: --lengths 'short' is not in the file; known are brief, long"),
+]
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: Path) -> Callable[..., Result]:
-    """Return the command, whose runs are not made; `unbalanced` fails for a reason that is given."""
-    reason = ""
+def test_a_mistake_in_a_file_is_one_line(file: Path) -> None:
+    for before, after, message in MISTAKES:
+        file.write_text(FILE.replace(before, after))
+        with pytest.raises(ConfigError) as caught:
+            read_runs(file, gpus=2, lengths=["short"])
+        assert message in str(caught.value)
+
+
+@pytest.mark.processes  # git, for the commit
+def test_a_table_is_measured_kept_and_reported_and_failed_runs_are_rows_that_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: Path
+) -> None:
+    failure = ""
 
     def run_in_processes(ranks: LocalRanks, function: Any, run: Run) -> dict[str, Any]:
         assert ranks.log is not None
-        if run.name == "unbalanced" and reason:
-            ranks.log.write_text(f"torch.{reason}")
-            raise ProcessRaisedException(f"a trace\n{reason}\n", 0, 0)
+        if run.name == "unbalanced" and failure:
+            ranks.log.write_text(f"torch.{failure}")
+            raise ProcessRaisedException(f"a trace\n{failure}\n", 0, 0)
         typer.echo(f"ran {run.name} on {ranks.count} {ranks.device}, {ranks.seconds:g} s")
         values = {"lengths": run.lengths, "run": run.name, "live_over_even": [1.0, 1.5], "tokens_per_s": [2.0, 4.0]}
         return {**values, "conditions": run.conditions, "machine": {"cores": 2}}
 
-    def invoke(*arguments: str, failure: str = "") -> Result:
-        nonlocal reason
-        reason = failure
+    def invoke(*arguments: str) -> Result:
         (app := typer.Typer()).command()(train.train)
         options = [str(file), "--out", str(tmp_path / "out"), "--gpus", "2", "--lengths", "short", *arguments]
         return CliRunner().invoke(app, options)
 
     monkeypatch.setattr(LocalRanks, "run", run_in_processes)
     monkeypatch.setattr(train, "_count_gpus", lambda: 0)
-    return invoke
-
-
-def test_a_table_is_measured_kept_and_reported(command: Callable[..., Result], tmp_path: Path) -> None:
-    assert "ran unbalanced on 2 cpu, 120 s" in command("--only", "unbalanced", "--time-limit", "2").stdout
-    second = command().stdout
+    for failure, text, code in (("Error: bad luck", "Error: bad luck", 1), ("OutOfMemoryError: x", "out of memory", 0)):  # noqa: B007
+        failed = invoke("--only", "unbalanced")
+        assert (failed.exit_code, f'"failure": "{text}"' in failed.stdout) == (code, True)
+    failure = ""
+    assert "ran unbalanced on 2 cpu, 120 s" in invoke("--only", "unbalanced", "--time-limit", "2").stdout
+    second = invoke().stdout
     assert [line for line in second.splitlines() if line.startswith("ran ")] == ["ran no exchange on 1 cpu, 3600 s"]
     assert "| short | unbalanced | 1.250 ± 0.250 | 3.000 ± 1.000 | 1.000 ± 0.333 |" in second
     for name in ("rows.jsonl", "report.md", "plot.png"):
         assert (tmp_path / "out" / name).stat().st_size > 100
     for again in (("--rerun",), ("--steps", "11")):  # under other conditions
-        assert "ran unbalanced" in command(*again).stdout
-
-
-@pytest.mark.processes  # git, for the commit
-def test_a_failed_run_is_a_row_and_is_measured_again(
-    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for reason, text, code in (("Error: bad luck", "Error: bad luck", 1), ("OutOfMemoryError: x", "out of memory", 0)):
-        failed = command(failure=reason)
-        assert (failed.exit_code, f'"failure": "{text}"' in failed.stdout) == (code, True)
-    assert "ran unbalanced" in command().stdout
-    clock = iter([0.0, 61.0])
+        assert "ran unbalanced" in invoke(*again).stdout
+    failure, clock = "exit code 1", iter([0.0, 61.0])
     monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
-    failed = command("--rerun", "--time-limit", "1", "--only", "unbalanced", failure="exit code 1")
-    assert '"failure": "took longer than the limit of 1 minutes"' in failed.stdout
+    late = invoke("--rerun", "--time-limit", "1", "--only", "unbalanced").stdout
+    assert '"failure": "took longer than the limit of 1 minutes"' in late
 
 
 def test_speed_is_relative_to_the_run_that_differs_in_balancing_alone(file: Path) -> None:
