@@ -1,7 +1,6 @@
 """Times in any unit, keys of ids, and features that are looked up; golden logs have values that cannot be read."""
 
 import json
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,28 +16,27 @@ from evenrank.preprocess.read.features import FeatureLookup, Features
 from evenrank.preprocess.read.keys import KeyTable, TextValues, encode_keys, text_keys
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.times import check_era, decide_unit, timestamp_ms, unit_of, utc_text
-from tests.preprocess.build.id_logs import number, write_log
+from tests.preprocess.decoded import number, write_log
 
+UNITS = ("s", "ms", "us", "ns")
 MOMENTS = st.datetimes(min_value=datetime(1974, 1, 1), max_value=datetime(2099, 12, 31), timezones=st.just(UTC))
-# By unit, a time to the second (to the day for dates) as it is in a file.
-WRITTEN: dict[str, Callable[[datetime], object]] = {
-    "s": lambda moment: int(moment.timestamp()),
-    "ms": lambda moment: int(moment.timestamp()) * 10**3,
-    "us": lambda moment: int(moment.timestamp()) * 10**6,
-    "ns": lambda moment: int(moment.timestamp()) * 10**9,
-    "iso": lambda moment: moment.isoformat(sep=" "),
-    "date": lambda moment: moment.strftime("%Y%m%d"),
-}
+
+
+def _written(moment: datetime, unit: str) -> object:
+    """Return a time to the second (to the day for dates) as it is in a file."""
+    if unit in UNITS:
+        return int(moment.timestamp()) * 1000 ** UNITS.index(unit)
+    return moment.isoformat(sep=" ") if unit == "iso" else moment.strftime("%Y%m%d")
 
 
 @settings(max_examples=40)
-@given(st.lists(MOMENTS, min_size=1), st.sampled_from(sorted(WRITTEN)), st.sampled_from(["a.csv", "a.parquet"]))
+@given(st.lists(MOMENTS, min_size=1), st.sampled_from([*UNITS, "iso", "date"]), st.sampled_from(["a.csv", "a.parquet"]))
 def test_times_of_this_time_are_read_in_any_unit(
     tmp_path_factory: pytest.TempPathFactory, moments: list[datetime], unit: str, name: str
 ) -> None:
-    path, to_the_day = tmp_path_factory.mktemp("times") / name, {"hour": 0, "minute": 0, "second": 0}
-    moments = [moment.replace(microsecond=0, **(to_the_day if unit == "date" else {})) for moment in moments]  # type: ignore[arg-type]
-    frame = pl.DataFrame({"note": 1, "time": [WRITTEN[unit](moment) for moment in moments]})
+    path, seconds = tmp_path_factory.mktemp("times") / name, 86_400 if unit == "date" else 1
+    moments = [datetime.fromtimestamp(moment.timestamp() // seconds * seconds, tz=UTC) for moment in moments]
+    frame = pl.DataFrame({"note": 1, "time": [_written(moment, unit) for moment in moments]})
     frame.write_csv(path) if path.suffix == ".csv" else frame.write_parquet(path)
     table = open_table(path, ["time"])
     times = table.head(99).select(timestamp_ms(table, "time", decide_unit([table], "time"))).to_series()
@@ -106,16 +104,17 @@ def test_a_change_of_the_table_is_another_content_and_replaces_the_dataset(tmp_p
 def test_keys_without_features_are_counted_once_and_get_zeros() -> None:
     rows = pl.DataFrame({"sex": [2, 1, 2], "tags": [[1], [], [2, 1]]})
     lookup = FeatureLookup(Features(keys=np.array([4, 2, 9]), rows=rows, values={}), of="users")
-    found, seen = lookup.lookup(np.array([9, 3, 10, 0, 2]))
-    assert found.rows() == [(2, [2, 1]), (0, []), (0, []), (0, []), (1, [])]
-    again, seen_again = lookup.lookup(np.array([3, 2, 2]))
-    assert again["sex"].to_list() == [0, 1, 1]
-    for of_one in (seen, seen_again):
-        lookup.record(of_one)
+    for keys, expected in (
+        ([9, 3, 10, 0, 2], [(2, [2, 1]), (0, []), (0, []), (0, []), (1, [])]),
+        ([3, 2, 2], [(0, []), (1, []), (1, [])]),
+    ):
+        found, seen = lookup.lookup(np.array(keys))
+        assert found.rows() == expected
+        lookup.record(seen)
     assert lookup.audit() == {"users with features but no event (left out)": 1, "users without features": 3}
     nobody = Features(keys=np.empty(0, dtype=np.int64), rows=pl.DataFrame(schema={"age": pl.Float32}), values={})
     lookup = FeatureLookup(nobody, of="users")  # where nobody counts as without features
     found, seen = lookup.lookup(np.array([9, 3, 9]))
     lookup.record(seen)
     assert found.equals(pl.DataFrame({"age": [0.0] * 3}, schema={"age": pl.Float32}))
-    assert set(lookup.audit().values()) == {0}
+    assert {*lookup.audit().values()} == {0}
