@@ -34,7 +34,7 @@ def of_log(
     return PreprocessConfig(**{"dataset": "custom", "out": out, "custom": custom, "split": "none", **options})
 
 
-def number(out: Path, *paths: Path, **options: Any) -> Manifest:
+def number(out: Path | str, *paths: Path, **options: Any) -> Manifest:
     """Preprocess logs, without a split."""
     return preprocess(of_log(out, *paths, **options))
 
@@ -71,6 +71,15 @@ def decode(dataset: Path, rows: list[dict[str, Any]], *, features: bool = False)
     return rows
 
 
-def bytes_in(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files below a folder, by their paths."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def bytes_in(folder: Path, *, versions: bool = True) -> dict[str, bytes]:
+    """Return the content of all files below a folder, by their paths; the manifest perhaps without earlier versions."""
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return files if versions else files | {"manifest.json": without_versions(files["manifest.json"])}
+
+
+def without_versions(manifest: bytes) -> bytes:
+    """Leave out the earlier versions of vocabularies, by which appended datasets differ from others."""
+    content = json.loads(manifest)
+    for ids in content["ids"].values():
+        ids["versions"] = ids["versions"][-1:]
+    return json.dumps(content).encode()

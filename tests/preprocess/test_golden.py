@@ -1,9 +1,10 @@
 """Logs whose datasets are known: the runs of golden/*.toml, and the files of malformed.toml.
 
-A file of `golden` has [files], [options] of all runs, and [runs]: each has further options, and what comes out: rows of
-`show` as lines of JSON, with raw ids; bad rows as `line: reason` or `first-last: reason`; the audit as `count what`; a
-part of the manifest. With `formats`, log.csv is written as JSON lines and Parquet, too, with `types`; bad rows have the
-number of the row then. `after` is a run that comes before.
+A file of `golden` has [files], [options] of all runs, and [runs]: each has further options, and what comes out: `names`
+in its folder; rows of `show` as lines of JSON, with raw ids; bad rows as `line: reason` or `first-last: reason`; the
+audit as `count what`; a part of the manifest. With `formats`, log.csv is written as JSON lines and Parquet, too, with
+`types`; bad rows have the number of the row then; with `at_url`, files are read from URLs, too. `after` is a run that
+comes before.
 """
 
 import bz2
@@ -26,13 +27,12 @@ import pytest
 
 from evenrank.core.errors import EvenrankError
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, preprocess
-from tests.preprocess.decoded import bytes_in, decode, read_rows
+from tests.preprocess.decoded import NAMES, bytes_in, decode, number, read_rows, write_log
+from tests.s3_server import BUCKET, S3, SECRET
 
 _HERE = Path(__file__).parent
 _OF_LOG = {field.name for field in fields(TabularConfig)}
-_PATHS = ("context", "item_features")
-_DEFAULTS: dict[str, Any] = {"split": "none", "allow_empty": True}
-_COLUMNS = {"events": ["log.*"], "user_column": "user", "item_column": "item", "timestamp_column": "time"}
+_COLUMNS = {"events": ["log.*"], **NAMES}
 _COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
@@ -40,21 +40,23 @@ _COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 _FOLDER = "a [0] {b,c} l* ** ? $HOME ~ ü"  # where logs and datasets are: names of folders do not matter
 _RULES: dict[str, Callable[..., Any]] = {"filters": Filters, "requests": RequestRule}
-_EXPECTED = ("show", "bad", "audit", "manifest", "values", "error", "train", "eval", "requests_of", "table")
+_EXPECTED = ("show", "bad", "audit", "manifest", "values", "error", "names", "train", "eval", "requests_of", "table")
 _FILES = {"requests_of": "requests.parquet", "table": "item_features.parquet"}
-_OTHERS = (*_EXPECTED, "after", "formats", "types", "files", "out")
+_OTHERS = (*_EXPECTED, "after", "formats", "types", "files", "out", "at_url")
+_At = Callable[[str], str]  # where a file is
 
 
-def _config(options: dict[str, Any], out: str) -> PreprocessConfig:
+def _config(options: dict[str, Any], out: str, at: _At = str) -> PreprocessConfig:
     given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in options.items()}
     log = _COLUMNS | {name: value for name, value in given.items() if name in _OF_LOG}
-    log = {name: Path(value) if name in _PATHS else value for name, value in log.items()}
-    log["events"] = tuple(map(Path, log["events"]))
-    others = {"dataset": "custom", "out": Path(out), **_DEFAULTS}
+    log |= {name: Path(at(log[name])) for name in ("context", "item_features") if name in log}
+    log["events"] = tuple(Path(at(path)) for path in log["events"])
+    others = {"dataset": "custom", "out": Path(out), "split": "none", "allow_empty": True}
     others |= {n: _RULES[n](**v) if n in _RULES else v for n, v in given.items() if n not in _OF_LOG}
-    others |= {name: Path(others[name]) for name in ("vocabulary", "raw_dir") if name in others}
-    custom = TabularConfig(**log) if others["dataset"] == "custom" else None
-    return PreprocessConfig(**others, custom=custom)
+    others |= {name: Path(at(others[name])) for name in ("vocabulary", "raw_dir") if name in others}
+    if others["split"].startswith("file:"):
+        others["split"] = f"file:{at(others['split'].removeprefix('file:'))}"
+    return PreprocessConfig(**others, custom=TabularConfig(**log) if others["dataset"] == "custom" else None)
 
 
 def _write_files(files: dict[str, str], suffix: str, types: dict[str, str]) -> None:
@@ -87,7 +89,7 @@ def _parsed(text: pl.Expr, dtype: str) -> pl.Expr:
     return text.cast(getattr(pl, dtype))
 
 
-def _run(case: dict[str, Any], name: str, suffix: str = "") -> Path:
+def _run(case: dict[str, Any], name: str, suffix: str = "", upload: Callable[[], _At] = lambda: str) -> Path:
     """Write the files and run what a run comes after, and the run itself; return the dataset."""
     run = case["runs"][name]
     if "after" in run:
@@ -96,7 +98,7 @@ def _run(case: dict[str, Any], name: str, suffix: str = "") -> Path:
     options = {key: value for key, value in (case.get("options", {}) | run).items() if key not in _OTHERS}
     if "bad" in run:
         options |= {"on_error": "skip", "rejects": True}
-    config = _config(options, run.get("out", "out"))
+    config = _config(options, run.get("out", "out"), upload())
     preprocess(config)
     return Path(config.out)
 
@@ -109,11 +111,15 @@ def _part_of(expected: Any, found: Any) -> Any:
     """Return what is found in place of what is expected."""
     if isinstance(expected, dict):
         return {key: _part_of(value, found[key]) for key, value in expected.items()}
+    if isinstance(expected, list):
+        return [_part_of(*pair) for pair in zip(expected, found, strict=True)]
     return found
 
 
 def _check(dataset: Path, run: dict[str, Any], suffix: str) -> None:
     columns = run.get("show", ["user_id", "item_id"])
+    names = sorted(path.name for path in dataset.iterdir())
+    assert names == run.get("names", names)
     for part in ("train", "eval", "requests_of", "table"):
         if part in run:
             is_file = part in _FILES
@@ -146,28 +152,48 @@ def _user_of(line: str) -> str:
     return str(json.loads(line)[0])
 
 
-def _golden() -> Iterator[Any]:
+def _golden(*, at_url: bool) -> Iterator[Any]:
     for path in sorted((_HERE / "golden").glob("*.toml")):
         case = tomllib.loads(path.read_text())
         for name, run in case["runs"].items():
+            run = case.get("options", {}) | run
             assert not run.keys().isdisjoint(_EXPECTED), f"{path.stem}: {name} expects nothing"
-            for suffix in run.get("formats", [""]):
+            for suffix in run.get("formats", [""]) if run.get("at_url") or not at_url else ():
                 yield pytest.param(case, name, suffix, id=f"{path.stem}: {name} {suffix}".strip())
 
 
-@pytest.mark.parametrize(("case", "name", "suffix"), [*_golden()])
+def _check_run(case: dict[str, Any], name: str, suffix: str, upload: Callable[[], _At] = lambda: str) -> str:
+    """Compare what a run gives with what is known; return the line of its error, if that is what it is to give."""
+    run = case.get("options", {}) | case["runs"][name]
+    if "error" not in run:
+        _check(_run(case, name, suffix, upload), run, suffix)
+        return ""
+    with pytest.raises(EvenrankError) as caught:
+        _run(case, name, suffix, upload)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("case", "name", "suffix"), [*_golden(at_url=False)])
 def test_the_dataset_of_a_log_is_the_known_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], name: str, suffix: str
 ) -> None:
-    run = case["runs"][name]
     (folder := tmp_path / _FOLDER).mkdir()
     monkeypatch.chdir(folder)
-    if "error" not in run:
-        _check(_run(case, name, suffix), case.get("options", {}) | run, suffix)
-        return
-    with pytest.raises(EvenrankError) as caught:
-        _run(case, name, suffix)
-    _check_line(str(caught.value), run["error"])
+    _check_line(_check_run(case, name, suffix), case["runs"][name].get("error", ""))
+
+
+@pytest.mark.parametrize(("case", "name", "suffix"), [*_golden(at_url=True)])
+def test_files_at_urls_give_the_known_dataset_too(
+    here: Path, s3: S3, case: dict[str, Any], name: str, suffix: str
+) -> None:
+    def upload() -> _At:
+        s3.put(here, here.name)
+        return lambda path: s3.url(f"{here.name}/{path}")
+
+    line = _check_run(case, name, suffix, upload)
+    assert SECRET not in line
+    _check_line(line.replace(f"s3://{BUCKET}/{here.name}/", ""), case["runs"][name].get("error", ""))
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]
 
 
 def _check_line(line: str, expected: str) -> None:
@@ -182,11 +208,7 @@ _MALFORMED = tomllib.loads((_HERE / "malformed.toml").read_text())
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dataset, which a run that fails keeps."""
     folder = tmp_path_factory.mktemp("earlier")
-    (folder / "log.csv").write_text("user,item,time\n1,2,1600000000\n")
-    custom = TabularConfig(
-        events=(folder / "log.csv",), user_column="user", item_column="item", timestamp_column="time"
-    )
-    preprocess(PreprocessConfig(dataset="custom", out=folder / "out", custom=custom, split="none"))
+    number(folder / "out", write_log(folder / "log.csv", [(1, 2, 0)]))
     return folder / "out"
 
 

@@ -1,4 +1,4 @@
-"""Archives of public datasets: downloaded, checked and unpacked. See golden/public.toml and kuairand.toml for layouts."""
+"""Archives of public datasets: downloaded, checked and unpacked; for layouts, see golden/public.toml."""
 
 import http.server
 import io
