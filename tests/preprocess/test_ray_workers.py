@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from tests.preprocess.build.id_logs import NAMES
 
 import evenrank
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, preprocess
 from evenrank.preprocess.engine import Memory
 from evenrank.preprocess.ray_workers import ray_workers
-from tests.preprocess.build.id_logs import NAMES
 from tests.preprocess.decoded import bytes_in
 
 pytestmark = pytest.mark.processes

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.preprocess.build.id_logs import NAMES
 
 from evenrank.core import files
 from evenrank.core.errors import DataError
 from evenrank.preprocess import Filters, PreprocessConfig, TabularConfig, engine, job, preprocess, replace, run
 from evenrank.preprocess.read import text as text_files
-from tests.preprocess.build.id_logs import NAMES
 from tests.preprocess.test_append import bytes_in
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
+from evenrank.datasets.event_statistics import DAY_MS, read_statistics
 from evenrank.preprocess import Filters, job
 from tests.preprocess.decoded import number, read_rows
 
@@ -18,12 +18,6 @@ Event = tuple[int, int, int]  # user, item, seconds since 1970
 EVENTS = st.tuples(st.integers(1, 8), st.sampled_from([0, 1, 2, 3, 2**40]), st.integers(0, 100 * HOUR))
 SPLITS = ("user:0.4", "user:0", "user:1", "leave-last:1", "leave-last:3", f"time:{40 * HOUR}", "time:0", "none")
 FILTERS = (Filters(), Filters(window=3), Filters(window=2, stride=1), Filters(window=4, stride=1, min_length=2))
-
-
-def _preprocess(folder: Path, events: list[Event], split: str, filters: Filters = FILTERS[0]) -> Statistics:
-    (folder / "log.csv").write_text("user,item,time\n" + "".join(f"{u},{i},{time}\n" for u, i, time in events))
-    options: dict[str, Any] = {"split": split, "filters": filters, "ids": "keep", "allow_empty": True}
-    return read_statistics(number(folder / "out", folder / "log.csv", log={"timestamp_unit": "s"}, **options))
 
 
 def _expected(events: list[Event], split: str, filters: Filters, eval_users: set[int]) -> dict[str, Any]:
@@ -83,7 +77,9 @@ def test_every_event_is_counted_once(events: list[Event], split: str, filters: F
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
         patched.setattr(job, "EVENTS_PER_BUCKET", per_bucket)
         patched.setattr(job, "EVENTS_PER_FILE", per_bucket)
-        statistics = _preprocess(Path(name), events, split, filters)
+        (log := Path(name, "log.csv")).write_text("user,item,time\n" + "".join(f"{u},{i},{t}\n" for u, i, t in events))
+        options: dict[str, Any] = {"split": split, "filters": filters, "ids": "keep", "allow_empty": True}
+        statistics = read_statistics(number(Path(name, "out"), log, log={"timestamp_unit": "s"}, **options))
         eval_users = {row["user_id"] for row in read_rows(Path(name, "out", "eval"))}
     expected = _expected(events, split, filters, eval_users)
     assert {field: getattr(statistics, field) for field in expected} == expected
@@ -91,12 +87,3 @@ def test_every_event_is_counted_once(events: list[Event], split: str, filters: F
     assert 0 <= statistics.first_ms - statistics.bin_start_ms < HOUR * 1000
     assert sum(statistics.bins) == sum(statistics.ranks_events) == sum(expected["events"].values())
     assert statistics.ranks == list(range(1, statistics.items + 1))
-
-
-def test_the_width_of_time_bins_suits_the_range(tmp_path: Path) -> None:
-    begin, widths = 13_000 * 24 * HOUR, {0: 1 / 24, 4: 1 / 24, 5: 1, 300: 7, 8000: 91, 145_600: 3640, 2_915_000: 36_400}
-    for days, width_days in widths.items():  # from 2005 on
-        statistics = _preprocess(tmp_path, [(1, 1, begin), (1, 2, begin + days * 24 * HOUR)], "none")
-        assert statistics.bin_width_ms == width_days * DAY_MS
-        assert (sum(statistics.bins), len(statistics.bins) <= 120) == (2, True)
-        assert statistics.bins[0] == statistics.bins[-1] == (1 if days else 2)

@@ -1,4 +1,4 @@
-"""Filters, boundaries of splits by time, and which users a split by user takes."""
+"""Filters, and which users a split by user takes; for boundaries of splits by time, see golden/boundaries.toml."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,40 +11,9 @@ from hypothesis import strategies as st
 
 from evenrank.preprocess import Filters, preprocess
 from evenrank.preprocess.build.buckets import Buckets, num_range_bits, write_run
-from evenrank.preprocess.build.sequences import build_sequences
-from evenrank.preprocess.build.splits import SplitFacts, k_core, keep_lengths, parse_split
+from evenrank.preprocess.build.splits import k_core, keep_lengths
 from evenrank.preprocess.engine import threads
 from tests.preprocess.decoded import read_rows, synthetic
-
-HOUR, YEAR_2015 = 3_600_000, 1_420_070_400_000
-BOUNDARIES = {
-    "2015": YEAR_2015,
-    "2015-02": YEAR_2015 + 31 * 24 * HOUR,
-    "2015-01-06": YEAR_2015 + 5 * 24 * HOUR,
-    "20150106": YEAR_2015 + 5 * 24 * HOUR,
-    "2015-01-06T12:30:00": YEAR_2015 + 5 * 24 * HOUR + 45_000_000,
-    "2015-01-06T12:30:00.5+01:00": YEAR_2015 + 5 * 24 * HOUR + 41_400_500,
-    **dict.fromkeys(("1420070400", "1420070400000", "1420070400000000", "1420070400000000000"), YEAR_2015),
-    "100": 100_000,
-    "21000101": 21_000_101_000,  # seconds: dates are of 1900 to 2099
-    # The last days exclude the moment at which they begin, given an event at 2015.
-    **dict.fromkeys(("last:7d", "last:168h", "last:1w"), YEAR_2015 - 7 * 24 * HOUR + 1),
-    "last:1h": YEAR_2015 - HOUR + 1,
-}
-
-
-@pytest.mark.parametrize("text", BOUNDARIES)
-def test_a_split_by_time_predicts_the_events_from_the_boundary_on(text: str) -> None:
-    times = np.array([BOUNDARIES[text] + shift for shift in (-1, 0, 1)])
-    facts = SplitFacts(seed=0, last_ms=YEAR_2015, eval_users=np.empty(0, dtype=np.int64))
-    for users in (np.full(3, 7), np.arange(3)):
-        columns = {"user_id": users, "item_id": users, "timestamp_ms": times, "action": users.astype(np.int32)}
-        splits = parse_split(f"time:{text}").divide(build_sequences(columns, np.positive)[0], facts)
-        rows = splits["eval"]
-        ends = zip(rows.ends.tolist(), rows.num_targets.tolist(), strict=True)
-        places = np.concatenate([rows.order[end - count : end] for end, count in ends])
-        assert splits["train"].values("timestamp_ms").tolist() == times[:1].tolist()
-        assert sorted(rows.events["timestamp_ms"][places].tolist()) == times[1:].tolist()
 
 
 def test_the_split_of_a_user_does_not_depend_on_other_users(tmp_path: Path) -> None:
