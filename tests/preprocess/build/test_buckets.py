@@ -56,15 +56,3 @@ def test_a_run_that_is_cut_or_gone_is_an_error_that_names_it(tmp_path: Path) -> 
         spoil(runs[1].path)
         with pytest.raises(OSError, match="run-1"):
             buckets.read(0)
-
-
-@pytest.mark.processes
-def test_a_run_that_does_not_fit_on_the_disk_is_an_error_and_no_file(small_disk: Path) -> None:
-    columns = {"user_id": np.arange(999), "timestamp_ms": np.arange(999)}
-    (small_disk / "other").write_bytes(bytes(3 << 12))  # there is room for the first column alone
-    with pytest.raises(OSError, match="No space left on device"):
-        write_run(small_disk / "run", columns, 3)
-    assert [path.name for path in small_disk.iterdir()] == ["other"]
-    (small_disk / "more").write_bytes(bytes(1 << 12))
-    with pytest.raises(OSError, match="No space left on device"):
-        Buckets(folder=small_disk, runs=[], dtypes=DTYPES, num_bits=3).keep(0, np.ones(9, dtype=np.bool_), reason=1)
