@@ -23,14 +23,10 @@ NASTY = [b"\0", b"\r", b"\n", b"\r\n", b'"', b'""', b",", b":", b"::", b"\t", b"
 NASTY += ["é".encode(), "\u2028".encode(), "\x85".encode(), b"\f", b"\v", b"\x1c", b"\x1f\x8b", b"-", b"+", b".", b"'"]
 NASTY += [b"0", b"1", b"1e0", b"9" * 19, b'"a""b"', b'\n"', b'"\n', b'a\0"', b"\\", b"#", b"\x1b", b"null", b"NaN"]
 JSON = [b'{"user": 1, "note": {"a": [1, 2]}, "time": "007"}', b'{"time": null, "user": "\\u00e9\\ud83d\\ude00"}']
-JSON += [b'{"user": 18446744073709551615, "time": -9223372036854775808}', *JSON, JSON[0]]
+JSON = [*JSON, b'{"user": 18446744073709551615, "time": -9223372036854775808}'] * 5
 JSON += [b'{"user": true, "x": 1e400, "time": ""}', b'{"user": NaN, "x": -Infinity, "time": 9007199254740993.0}']
-JSON += [
-    b'{"user": 4.5e18, "time": [NaN, ", 1e99"]}',
-    b'{"user": "x", "time": 1.50}',
-    b'{"user": "\\ud800", "time": 1}',
-]
-JSON += [b"[1]", b'"user"']
+JSON += [b'{"user": 4.5e18, "time": [NaN, ", 1e99"]}', b'{"user": "x", "time": 1.50}', b"[1]", b'"user"']
+JSON += [b'{"user": "\\ud800", "time": 1}']
 FIELDS = [[b"1", b"2", b'"a,b\t"', b"3"], [b"x", b"", b"5", b""], [b'"q""r"', b"y", b"", b"7"], [b"1", b"2"]]
 NUMBERS = [b"0", b"-1", b"12", str(2**63 - 1).encode()] * 9 + [str(2**63).encode(), b"007", b"-0", b"+7", b""]
 KINDS = [(",", "csv"), (",", "csv.gz"), ("\t", "tsv"), (";", "csv"), ("|", "txt.zst"), ("::", "dat.bz2"), ("::", "dat")]
@@ -128,7 +124,9 @@ def test_both_readings_agree(
     for seed in range(first * share, last * share):
         rng = random.Random(seed)
         name, content, first_row, values_of = draw(rng)
-        (path := Path(name)).unlink(missing_ok=True)
+        if content.startswith(b"\x1f\x8b"):  # which is refused, as no text begins with it
+            continue
+        path = Path(name)
         compress, half = COMPRESS.get(name.rpartition(".")[2], bytes), rng.randrange(len(content))
         path.write_bytes(compress(content[:half]) + compress(content[half:]))  # which decompressors read as one
         block_bytes = rng.choice([rng.randrange(len(content) // 4 + 1, len(content) + 1), 1 << 24])
