@@ -1,12 +1,7 @@
 """How a dataset takes the place of another, whole or not at all; for what is no dataset, see malformed.toml."""
 
 import errno
-import multiprocessing
 import os
-import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,65 +20,36 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def _num_rows(out: Path) -> int:
-    return sum(split.rows for split in read_manifest(out).splits.values())
-
-
-def _preprocess_and_wait_before_replacing(out: Path, written: Connection) -> None:
-    def wait(dataset: Path, out: Path, old: Path) -> None:
-        written.send("written")
-        signal.pause()
-
-    replace._put_in_place = wait
-    preprocess(synthetic(out, 20))
-
-
-def test_a_killed_run_keeps_the_old_dataset_and_the_next_one_cleans_up(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    old = preprocess(synthetic(out))
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_preprocess_and_wait_before_replacing, args=(out, sender))
-    process.start()
-    sender.close()
-    assert receiver.recv() == "written"  # raises EOFError if the process fails
-    with pytest.raises(DataError, match=r"out is being written by another process; wait for it"):
-        preprocess(synthetic(out))
-    process.kill()
-    process.join()
-    assert read_manifest(out) == old
-    assert preprocess(synthetic(out, 30)) == read_manifest(out)
-    assert (_num_rows(out), _names(tmp_path)) == (30, ["out"])
-    out.rename(tmp_path / ".out.old")  # killed between two renames
+def test_what_a_killed_run_leaves_is_put_back_or_removed(tmp_path: Path) -> None:
+    old = preprocess(synthetic(out := tmp_path / "out"))
+    out.rename(tmp_path / ".out.old")  # between the two renames
     (tmp_path / ".out.partial").write_text("left behind")
     with pytest.raises(DataError, match="no users are left; 10 users left out by filters; relax"):
         preprocess(synthetic(out, filters=Filters(min_length=10**6)))
-    assert (_num_rows(out), _names(tmp_path)) == (30, ["out"])
+    assert read_manifest(out) == old
+    assert _names(tmp_path) == ["out"]
 
 
-def test_of_runs_at_the_same_time_one_writes_the_folder(tmp_path: Path) -> None:
-    out, ready = tmp_path / "new" / "out", threading.Barrier(3)
+def test_one_run_at_a_time_writes_a_folder(tmp_path: Path) -> None:
+    out, refused = tmp_path / "new" / "out", list[str]()
 
-    def run(num_users: int) -> int | str:
-        ready.wait()
-        try:
-            preprocess(synthetic(out, num_users))
-        except DataError as error:
-            return str(error)
-        return num_users
+    def run_too(stage: str) -> None:
+        if not refused:
+            with pytest.raises(DataError) as caught:
+                preprocess(synthetic(out))
+            refused.append(str(caught.value))
 
-    with ThreadPoolExecutor(3) as threads:
-        ended = {*threads.map(run, (10, 20, 30))}
-    assert _num_rows(out) in ended
-    refused = f"{out} is being written by another process; wait for it, or choose another folder"
-    assert ended <= {10, 20, 30, refused}
-    files = [file for split in read_manifest(out).splits.values() for file in split.files]
+    manifest = preprocess(synthetic(out, 30), on_stage=run_too)
+    assert refused == [f"{out} is being written by another process; wait for it, or choose another folder"]
+    assert read_manifest(out) == manifest
+    assert sum(split.rows for split in manifest.splits.values()) == 30
+    files = [file for split in manifest.splits.values() for file in split.files]
     assert [sha256_of(out / file.path) for file in files] == [file.sha256 for file in files]
     assert bytes_in(out).keys() == {"manifest.json", *(file.path for file in files)}
     assert _names(out.parent) == ["out"]
 
 
-def test_links_to_something_else_are_only_replaced_on_demand_and_never_followed(tmp_path: Path) -> None:
+def test_what_is_no_part_of_a_dataset_is_only_replaced_on_demand_and_links_never_followed(tmp_path: Path) -> None:
     out, stages = tmp_path / "out", list[str]()
     (tmp_path / "precious").mkdir()
     preprocess(synthetic(out))
@@ -93,8 +59,12 @@ def test_links_to_something_else_are_only_replaced_on_demand_and_never_followed(
     with pytest.raises(DataError, match=r"contains 'train/link', which is no part of a dataset; .*--overwrite$"):
         preprocess(synthetic(out), on_stage=stages.append)
     assert not stages  # found before the work
-    preprocess(synthetic(out, overwrite=True))
+    old = preprocess(synthetic(out, overwrite=True))
     assert (_names(out), _names(tmp_path)) == (["eval", "manifest.json", "train"], ["out", "precious"])
+    with pytest.raises(DataError, match=r"out contains 'late', which is no part of a dataset"):
+        preprocess(synthetic(out, 20), on_stage=lambda stage: (out / "late").touch())  # during the work
+    assert read_manifest(out) == old
+    assert (out / "late").exists()
 
 
 def test_the_current_folder_and_loops_of_links_are_never_replaced(here: Path) -> None:
@@ -116,18 +86,9 @@ def test_a_dataset_of_another_schema_version_behind_a_link_is_replaced(tmp_path:
     link.symlink_to(tmp_path / "real")
     preprocess(synthetic(link))
     manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 0'))
-    preprocess(synthetic(link, 20))
-    assert _num_rows(tmp_path / "real") == 20
+    assert preprocess(synthetic(link, 20)) == read_manifest(tmp_path / "real")
     assert link.is_symlink()
     assert _names(tmp_path) == ["link", "real"]
-
-
-def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
-    old = preprocess(synthetic(out := tmp_path / "out"))
-    with pytest.raises(DataError, match=r"out contains 'late', which is no part of a dataset"):
-        preprocess(synthetic(out), on_stage=lambda stage: (out / "late").touch())
-    assert read_manifest(out) == old
-    assert (_names(tmp_path), (out / "late").exists()) == (["out"], True)
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
