@@ -8,11 +8,9 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ def _write_log(folder: Path, *, num_events: int = 900) -> None:
 
 
 @contextmanager
-def _watched(call: Callable[[str], None]) -> Iterator[None]:
+def _watched(call: Callable[[str], object]) -> Iterator[None]:
     """Divide the work into small parts, and call a function with what is done: a task, or a step to files.
 
     There is a step before and after each file is put in its place, and before and after the dataset is.
@@ -83,15 +81,15 @@ def _count(config: PreprocessConfig) -> Counter[str]:
     return Counter(done)
 
 
-def _fail_at(step: int, fail: Callable[[], object]) -> Callable[[str], None]:
+def _at_step(step: int, fail: Callable[[], object]) -> Callable[[str], object]:
     steps = iter(range(step))
-    return lambda what: None if what == "task" or next(steps, None) is not None else fail() and None
+    return lambda what: what == "task" or next(steps, None) is not None or fail()
 
 
 def _die_each(runs: list[tuple[PreprocessConfig, int]]) -> None:
     for config, step in runs:
         if (child := os.fork()) == 0:
-            with _watched(_fail_at(step, partial(os.kill, os.getpid(), signal.SIGKILL))):
+            with _watched(_at_step(step, partial(os.kill, os.getpid(), signal.SIGKILL))):
                 preprocess(config)
             os._exit(0)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -132,47 +130,25 @@ def test_a_run_that_was_killed_is_continued_with_the_same_bytes(tmp_path: Path, 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EIO])
-def test_a_run_beyond_a_quota_is_continued_and_other_failures_leave_nothing(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EIO, errno.ENOSPC])
+def test_a_run_beyond_a_quota_or_on_a_full_disk_is_continued_and_other_failures_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     _write_log(tmp_path)
     config, whole = _config(tmp_path, "out"), _count(_config(tmp_path, "whole"))
 
     def fail() -> None:
         raise OSError(code, os.strerror(code))
 
-    message = f"^{config.out} could not be written: {os.strerror(code)}; it is unchanged, "
-    with _watched(_fail_at(60, fail)), pytest.raises(DataError, match=message):
-        preprocess(config)
+    with _watched(_at_step(60 if code != errno.ENOSPC else 10**6, fail)), monkeypatch.context() as patch:
+        if code == errno.ENOSPC:  # of Parquet files
+            patch.setattr("evenrank.preprocess.writer.replacing", lambda path: nullcontext(Path("/dev/full")))
+        message = f"^{config.out} could not be written: {os.strerror(code)}; it is unchanged, "
+        with pytest.raises(DataError, match=message + ("check" if code == errno.EIO else "free some space and run it")):
+            preprocess(config)
     assert (tmp_path / ".out.partial").exists() == (code != errno.EIO)
     assert (_count(config)["task"] < whole["task"]) == (code != errno.EIO)
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "whole")
-
-
-@pytest.mark.processes
-def test_a_run_goes_on_when_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write_log(tmp_path)
-    num_tasks, messages = _count(_config(tmp_path, "whole"))["task"], list[str]()
-    monkeypatch.setattr(job, "check_space", lambda *arguments: None)
-    # Not below pytest's folders, which could not be removed while it is mounted.
-    with tempfile.TemporaryDirectory(prefix="evenrank-disk-") as disk:
-        mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk]
-        if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("this user cannot mount a file system")
-        try:
-            config = dataclasses.replace(_config(tmp_path, "disk"), out=Path(disk, "out"))
-            for size in range(32, 4096, 32):
-                try:
-                    assert _count(config)["task"] < num_tasks
-                    break
-                except DataError as error:
-                    messages.append(str(error))
-                subprocess.run(["mount", "-o", f"remount,size={size}k", disk], check=True)
-            assert bytes_in(Path(disk, "out")) == bytes_in(tmp_path / "whole")
-        finally:
-            subprocess.run(["umount", "--lazy", disk], check=True)
-    assert len(messages) > 3
-    remedy = f"free some space and run it again: it goes on with what is in {disk}/.out.partial"
-    assert {*messages} == {f"{config.out} could not be written: No space left on device; it is unchanged, {remedy}"}
 
 
 def _end_early(config: PreprocessConfig) -> Path:

@@ -1,5 +1,6 @@
 import os
 import tracemalloc
+from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.datasets.schema import user_hash
+from evenrank.preprocess.build import buckets as buckets_module
 from evenrank.preprocess.build.buckets import Buckets, write_run
 
 DTYPES = {"user_id": "int64", "timestamp_ms": "int64", "price": "float32"}
@@ -56,3 +58,11 @@ def test_a_run_that_is_cut_or_gone_is_an_error_that_names_it(tmp_path: Path) -> 
         spoil(runs[1].path)
         with pytest.raises(OSError, match="run-1"):
             buckets.read(0)
+
+
+def test_a_run_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets_module, "replacing", lambda path: nullcontext(Path("/dev/full")))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_run(tmp_path / "run", {"user_id": np.arange(99)}, 3)
+    with pytest.raises(OSError, match="No space left on device"):
+        Buckets(folder=tmp_path, runs=[], dtypes=DTYPES, num_bits=3).keep(0, np.ones(9, dtype=np.bool_), reason=1)

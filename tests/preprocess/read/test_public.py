@@ -98,6 +98,7 @@ def server() -> Iterator[_Server]:
 
 
 ZIP, TAR = _zip({"ml-20m/ratings.csv": RATINGS["ml-20m/ratings.csv"] * 50}), _tar(PURE_FILES)
+INTERRUPTED = "connection was interrupted, and the next attempt resumes from there; check"
 BROKEN, OUTSIDE = "could not be unpacked .* check that the archive is complete", "a path outside its folder"
 INVALID = [
     (ML_20M, _zip({"ml-20m/links.csv": b""}), "does not contain ml-20m/ratings.csv; delete it"),
@@ -150,11 +151,23 @@ def test_an_existing_archive_is_used_if_it_is_the_right_one_and_its_folder_is_fr
     assert bytes_in(folder) == dict(zip(PURE.files, (b"one", b"two" * 10_000, b"u"), strict=True))
 
 
-@pytest.mark.parametrize("has_ranges", [True, False])
-def test_an_interrupted_download_is_completed(tmp_path: Path, server: _Server, has_ranges: bool) -> None:
+@pytest.mark.parametrize(("has_ranges", "error"), [(True, DataError), (False, DataError), (True, KeyboardInterrupt)])
+def test_an_interrupted_download_is_completed(
+    tmp_path: Path, server: _Server, monkeypatch: pytest.MonkeyPatch, has_ranges: bool, error: type[BaseException]
+) -> None:
+    receive = requests.Response.iter_content
+
+    def receive_some(response: requests.Response, chunk_size: int) -> Iterator[bytes]:
+        for chunk in receive(response, chunk_size):
+            yield chunk
+            if error is KeyboardInterrupt:  # where a thread that waits for the next chunk is interrupted
+                raise KeyboardInterrupt
+
     server.has_ranges, server.max_bytes = has_ranges, 300_000
-    with pytest.raises(DataError, match="connection was interrupted, and the next attempt resumes from there; check"):
-        ensure_raw_files(server.dataset(), tmp_path / "raw")
+    with monkeypatch.context() as patch:
+        patch.setattr(requests.Response, "iter_content", receive_some)
+        with pytest.raises(error, match=INTERRUPTED if error is DataError else None):
+            ensure_raw_files(server.dataset(), tmp_path / "raw")
     ((name, received),) = bytes_in(tmp_path / "raw").items()
     assert name == "ml-20m.zip.partial"
     assert 0 < len(received) <= 300_000
@@ -175,20 +188,6 @@ def test_a_partial_file_is_used_if_it_is_complete_and_removed_if_it_is_wrong(tmp
             assert bytes_in(raw) == {}
         ensure_raw_files(server.dataset(), raw)
         assert bytes_in(raw) == UNPACKED
-
-
-def test_ctrl_c_keeps_only_the_partial_file(tmp_path: Path, server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ml-20m.zip.partial").write_bytes(LARGE_ZIP[:100])
-    receive = requests.Response.iter_content
-
-    def receive_one_chunk(response: requests.Response, chunk_size: int) -> Iterator[bytes]:
-        yield next(receive(response, chunk_size))[:60_000]
-        raise KeyboardInterrupt  # where a thread that waits for the next chunk is interrupted
-
-    monkeypatch.setattr(requests.Response, "iter_content", receive_one_chunk)
-    with pytest.raises(KeyboardInterrupt):
-        ensure_raw_files(server.dataset(), tmp_path)
-    assert bytes_in(tmp_path) == {"ml-20m.zip.partial": LARGE_ZIP[:60_100]}
 
 
 def test_one_of_several_concurrent_calls_downloads_and_shows_progress_on_request(

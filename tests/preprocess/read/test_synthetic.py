@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenrank.datasets import Manifest, open_store
+from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Histogram, Uniform, Zipf
 from evenrank.datasets.schema import user_hash
 from evenrank.datasets.store import SequenceStore
@@ -105,37 +105,37 @@ def test_items_appear_during_the_first_30_days_and_have_no_event_before(tmp_path
 
 
 def test_drifting_data_depend_on_the_seed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: dict[str, Any] = {"drift": Drift(), "num_users": 40_000, "lengths": Uniform(low=0, high=3)}
     hashes = []
     for seed, num_threads in ((0, 1), (0, 4), (1, 4)):
-        monkeypatch.setattr("evenrank.preprocess.job.num_cores", lambda count=num_threads: count)
-        hashes.append(_drawn(tmp_path / "out", seed=seed, **sizes).manifest.content_hash)
+        monkeypatch.setattr(job, "num_cores", lambda count=num_threads: count)
+        store = _drawn(tmp_path, seed=seed, drift=Drift(), num_users=40_000, lengths=Uniform(low=0, high=3))
+        hashes.append(store.manifest.content_hash)
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-USERS, ITEMS = 3, 4
 Events = NDArray[np.int64]  # [events, 4]: user, item, action, time
 NAMES = ("user_id", "item_id", "action", "timestamp_ms")
 
 
 def _write_ratings(raw: Path, num_users: int = 50, num_items: int = 70) -> Events:
-    """Write a dataset in the layout of ml-20m, whose popularity is skewed, and return its events."""
+    """Write a dataset in the layout of ml-1m, whose popularity is skewed, and return its events."""
     rng = np.random.default_rng(3)
     likes = rng.random((num_users, 1)) * rng.random((1, num_items)) ** 3
     users, items = np.nonzero(rng.random(likes.shape) < 0.1 + likes)
-    events = np.stack([users + 1, items * 5, rng.integers(0, 10, len(users)), rng.permutation(len(users))], axis=1)
-    lines = [f"{user},{item},{(action + 1) / 2},{time}\n" for user, item, action, time in events.tolist()]
-    (raw / "ml-20m").mkdir(parents=True)
-    (raw / "ml-20m/ratings.csv").write_text("".join(["userId,movieId,rating,timestamp\n", *lines]))
+    events = np.stack([users + 1, items * 5, rng.integers(0, 5, len(users)), rng.permutation(len(users))], axis=1)
+    (raw / "ml-1m").mkdir(parents=True)
+    ratings = [f"{user}::{item}::{action + 1}::{time}\n" for user, item, action, time in events.tolist()]
+    (raw / "ml-1m/ratings.dat").write_text("".join(ratings))
+    (raw / "ml-1m/users.dat").write_text("".join(f"{user}::F::1::10::{user}\n" for user in range(1, num_users + 1)))
     return events
 
 
-def _expand(folder: Path, expand: str, **options: Any) -> tuple[Events, Manifest]:
+def _expand(folder: Path, expand: str, **options: Any) -> tuple[Events, SequenceStore]:
     of_raw: dict[str, Any] = {"expand": expand, "raw_dir": folder / "raw", "split": "none", "allow_empty": True}
-    manifest = preprocess(PreprocessConfig(dataset="synthetic", out=folder / "out", **of_raw, **options))
+    preprocess(PreprocessConfig(dataset="synthetic", out=folder / "out", **of_raw, **options))
     store = open_store(folder / "out")
     columns = [np.repeat(store.columns["user_id"], store.lengths), *(store.columns[name] for name in NAMES[1:])]
-    return np.stack(columns, axis=1) // [1, 1, 1, 1000], manifest
+    return np.stack(columns, axis=1) // [1, 1, 1, 1000], store
 
 
 @pytest.mark.parametrize(("suffix", "rate"), [("", 1), (":.25", 0.25)])
@@ -143,28 +143,30 @@ def test_marginals_are_products_of_those_of_the_base_and_of_the_reduced_matrix(
     tmp_path: Path, suffix: str, rate: float
 ) -> None:
     base = _write_ratings(tmp_path / "raw")
-    expanded, manifest = _expand(tmp_path, f"ml-20m:3x4{suffix}", ids="keep")
-    expected = manifest.options["expected_events"]
+    expanded, store = _expand(tmp_path, f"ml-1m:3x4{suffix}", ids="keep")
+    expected = store.manifest.options["expected_events"]
     assert abs(len(expanded) - expected) < 5 * np.sqrt(expected)
     # Each event is one of the base, and no cell has it twice.
-    assert {*map(tuple, (expanded // [USERS, ITEMS, 1, 1]).tolist())} <= {*map(tuple, base.tolist())}
+    assert {*map(tuple, (expanded // [3, 4, 1, 1]).tolist())} <= {*map(tuple, base.tolist())}
     assert len(np.unique(expanded, axis=0)) == len(expanded)
-    in_cells = np.zeros((USERS, ITEMS))
-    np.add.at(in_cells, (expanded[:, 0] % USERS, expanded[:, 1] % ITEMS), 1)
+    in_cells = np.zeros((3, 4))
+    np.add.at(in_cells, (expanded[:, 0] % 3, expanded[:, 1] % 4), 1)
     chances = in_cells / len(base)
     assert chances.min() <= 0.001  # of the cell whose value was the least
     assert chances.max() == pytest.approx(rate, abs=5 * np.sqrt(rate * (1 - rate) / len(base)))
-    for column, factor, per_copy in ((0, USERS, chances.sum(1)), (1, ITEMS, chances.sum(0))):
+    for column, factor, per_copy in ((0, 3, chances.sum(1)), (1, 4, chances.sum(0))):
         of_base, of_expanded = Counter(base[:, column].tolist()), Counter(expanded[:, column].tolist())
         means = {id_ * factor + copy: n * per_copy[copy] for id_, n in of_base.items() for copy in range(factor)}
         assert of_expanded.keys() <= means.keys()
         assert len(of_expanded) > 0.8 * len(means) * rate
         assert all(abs(of_expanded[id_] - mean) <= 5 * np.sqrt(mean) + 1 for id_, mean in means.items())
+    labels = np.array(store.manifest.context_labels["zip_code"])  # copies of users have their features
+    assert (labels[store.columns["zip_code"]] == (store.columns["user_id"] // 3).astype(str)).all()
 
 
 @pytest.mark.parametrize(
     ("num_users", "num_items", "to_users", "to_items", "rate"),
-    [(9, 70, USERS, ITEMS, 1), (300, 400, 16, 32, 0.02)],  # the latter with singular values that hardly decrease
+    [(9, 70, 3, 4, 1), (300, 400, 16, 32, 0.02)],  # the latter with singular values that hardly decrease
 )
 def test_the_reduced_matrix_is_that_of_the_paper(
     tmp_path: Path, num_users: int, num_items: int, to_users: int, to_items: int, rate: float
@@ -183,39 +185,26 @@ def test_the_reduced_matrix_is_that_of_the_paper(
 
     reduced = resize(left[:, :rank], to_users) @ np.diag(scales[:rank]) @ resize(right[:rank].T, to_items).T
     chances = (reduced - reduced.min()) / (reduced.max() - reduced.min())
-    expanded, manifest = _expand(tmp_path, f"ml-20m:{to_users}x{to_items}" + f":{rate}" * (rate < 1))
-    assert manifest.options["expected_events"] == pytest.approx(chances.sum() * len(base) * rate, 1e-4, 1)
+    expanded, store = _expand(tmp_path, f"ml-1m:{to_users}x{to_items}" + f":{rate}" * (rate < 1))
+    assert store.manifest.options["expected_events"] == pytest.approx(chances.sum() * len(base) * rate, 1e-4, 1)
     # Unlike the ids of draws, those of copies are numbered, because those of MovieLens have gaps.
-    assert manifest.vocabulary_sizes["item_id"] == len(np.unique(expanded[:, 1])) + 1
+    assert store.manifest.vocabulary_sizes["item_id"] == len(np.unique(expanded[:, 1])) + 1
 
 
 def test_the_expansion_depends_on_the_seed_and_not_on_the_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = _write_ratings(tmp_path / "raw", 4, 5)  # of which there are more copies
-    first, manifest = _expand(tmp_path, "ml-20m:7x9", seed=1)
-    assert not np.array_equal(first, _expand(tmp_path, "ml-20m:7x9", seed=2)[0])
-    expected = manifest.options["expected_events"]
-    assert abs(len(first) - expected) < 5 * np.sqrt(expected)
-    monkeypatch.setattr(synthetic_data, "_EVENTS_AT_ONCE", 50)
-    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 40)
-    monkeypatch.setattr(job, "EVENTS_PER_BUCKET", 30)
-    assert _expand(tmp_path, "ml-20m:7x9", seed=1)[1].content_hash == manifest.content_hash
-    options: dict[str, Any] = {"expand": "ml-20m:7x9", "raw_dir": tmp_path / "raw", "out": tmp_path / "out"}
-    config = PreprocessConfig(dataset="synthetic", **options)
+    first, store = _expand(tmp_path, "ml-1m:7x9", seed=1)
+    assert not np.array_equal(first, _expand(tmp_path, "ml-1m:7x9", seed=2)[0])
+    for module, name, size in (
+        (synthetic_data, "_EVENTS_AT_ONCE", 50),
+        (text_files, "_BLOCK_BYTES", 40),
+        (job, "EVENTS_PER_BUCKET", 30),
+    ):
+        monkeypatch.setattr(module, name, size)
+    assert _expand(tmp_path, "ml-1m:7x9", seed=1)[1].manifest.content_hash == store.manifest.content_hash
+    config = PreprocessConfig(dataset="synthetic", out="out", expand="ml-1m:7x9", raw_dir=tmp_path / "raw")
     (part,) = open_source(config, rules={"user_id": "keep", "item_id": "keep"}).parts
     pieces = part.expand({name: base[:, index] for index, name in enumerate(NAMES)})
     assert 0 < len(next(iter(pieces))["user_id"]) <= 2 * 7 * 9  # at most the copies of two events
-
-
-def test_copies_of_users_have_their_features(tmp_path: Path) -> None:
-    (tmp_path / "raw/ml-1m").mkdir(parents=True)
-    ratings = [f"{user}::{item}::{1 + user * item % 5}::{item}\n" for user in (1, 2, 3) for item in range(1, 30)]
-    (tmp_path / "raw/ml-1m/ratings.dat").write_text("".join(ratings))
-    users = ["1::F::1::10::48067\n", "2::M::56::16::70072\n", "3::M::25::15::55117\n"]
-    (tmp_path / "raw/ml-1m/users.dat").write_text("".join(users))
-    labels = _expand(tmp_path, "ml-1m:2x3", ids="keep")[1].context_labels["zip_code"]
-    columns = open_store(tmp_path / "out").columns
-    codes = dict(zip(columns["user_id"].tolist(), columns["zip_code"].tolist(), strict=True))
-    assert len(codes) >= 3
-    assert all(users[copy // 2 - 1].endswith(f"::{labels[code]}\n") for copy, code in codes.items())
