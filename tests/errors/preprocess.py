@@ -57,6 +57,11 @@ def _pipe(path: Path) -> Path:
     return path
 
 
+def _loop(path: Path) -> Path:
+    path.symlink_to(path)
+    return path
+
+
 _CONFIG: list[tuple[Callable[[Scene], Any], str]] = [
     (lambda s: _run(s, out="out\udcff"), "the name of the folder out... is not UTF-8; choose another name"),
     (lambda s: _drift(categories=0), "Drift: categories must be at least 1 and at most 100000000, got 0"),
@@ -80,6 +85,12 @@ _CONFIG: list[tuple[Callable[[Scene], Any], str]] = [
 _DATA: list[tuple[Callable[[Scene], Any], str]] = [
     (lambda s: _with_vocabulary(s, Path.unlink), "<folder>/old/... cannot be read (...); preprocess that ..."),
     (lambda s: _with_vocabulary(s, _add_one), "<folder>/old/vocabulary_item_id.parquet does not match its ..."),
+    (lambda s: _run(s, out=_loop(s.folder / "l"), overwrite=True), "<folder>/l is a loop of links; choose another ..."),
+    (
+        lambda s: _run(s, out=_loop(s.folder / "l") / "out"),
+        "<folder>/l/out could not be written: ...; it is un...",
+    ),
+    (lambda s: _run(s, split=f"file:{_loop(s.folder / 'l')}"), "<folder>/l cannot be read: Too many levels of ..."),
     # Not waited for until somebody writes into it.
     (lambda s: _run(s, **_log(_pipe(s.folder / "pipe"))), "<folder>/pipe is a named pipe, not a regular file..."),
 ]

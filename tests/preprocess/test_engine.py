@@ -103,8 +103,10 @@ def test_threads_are_no_more_than_affinity_quota_and_polars_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_CGROUP", tmp_path)
-    quotas = {"max 100000": (2, 2, 2), "150000 100000": (2, 2, 2), "100000 100000": (2, 2, 1), "1 2": (2, 2, 1)}
-    for quota, (cores, of_polars, expected) in [*quotas.items(), ("max", (1, 4, 1)), ("max", (4, 3, 3))]:
+    for quota, cores, of_polars, expected in (
+        *(("max 100000", 2, 2, 2), ("150000 100000", 2, 2, 2), ("100000 100000", 2, 2, 1)),
+        *(("1 2", 2, 2, 1), ("max 100000", 1, 4, 1), ("max 100000", 4, 3, 3)),
+    ):
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
         monkeypatch.setattr(pl, "thread_pool_size", lambda count=of_polars: count)
         monkeypatch.setattr(os, "cpu_count", lambda count=cores: count)

@@ -50,7 +50,7 @@ def _config(options: dict[str, Any], out: str, at: _At) -> PreprocessConfig:
     log = _COLUMNS | {name: value for name, value in given.items() if name in _OF_LOG}
     log |= {name: Path(at(log[name])) for name in ("context", "item_features") if name in log}
     log["events"] = tuple(Path(at(path)) for path in log["events"])
-    others = {"dataset": "custom", "out": Path(out), "split": "none", "allow_empty": True}
+    others: dict[str, Any] = {"dataset": "custom", "out": Path(out), "split": "none", "allow_empty": True}
     others |= {n: _RULES[n](**v) if n in _RULES else v for n, v in given.items() if n not in _OF_LOG}
     others |= {name: Path(at(others[name])) for name in ("vocabulary", "raw_dir") if name in others}
     if others["split"].startswith("file:"):

@@ -67,20 +67,6 @@ def test_what_is_no_part_of_a_dataset_is_only_replaced_on_demand_and_links_never
     assert (out / "late").exists()
 
 
-def test_the_current_folder_and_loops_of_links_are_never_replaced(here: Path) -> None:
-    (here / "loop").symlink_to(here / "loop")
-    for out, message in (
-        (".", "is or contains the current folder"),
-        ("loop", "^/.*/loop is a loop of links; choose another output folder$"),
-        ("loop/out", "^/.*/loop/out could not be written: .*; it is unchanged"),
-    ):
-        with pytest.raises(DataError, match=message):
-            preprocess(synthetic(Path(out), overwrite=True))
-    with pytest.raises(DataError, match=r"^loop cannot be read: Too many levels of symbolic links; check"):
-        preprocess(synthetic("out", split="file:loop"))
-    assert _names(here) == ["loop"]
-
-
 def test_a_dataset_of_another_schema_version_behind_a_link_is_replaced(tmp_path: Path) -> None:
     link, manifest = tmp_path / "link", tmp_path / "real" / "manifest.json"
     link.symlink_to(tmp_path / "real")

@@ -27,8 +27,8 @@ from tests.preprocess.decoded import bytes_in, of_log, write_log
 
 def _config(folder: Path, out: str, *logs: str, **options: Any) -> PreprocessConfig:
     filters = Filters(min_user_events=2, min_item_events=2, max_length=24)
-    given = {"on_error": "skip", "rejects": True, "ids": "dense", "split": "leave-last:1", "filters": filters}
-    return of_log(folder / out, *(folder / log for log in logs or ["log.csv"]), **given | options)
+    given: dict[str, Any] = {"ids": "dense", "split": "leave-last:1", "filters": filters, **options}
+    return of_log(folder / out, *(folder / log for log in logs or ["log.csv"]), on_error="skip", rejects=True, **given)
 
 
 def _write_log(folder: Path, *, num_events: int = 900) -> None:
@@ -169,20 +169,22 @@ def test_what_is_left_of_another_run_or_damaged_is_not_continued(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, why = _config(tmp_path, "out"), "starting over: not as in the run that did not finish: "
-    other, as_it_is = dataclasses.replace(config, filters=Filters()), str
-    damaged: dict[str, Callable[[str], str]] = {"kinds": lambda plan: json.dumps({**json.loads(plan), "kinds": 7})}
-    damaged |= {text: lambda _, text=text: text for text in ("", "[]", "null", "{}", "[" * 10**5, "\0", "\udcff")}
-    for second, num_events, mode, change, message in (
-        (config, 900, 0o700, as_it_is, "going on with what an earlier run has finished"),
-        (other, 900, 0o700, as_it_is, f"{why}options"),
-        (config, 901, 0o700, as_it_is, f"{why}files"),
-        (config, 900, 0o777, as_it_is, ""),  # results are pickled: a folder that others can write to does not count
-        *((config, 900, 0o700, change, why) for change in damaged.values()),
-    ):
+    other = dataclasses.replace(config, filters=Filters())
+    cases: list[tuple[PreprocessConfig, int, int, str | None, str]] = [
+        (config, 900, 0o700, None, "going on with what an earlier run has finished"),
+        (other, 900, 0o700, None, f"{why}options"),
+        (config, 901, 0o700, None, f"{why}files"),
+        (config, 900, 0o777, None, ""),  # results are pickled: a folder that others can write to does not count
+        *((config, 900, 0o700, plan, why) for plan in ("", "[]", "null", "kinds", "{}", "[" * 10**5, "\0", "\udcff")),
+    ]
+    for second, num_events, mode, content, message in cases:
         _write_log(tmp_path)
         plan = _end_early(config)
         plan.parent.chmod(mode)
-        plan.write_text(change(plan.read_text()), errors="surrogateescape")
+        if content == "kinds":
+            content = json.dumps({**json.loads(plan.read_text()), "kinds": 7})
+        if content is not None:
+            plan.write_text(content, errors="surrogateescape")
         if num_events != 900:
             _write_log(tmp_path, num_events=num_events)
         caplog.clear()

@@ -108,14 +108,15 @@ def test_a_killed_upload_leaves_the_old_dataset_and_the_next_one_completes_it(s3
 
 def test_what_is_no_dataset_is_only_replaced_on_demand(s3: S3, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"precious")
-    for name in ("photo.jpg", "0123456789abcdef/photo.jpg"):
-        key = f"foreign-{len(name)}"
+    for key, name in (("photo", "photo.jpg"), ("version", "0123456789abcdef/photo.jpg")):
         s3.put(tmp_path / "photo.jpg", f"{key}/{name}")
-        with pytest.raises(DataError, match=re.escape(f"s3://{BUCKET}/{key} contains {name!r}, which is no part")):
-            _make(s3.url(key))
-        assert s3.keys(key) == {name}
-        with pytest.raises(DataError, match=f"s3://{BUCKET}/{key}/{name} is a file; choose another output folder"):
-            _make(s3.url(f"{key}/{name}"), overwrite=True)
+        for out, overwrite, message in (
+            (key, False, f"{key} contains {name!r}, which is no part"),
+            (f"{key}/{name}", True, f"{key}/{name} is a file; choose another output folder"),
+        ):
+            with pytest.raises(DataError, match=re.escape(f"s3://{BUCKET}/{message}")):
+                _make(s3.url(out), overwrite=overwrite)
+            assert s3.keys(key) == {name}
         _make(s3.url(key), overwrite=True)
         _check_versions(s3, key, set())
 

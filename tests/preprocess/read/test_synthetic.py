@@ -19,8 +19,10 @@ DAY = 86_400_000
 
 
 def _drawn(out: Path, *, seed: int = 0, **options: Any) -> SequenceStore:
-    synthetic = SyntheticConfig(**{"num_users": 2000, "lengths": Uniform(low=0, high=300)} | options)
-    preprocess(PreprocessConfig(dataset="synthetic", out=out, split="none", synthetic=synthetic, seed=seed))
+    given: dict[str, Any] = {"num_users": 2000, "lengths": Uniform(low=0, high=300), **options}
+    preprocess(
+        PreprocessConfig(dataset="synthetic", out=out, split="none", synthetic=SyntheticConfig(**given), seed=seed)
+    )
     return open_store(out)
 
 
