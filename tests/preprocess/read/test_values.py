@@ -37,9 +37,10 @@ def test_a_table_finds_the_index_of_each_of_its_keys_and_no_other(keys: list[int
 
 @given(st.lists(st.integers(0, 5) | words, max_size=60), st.integers(0, 2**64 - 1))
 def test_keys_are_numbered_by_first_appearance_whatever_the_seed(keys: list[int], seed: int) -> None:
-    distinct, codes = encode_keys(np.array(keys, dtype=np.int64), np.uint64(seed))
-    assert distinct.tolist() == list(dict.fromkeys(keys))
-    assert distinct[codes].tolist() == keys
+    for some in (keys, [*range(2000), *range(2000)]):  # the latter with collisions in the hash table
+        distinct, codes = encode_keys(np.array(some, dtype=np.int64), np.uint64(seed))
+        assert distinct.tolist() == list(dict.fromkeys(some))
+        assert distinct[codes].tolist() == some
 
 
 @given(st.lists(st.text(max_size=20), unique=True, max_size=30))
