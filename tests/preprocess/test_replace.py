@@ -1,4 +1,4 @@
-"""How a dataset takes the place of another, whole or not at all; for what is no dataset, see malformed.toml."""
+"""How a dataset takes the place of another, whole or not at all; for what is no dataset, golden/malformed.toml."""
 
 import errno
 import os
