@@ -4,8 +4,6 @@ import logging
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,80 +14,56 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.preprocess import PreprocessConfig, SyntheticConfig, TabularConfig, preprocess
+from evenrank.preprocess import PreprocessConfig, preprocess
 from evenrank.preprocess import engine as engine_module
 from evenrank.preprocess.build import vocabulary
 from evenrank.preprocess.engine import Memory, UnfinishedError, own_memory, threads
-from tests.preprocess.build.id_logs import NAMES
-from tests.preprocess.decoded import bytes_in
+from tests.preprocess.decoded import bytes_in, of_log, synthetic
 
 
-def test_results_are_in_the_order_of_the_tasks_and_few_are_ahead(tmp_path: Path) -> None:
-    started: list[int] = []
-    stages: list[str] = []
-    first_may_end = threading.Event()
+def test_results_are_in_order_with_few_ahead_and_no_task_is_called_again_or_after_an_error(tmp_path: Path) -> None:
+    started, stages, first_may_end = list[int](), list[str](), threading.Event()
 
     def double(task: int) -> int:
         started.append(task)
-        if task == 0:
-            assert first_may_end.wait(60)
-        return 2 * task
+        assert task or first_may_end.wait(60)
+        return 2 * task if task < 20 else 1 // 0
 
+    doubled = [(task, 2 * task) for task in range(20)]
     with threads(3, tmp_path, stages.append) as engine:
         results = engine.map(double, range(20), stage="doubling")
         first_may_end.set()
-        assert next(results) == (0, 0)
+        assert next(results) == doubled[0]
         assert max(started) < 6
-        assert [*results] == [(task, 2 * task) for task in range(1, 20)]
+        assert [*results] == doubled[1:]
     assert sorted(started) == [*range(20)]
     assert stages == [f"doubling, part {number} of 20" for number in range(1, 21)]
-
-
-def test_results_are_kept_unless_they_need_not_be(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def double(task: int) -> int:
-        calls.append(task)
-        return 2 * task
-
-    for _ in range(2):
-        with threads(2, tmp_path) as engine:
-            assert [*engine.map(double, range(3), stage="doubles")] == [(0, 0), (1, 2), (2, 4)]
-            assert [*engine.map(double, range(2), stage="again", keep=False)] == [(0, 0), (1, 2)]
-    assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2]
-
-
-def test_an_error_ends_the_tasks_that_have_not_begun(tmp_path: Path) -> None:
-    called: list[int] = []
-
-    def fail(task: int) -> None:
-        called.append(task)
-        raise ValueError(f"task {task}")
-
-    with pytest.raises(ValueError, match="task 0"), threads(1, tmp_path) as engine:
-        list(engine.map(fail, range(100), stage="failing"))
-    assert len(called) <= 2
+    with threads(1, tmp_path) as engine:
+        assert [*engine.map(double, range(20), stage="doubling")] == doubled
+        assert len(started) == 20
+        for _ in range(2):
+            assert [*engine.map(double, range(2), stage="again", keep=False)] == doubled[:2]
+    assert started[20:] == [0, 1, 0, 1]
+    with pytest.raises(ZeroDivisionError), threads(1, tmp_path) as engine:
+        list(engine.map(double, range(20, 120), stage="failing"))
+    assert len(started) <= 26
 
 
 def test_memory_decides_how_many_tasks_run_at_a_time() -> None:
     assert [Memory(limit, 170_000_000, 28).num_tasks for limit in (0.7, 0.9, 1.0, 10)] == [1, 1, 2, 39]
     assert [Memory(limit, 170_000_000, 76).num_tasks for limit in (1.2, 10)] == [1, 24]  # wider events
-    for too_small in (0.6, 0.1):
-        with pytest.raises(ConfigError, match=rf"^memory_limit must be at least 0.7 GB, got {too_small}; raise it$"):
-            Memory(too_small, 170_000_000, 28)
-    memory = Memory(1.2, 170_000_000, 28)
-    memory.take("a table", 400_000_000)
-    assert memory.num_tasks == 1
-    message = r"^memory_limit must be at least 1\.3 GB, got 1\.2, for a table and 9 ids"
-    with pytest.raises(UnfinishedError, match=message):
-        memory.take("9 ids", 200_000_000)
-    memory = Memory(1.4, 170_000_000, 28)
-    memory.take("many events", largest=4_000_000)
-    assert memory.num_tasks == 1
-    with pytest.raises(
-        UnfinishedError, match=r"^memory_limit must be at least 2\.\d GB, got 1\.4, for .*more; raise it"
+    with pytest.raises(ConfigError, match=r"^memory_limit must be at least 0.7 GB, got 0.6; raise it$"):
+        Memory(0.6, 170_000_000, 28)
+    for limit, what, first, second, least in (
+        (1.2, "num_bytes", 400_000_000, 200_000_000, r"1\.3"),
+        (1.4, "largest", 4_000_000, 20_000_000, r"2\.\d"),
     ):
-        memory.take("more", largest=20_000_000)
+        memory = Memory(limit, 170_000_000, 28)
+        memory.take("a table", **{what: first})
+        assert memory.num_tasks == 1
+        message = rf"^memory_limit must be at least {least} GB, got {limit}, for a table and 9 ids; raise it"
+        with pytest.raises(UnfinishedError, match=message):
+            memory.take("9 ids", **{what: second})
 
 
 def test_without_a_limit_it_is_half_of_what_is_free_and_one_task_always_runs(
@@ -100,15 +74,12 @@ def test_without_a_limit_it_is_half_of_what_is_free_and_one_task_always_runs(
     monkeypatch.setattr(engine_module, "_MEMINFO", tmp_path / "missing")  # without Linux
     assert engine_module._free_memory() <= all_memory
     monkeypatch.setattr(engine_module, "_CGROUP", tmp_path)  # of a container
-    for name, content in (("max", 1 << 20), ("current", 1 << 18)):
-        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    (tmp_path / "memory.max").write_text(f"{1 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 18}\n")
     assert engine_module._free_memory() == 3 << 18
+    assert Memory(None, 1 << 40, 28).num_tasks == 1
     monkeypatch.setattr(engine_module, "_free_memory", lambda: 6_000_000_000)
     assert 5 < Memory(None, own_memory(), 28).num_tasks < 15
-    monkeypatch.setattr(engine_module, "_free_memory", lambda: 1)
-    memory = Memory(None, 170_000_000, 28)
-    memory.take("a table", 1 << 40)
-    assert memory.num_tasks == 1
 
 
 def test_tasks_that_do_not_fit_wait(tmp_path: Path) -> None:
@@ -122,35 +93,27 @@ def test_tasks_that_do_not_fit_wait(tmp_path: Path) -> None:
             together.wait(60)
             running.remove(task)
 
-        assert memory.num_tasks == fit
         with threads(8, tmp_path, memory=memory) as engine:
             list(engine.map(count, range(39), stage=f"{fit}"))
-        assert max(most) == fit
+        assert max(most) == memory.num_tasks == fit
         memory.take("a table", 400_000_000)
 
 
-@pytest.mark.parametrize(
-    ("cores", "quota", "of_polars", "expected"),
-    [
-        (2, "max 100000", 2, 2),
-        (2, "150000 100000", 2, 2),
-        (2, "100000 100000", 2, 1),
-        (2, "1 2", 2, 1),
-        (1, "max 100000", 4, 1),
-        (4, "max 100000", 3, 3),
-    ],
-)
 def test_threads_are_no_more_than_affinity_quota_and_polars_allow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, quota: str, of_polars: int, expected: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr(engine_module, "_CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
-    monkeypatch.setattr(pl, "thread_pool_size", lambda: of_polars)
-    assert engine_module.num_cores() == expected
-    monkeypatch.delattr(os, "sched_getaffinity")  # without Linux
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert engine_module.num_cores() == expected
+    for quota, cores, of_polars, expected in (
+        *(("max 100000", 2, 2, 2), ("150000 100000", 2, 2, 2), ("100000 100000", 2, 2, 1)),
+        *(("1 2", 2, 2, 1), ("max 100000", 1, 4, 1), ("max 100000", 4, 3, 3)),
+    ):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        monkeypatch.setattr(pl, "thread_pool_size", lambda count=of_polars: count)
+        monkeypatch.setattr(os, "cpu_count", lambda count=cores: count)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=cores: range(count), raising=False)
+        assert engine_module.num_cores() == expected
+        monkeypatch.delattr(os, "sched_getaffinity")  # without Linux
+        assert engine_module.num_cores() == expected
 
 
 def test_a_run_that_needs_more_memory_goes_on_under_a_higher_limit(
@@ -158,14 +121,11 @@ def test_a_run_that_needs_more_memory_goes_on_under_a_higher_limit(
 ) -> None:
     log = pl.DataFrame({"user": range(7, 2007), "item": range(2000), "time": range(1_600_000_000, 1_600_002_000)})
     log.write_csv(tmp_path / "log.csv")
-    custom = TabularConfig(events=(tmp_path / "log.csv",), **NAMES)
-    config = PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=custom, ids="dense")
-    limited = replace(config, memory_limit=round(own_memory() / 1e9 + 1, 2))
+    config = of_log(tmp_path / "out", tmp_path / "log.csv", ids="dense")
     monkeypatch.setattr(vocabulary, "BYTES_PER_ID", 10**6)
-    with pytest.raises(
-        UnfinishedError, match=r"^memory_limit must be at least \d\.?\d? GB, got .*, for 2,000 ids of .*"
-    ):
-        preprocess(limited)
+    message = r"^memory_limit must be at least \d\.?\d? GB, got .*, for 2,000 ids of .*"
+    with pytest.raises(UnfinishedError, match=message):
+        preprocess(replace(config, memory_limit=round(own_memory() / 1e9 + 1, 2)))
     assert [path.name for path in sorted(tmp_path.iterdir())] == [".out.partial", "log.csv"]
     with caplog.at_level(logging.WARNING, "evenrank.preprocess"):
         preprocess(replace(config, memory_limit=own_memory() / 1e9 + 9))
@@ -174,18 +134,9 @@ def test_a_run_that_needs_more_memory_goes_on_under_a_higher_limit(
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "whole")
 
 
-# Preprocesses a log with a limit of memory, and prints the peak of this process in GB.
-_LIMITED = """
-import re, sys
-from pathlib import Path
-from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
-log, out, limit = sys.argv[1:]
-columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
-custom = TabularConfig(events=(Path(log),), **columns)
-preprocess(PreprocessConfig(dataset="custom", out=out, custom=custom, ids="dense", memory_limit=float(limit)))
-kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-print(kib * 1024 / 1e9)
-"""
+def _preprocess_and_return_peak(config: PreprocessConfig) -> float:
+    preprocess(config)
+    return int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024 / 1e9
 
 
 @pytest.mark.long
@@ -196,23 +147,19 @@ def test_a_limit_of_memory_is_kept_to_and_bytes_are_the_same(tmp_path: Path) -> 
     num_events = 2_200_000  # more than a file, and each with a user and an item of its own nearly
     ids = {name: rng.integers(0, 1 << 40, num_events) for name in ("user", "item")}
     pl.DataFrame({**ids, "time": 1_600_000_000 + np.arange(num_events)}).write_parquet(log)
-    command = [sys.executable, "-P", "-c", _LIMITED, str(log), str(tmp_path / "limited"), "1.0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert re.fullmatch(r"0?\.\d+\n", done.stdout), done.stderr
-    custom = TabularConfig(events=(log,), **NAMES)
-    preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "free", custom=custom, ids="dense"))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        limited = of_log(tmp_path / "limited", log, ids="dense", memory_limit=1.0)
+        assert pool.apply(_preprocess_and_return_peak, (limited,)) < 1
+    preprocess(of_log(tmp_path / "free", log, ids="dense"))
     assert bytes_in(tmp_path / "limited") == bytes_in(tmp_path / "free")
 
 
 def test_a_child_that_lacks_the_threads_of_polars_refuses_at_once(tmp_path: Path) -> None:
-    def draw(name: str) -> None:
-        preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / name, synthetic=SyntheticConfig(num_users=10)))
-
-    draw("parent")
+    preprocess(synthetic(tmp_path / "parent"))
 
     def refuse() -> None:
         with pytest.raises(ConfigError, match=r"^this process was forked after Polars had started threads, which it"):
-            draw("child")
+            preprocess(synthetic(tmp_path / "child"))
         os._exit(0)
 
     child = multiprocessing.get_context("fork").Process(target=refuse)
@@ -221,4 +168,4 @@ def test_a_child_that_lacks_the_threads_of_polars_refuses_at_once(tmp_path: Path
     code = child.exitcode
     child.kill()
     assert code == 0
-    draw("parent")
+    preprocess(synthetic(tmp_path / "parent"))

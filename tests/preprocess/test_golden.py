@@ -1,9 +1,10 @@
-"""Logs whose datasets are known: the runs of golden/*.toml, and the files of malformed.toml.
+"""Logs whose datasets are known: the runs of golden/*.toml.
 
-A file of `golden` has [files], [options] of all runs, and [runs]: each has further options, and what comes out: rows of
-`show` as lines of JSON, with raw ids; bad rows as `line: reason` or `first-last: reason`; the audit as `count what`; a
-part of the manifest. With `formats`, log.csv is written as JSON lines and Parquet, too, with `types`; bad rows have the
-number of the row then. `after` is a run that comes before.
+A file has [files], [options] of all runs, and [runs]: each has further options, and what comes out: `names` in its
+folder; rows of `show` as lines of JSON, with raw ids; bad rows as `line: reason` or `first-last: reason`; the audit as
+`count what`; a part of the manifest; or the line of an `error`, after which all files are as before, an earlier dataset
+too. With `formats`, log.csv is written as JSON lines and Parquet, too, with `types`; bad rows have the number of the
+row then; with `at_url`, files are read from URLs, too. `after` is a run that comes before.
 """
 
 import bz2
@@ -26,13 +27,11 @@ import pytest
 
 from evenrank.core.errors import EvenrankError
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, preprocess
-from tests.preprocess.decoded import bytes_in, decode, read_rows
+from tests.preprocess.decoded import NAMES, bytes_in, decode, read_rows
+from tests.s3_server import BUCKET, S3, SECRET
 
-_HERE = Path(__file__).parent
 _OF_LOG = {field.name for field in fields(TabularConfig)}
-_PATHS = ("context", "item_features")
-_DEFAULTS: dict[str, Any] = {"split": "none", "allow_empty": True}
-_COLUMNS = {"events": ["log.*"], "user_column": "user", "item_column": "item", "timestamp_column": "time"}
+_COLUMNS = {"events": ["log.*"], **NAMES}
 _COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
@@ -40,33 +39,40 @@ _COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 _FOLDER = "a [0] {b,c} l* ** ? $HOME ~ ü"  # where logs and datasets are: names of folders do not matter
 _RULES: dict[str, Callable[..., Any]] = {"filters": Filters, "requests": RequestRule}
-_EXPECTED = ("show", "bad", "audit", "manifest", "values", "error", "train", "eval", "requests_of", "table")
+_EXPECTED = ("show", "bad", "audit", "manifest", "values", "error", "names", "train", "eval", "requests_of", "table")
 _FILES = {"requests_of": "requests.parquet", "table": "item_features.parquet"}
-_OTHERS = (*_EXPECTED, "after", "formats", "types", "files", "out")
+_OTHERS = (*_EXPECTED, "after", "formats", "types", "files", "out", "at_url", "is_raw", "encoding", "cut")
+_At = Callable[[str], str]  # where a file is
 
 
-def _config(options: dict[str, Any], out: str) -> PreprocessConfig:
+def _config(options: dict[str, Any], out: str, at: _At) -> PreprocessConfig:
     given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in options.items()}
     log = _COLUMNS | {name: value for name, value in given.items() if name in _OF_LOG}
-    log = {name: Path(value) if name in _PATHS else value for name, value in log.items()}
-    log["events"] = tuple(map(Path, log["events"]))
-    others = {"dataset": "custom", "out": Path(out), **_DEFAULTS}
+    log |= {name: Path(at(log[name])) for name in ("context", "item_features") if name in log}
+    log["events"] = tuple(Path(at(path)) for path in log["events"])
+    others: dict[str, Any] = {"dataset": "custom", "out": Path(out), "split": "none", "allow_empty": True}
     others |= {n: _RULES[n](**v) if n in _RULES else v for n, v in given.items() if n not in _OF_LOG}
-    others |= {name: Path(others[name]) for name in ("vocabulary", "raw_dir") if name in others}
-    custom = TabularConfig(**log) if others["dataset"] == "custom" else None
-    return PreprocessConfig(**others, custom=custom)
+    others |= {name: Path(at(others[name])) for name in ("vocabulary", "raw_dir") if name in others}
+    if others["split"].startswith("file:"):
+        others["split"] = f"file:{at(others['split'].removeprefix('file:'))}"
+    return PreprocessConfig(**others, custom=TabularConfig(**log) if others["dataset"] == "custom" else None)
 
 
-def _write_files(files: dict[str, str], suffix: str, types: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = Path(name).with_suffix(f".{suffix}") if suffix and name == "log.csv" else Path(name)
+def _write_files(run: dict[str, Any], suffix: str) -> None:
+    types, is_raw = run.get("types", {}), run.get("is_raw", False)
+    for name, text in run["files"].items():
+        is_log = bool(suffix) and name == "log.csv"
+        path = Path(name).with_suffix(f".{suffix}") if is_log else Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".parquet":
+        if path.suffix == ".parquet" and not is_raw:
             _typed(text, types).write_parquet(path)
-        elif suffix == "jsonl" and name == "log.csv":
+        elif suffix == "jsonl" and is_log:
             _typed(text, types).write_ndjson(path)
         else:
-            path.write_bytes(_COMPRESS.get(path.suffix, bytes)(text.removeprefix("\n").encode()))
+            content = text.removeprefix("\n").encode(run.get("encoding", "utf-8"))
+            if not is_raw or "cut" in run:
+                content = _COMPRESS.get(path.suffix, bytes)(content)
+            path.write_bytes(content[: len(content) - run.get("cut", 0)])
 
 
 def _typed(text: str, types: dict[str, str]) -> pl.DataFrame:
@@ -87,45 +93,44 @@ def _parsed(text: pl.Expr, dtype: str) -> pl.Expr:
     return text.cast(getattr(pl, dtype))
 
 
-def _run(case: dict[str, Any], name: str, suffix: str = "") -> Path:
-    """Write the files and run what a run comes after, and the run itself; return the dataset."""
-    run = case["runs"][name]
+def _run(
+    case: dict[str, Any], name: str, earlier: Path, suffix: str = "", upload: Callable[[], _At] = lambda: str
+) -> str:
+    """Write the files, do what a run comes after, and the run itself, and compare; return the line of its error."""
+    run = case.get("options", {}) | case["runs"][name]
     if "after" in run:
-        _run(case, run["after"])
-    _write_files(case.get("files", {}) | run.get("files", {}), suffix, run.get("types", {}))
-    options = {key: value for key, value in (case.get("options", {}) | run).items() if key not in _OTHERS}
+        assert not _run(case, run["after"], earlier)
+    elif "error" in run:
+        shutil.copytree(earlier, "out")
+    _write_files(run | {"files": case.get("files", {}) | run.get("files", {})}, suffix)
+    options = {key: value for key, value in run.items() if key not in _OTHERS}
     if "bad" in run:
         options |= {"on_error": "skip", "rejects": True}
-    config = _config(options, run.get("out", "out"))
-    preprocess(config)
-    return Path(config.out)
+    at, before = upload(), bytes_in(Path())
+    try:
+        config = _config(options, run.get("out", "out"), at)
+        preprocess(config)
+    except EvenrankError as error:
+        assert bytes_in(Path()) == before
+        return str(error)
+    assert "error" not in run
+    _check(Path(config.out), run, is_csv=suffix == "csv")
+    return ""
 
 
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().split("\n")] if text.strip() else []
-
-
-def _part_of(expected: Any, found: Any) -> Any:
-    """Return what is found in place of what is expected."""
-    if isinstance(expected, dict):
-        return {key: _part_of(value, found[key]) for key, value in expected.items()}
-    return found
-
-
-def _check(dataset: Path, run: dict[str, Any], suffix: str) -> None:
-    columns = run.get("show", ["user_id", "item_id"])
-    for part in ("train", "eval", "requests_of", "table"):
-        if part in run:
-            is_file = part in _FILES
-            rows = pl.read_parquet(dataset / _FILES[part]).to_dicts() if is_file else read_rows(dataset / part)
-            names = [*rows[0]] if is_file else columns
-            raw = decode(dataset, rows, features=True)
-            found = [json.dumps([row[name] for name in names if name in row], ensure_ascii=False) for row in raw]
-            assert sorted(found, key=_user_of) == sorted(_lines(run[part]), key=_user_of)
+def _check(dataset: Path, run: dict[str, Any], *, is_csv: bool) -> None:
+    assert (names := sorted(path.name for path in dataset.iterdir())) == run.get("names", names)
+    for part in {"train", "eval", "requests_of", "table"}.intersection(run):
+        is_file = part in _FILES
+        rows = pl.read_parquet(dataset / _FILES[part]).to_dicts() if is_file else read_rows(dataset / part)
+        columns = [*rows[0]] if is_file else run.get("show", ["user_id", "item_id"])
+        raw = decode(dataset, rows, features=True)
+        found = [json.dumps([row[name] for name in columns if name in row], ensure_ascii=False) for row in raw]
+        assert sorted(found, key=_user_of) == sorted(_lines(run[part]), key=_user_of)
     manifest = json.loads((dataset / "manifest.json").read_text())
     if "bad" in run:
         with (dataset / "rejects.csv").open(newline="") as file:
-            bad = [(int(line) - (suffix == "csv"), reason) for _, line, reason, _ in [*csv.reader(file)][1:]]
+            bad = [(int(line) - is_csv, reason) for _, line, reason, _ in [*csv.reader(file)][1:]]
         of_lines = (text.partition(": ")[::2] for text in _lines(run["bad"]))
         of_ranges = (([*map(int, lines.split("-"))], reason) for lines, reason in of_lines)
         assert bad == [(line, reason) for ends, reason in of_ranges for line in range(ends[0], ends[-1] + 1)]
@@ -142,32 +147,21 @@ def _check(dataset: Path, run: dict[str, Any], suffix: str) -> None:
     assert _part_of(expected, manifest) == expected
 
 
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")] if text.strip() else []
+
+
+def _part_of(expected: Any, found: Any) -> Any:
+    """Return what is found in place of what is expected."""
+    if isinstance(expected, dict):
+        return {key: _part_of(value, found[key]) for key, value in expected.items()}
+    if isinstance(expected, list):
+        return [_part_of(*pair) for pair in zip(expected, found, strict=True)]
+    return found
+
+
 def _user_of(line: str) -> str:
     return str(json.loads(line)[0])
-
-
-def _golden() -> Iterator[Any]:
-    for path in sorted((_HERE / "golden").glob("*.toml")):
-        case = tomllib.loads(path.read_text())
-        for name, run in case["runs"].items():
-            assert not run.keys().isdisjoint(_EXPECTED), f"{path.stem}: {name} expects nothing"
-            for suffix in run.get("formats", [""]):
-                yield pytest.param(case, name, suffix, id=f"{path.stem}: {name} {suffix}".strip())
-
-
-@pytest.mark.parametrize(("case", "name", "suffix"), [*_golden()])
-def test_the_dataset_of_a_log_is_the_known_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], name: str, suffix: str
-) -> None:
-    run = case["runs"][name]
-    (folder := tmp_path / _FOLDER).mkdir()
-    monkeypatch.chdir(folder)
-    if "error" not in run:
-        _check(_run(case, name, suffix), case.get("options", {}) | run, suffix)
-        return
-    with pytest.raises(EvenrankError) as caught:
-        _run(case, name, suffix)
-    _check_line(str(caught.value), run["error"])
 
 
 def _check_line(line: str, expected: str) -> None:
@@ -175,38 +169,34 @@ def _check_line(line: str, expected: str) -> None:
     assert re.fullmatch(".*".join(map(re.escape, expected.split("..."))), line), f"{line!r} is not {expected!r}"
 
 
-_MALFORMED = tomllib.loads((_HERE / "malformed.toml").read_text())
+def _golden(*, at_url: bool) -> Iterator[Any]:
+    for path in sorted(Path(__file__).parent.glob("golden/*.toml")):
+        case = tomllib.loads(path.read_text())
+        for name, run in case["runs"].items():
+            run = case.get("options", {}) | run
+            assert not run.keys().isdisjoint(_EXPECTED), f"{path.stem}: {name} expects nothing"
+            for suffix in run.get("formats", [""]) if run.get("at_url") or not at_url else ():
+                yield pytest.param(case, name, suffix, id=f"{path.stem}: {name} {suffix}".strip())
 
 
-@pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a dataset, which a run that fails keeps."""
-    folder = tmp_path_factory.mktemp("earlier")
-    (folder / "log.csv").write_text("user,item,time\n1,2,1600000000\n")
-    custom = TabularConfig(
-        events=(folder / "log.csv",), user_column="user", item_column="item", timestamp_column="time"
-    )
-    preprocess(PreprocessConfig(dataset="custom", out=folder / "out", custom=custom, split="none"))
-    return folder / "out"
-
-
-@pytest.mark.parametrize("name", _MALFORMED)
-def test_malformed_input_is_one_line_that_names_the_place_and_the_earlier_dataset_stays(
-    here: Path, earlier: Path, name: str
+@pytest.mark.parametrize(("case", "name", "suffix"), [*_golden(at_url=False)])
+def test_the_dataset_of_a_log_is_the_known_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, small_dataset: Path, case: dict[str, Any], name: str, suffix: str
 ) -> None:
-    case = _MALFORMED[name]
-    shutil.copytree(earlier, "out")
-    files = case.get("files", {})
-    if not any(file.startswith(("log", "ml", "other")) for file in files):
-        files = {"log.csv": "user,item,time\n1,2,1600000000\n", **files}
-    for file, text in files.items():
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        content = text.encode(case.get("encoding", "utf-8"))
-        if "cut" in case:  # the end of a compressed file
-            content = (whole := _COMPRESS[Path(file).suffix](content))[: len(whole) - case["cut"]]
-        Path(file).write_bytes(content)
-    before = bytes_in(here)
-    with pytest.raises(EvenrankError) as caught:
-        preprocess(_config(case.get("options", {}), "out"))
-    _check_line(str(caught.value), case["error"])
-    assert bytes_in(here) == before
+    (here / _FOLDER).mkdir()
+    monkeypatch.chdir(here / _FOLDER)
+    _check_line(_run(case, name, small_dataset, suffix), case["runs"][name].get("error", ""))
+
+
+@pytest.mark.parametrize(("case", "name", "suffix"), [*_golden(at_url=True)])
+def test_files_at_urls_give_the_known_dataset_too(
+    here: Path, s3: S3, small_dataset: Path, case: dict[str, Any], name: str, suffix: str
+) -> None:
+    def upload() -> _At:
+        s3.put(here, here.name)
+        return lambda path: s3.url(f"{here.name}/{path}")
+
+    line = _run(case, name, small_dataset, suffix, upload)
+    assert SECRET not in line
+    _check_line(line.replace(f"s3://{BUCKET}/{here.name}/", ""), case["runs"][name].get("error", ""))
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]

@@ -14,11 +14,10 @@ from ray.cluster_utils import Cluster
 
 import evenrank
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, TabularConfig, preprocess
+from evenrank.preprocess import Filters, RequestRule, preprocess
 from evenrank.preprocess.engine import Memory
 from evenrank.preprocess.ray_workers import ray_workers
-from tests.preprocess.build.id_logs import NAMES
-from tests.preprocess.decoded import bytes_in
+from tests.preprocess.decoded import bytes_in, of_log
 
 pytestmark = pytest.mark.processes
 _MEMORY = Memory(None, 0, 28, are_processes=True)
@@ -39,20 +38,14 @@ def test_the_bytes_are_those_of_the_local_engine(here: Path, address: str) -> No
     lines = [f"{u},{i},{t},{t % 7 or ''}\n" for u, i, t in rows]
     Path("log.csv").write_text("user,item,time,rating\n" + "".join(lines) + "bad\n")
     Path("later.csv").write_text("user,item,time\n" + "".join(f"{u},{i + 9},{t + 10**5}\n" for u, i, t in rows))
-    log = PreprocessConfig(
-        dataset="custom",
-        out=here / "log",
-        custom=TabularConfig(events=(Path("log.csv"),), label="rating:float?", **NAMES),  # of this process alone
-        ids="dense",
-        filters=Filters(min_user_events=2, min_item_events=40, window=20, stride=10),
-        split="time:last:1h",
-        requests=RequestRule(seconds=60),
-        on_error="skip",
-        rejects=True,
-    )
-    given: dict[str, Any] = {"ids": "", "vocabulary": here / "log", "unknown": "item=drop,user=append"}
-    custom = TabularConfig(events=(here / "later.csv",), **NAMES)
-    for config in (log, dataclasses.replace(log, out=here / "later", custom=custom, **given)):
+    others: dict[str, Any] = {"split": "time:last:1h", "requests": RequestRule(seconds=60)}
+    others |= {"filters": Filters(min_user_events=2, min_item_events=40, window=20, stride=10)}
+    others |= {"on_error": "skip", "rejects": True}
+    given: dict[str, Any] = {"vocabulary": here / "log", "unknown": "item=drop,user=append"}
+    for config in (
+        of_log(here / "log", Path("log.csv"), log={"label": "rating:float?"}, ids="dense", **others),
+        of_log(here / "later", here / "later.csv", **given, **others),
+    ):
         preprocess(config)
         stages: list[str] = []
         on_ray = dataclasses.replace(config, out=f"{config.out} on ray", engine="ray", ray_address=address)
@@ -62,16 +55,15 @@ def test_the_bytes_are_those_of_the_local_engine(here: Path, address: str) -> No
         assert not ray.is_initialized()
 
 
-def _die_at_first(task: tuple[Path, int]) -> int:
+def _double(task: tuple[Path, int]) -> int:
+    """Return twice a number, and be killed once at 3; 5 and 6 are errors."""
     folder, number = task
     if number == 3 and not (folder / "died").exists():
         (folder / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    if number > 4:
+        raise DataError(f"task {number}; correct it") if number == 5 else ValueError(f"task {number}")
     return 2 * number
-
-
-def _fail(task: int) -> int:
-    raise DataError(f"task {task}; correct it") if task == 5 else ValueError(f"task {task}")
 
 
 def test_killed_workers_are_replaced_errors_are_raised_and_a_cluster_that_a_program_uses_stays_connected(
@@ -80,17 +72,17 @@ def test_killed_workers_are_replaced_errors_are_raised_and_a_cluster_that_a_prog
     ray.init(address, log_to_driver=False)
     with ray_workers(None, 1, [tmp_path], tmp_path, _MEMORY) as engine:
         assert engine.count == 2
-        doubled = engine.map(_die_at_first, [(tmp_path, number) for number in range(9)], stage="x")
-        assert [result for _, result in doubled] == [2 * number for number in range(9)]
+        doubled = engine.map(_double, [(tmp_path, number) for number in range(5)], stage="x")
+        assert [result for _, result in doubled] == [0, 2, 4, 6, 8]
         assert (tmp_path / "died").exists()
         for number, error in ((5, DataError), (6, ValueError)):
             with pytest.raises(error, match=f"^task {number}"):
-                list(engine.map(_fail, [number], stage="y"))
+                list(engine.map(_double, [(tmp_path, number)], stage="y"))
     assert ray.is_initialized()
     ray.shutdown()
 
 
-def test_what_a_node_lacks_is_found_before_the_work_begins(
+def test_what_a_node_lacks_is_found_before_the_work_begins_and_a_missing_cluster_at_once(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide, version = Memory(None, 0, 1 << 40, are_processes=True), evenrank.__version__
@@ -104,10 +96,7 @@ def test_what_a_node_lacks_is_found_before_the_work_begins(
         with pytest.raises(kind, match=f"^{line}$"), ray_workers(address, 1, shared, tmp_path, memory):
             pass
         assert not ray.is_initialized()
-
-
-@pytest.mark.parametrize("nowhere", ["127.0.0.1:1", "[::1]:1", "::1:1", "ray://127.0.0.1:1", "127.0.0.1:99999", "[x"])
-def test_an_address_without_a_cluster_is_an_error_at_once(tmp_path: Path, nowhere: str) -> None:
-    line = rf"^there is no Ray cluster at {re.escape(nowhere)}: .*; check --ray-address$"
-    with pytest.raises(ConfigError, match=line):
-        ray_workers(nowhere, 1, [], tmp_path, _MEMORY).__enter__()
+    for nowhere in ("127.0.0.1:1", "[::1]:1", "::1:1", "ray://127.0.0.1:1", "127.0.0.1:99999", "[x"):
+        line = rf"^there is no Ray cluster at {re.escape(nowhere)}: .*; check --ray-address$"
+        with pytest.raises(ConfigError, match=line):
+            ray_workers(nowhere, 1, [], tmp_path, _MEMORY).__enter__()
