@@ -25,20 +25,20 @@ def _codes(value: int, sizes: tuple[int, ...] = SIZES) -> Catalogue:
     return Catalogue(CodeTable(codes=np.full((2, len(sizes)), value, dtype=np.int32), codebook_sizes=sizes))
 
 
-ANY: Any = {"contextual": "user_id", "data": torch.zeros(0, 1, 64)}  # a string, without a comma behind it
-NONE, OTHER = torch.tensor([False]), HSTUConfig(max_length=9, contextual=("country",))
+USER: Any = "user_id"  # without a comma behind it
+NO, NONE, OTHER = torch.zeros(0, 1, 64), torch.tensor([False]), HSTUConfig(max_length=9, contextual=("country",))
 RANKED, CODED = make_batch([{"num_candidates": 1}]), batch_of(random_samples(4, max_history=1))
 LIMITS = {"user_id": 1, "tags": 3, "item_id": 24, "action": 23}
 ROWS: list[tuple[Callable[[], Any], str]] = [
     (
-        lambda: HSTUConfig(max_length=9, contextual=ANY["contextual"]),
+        lambda: HSTUConfig(max_length=9, contextual=USER),
         "...contextual must be of type tuple..., got 'us...",
     ),
     (lambda: HSTUConfig(max_length=0), "HSTUConfig: max_length must be at least 1, got 0"),
     (lambda: HSTUConfig(max_length=9, attention="x"), "...must be one of padded, triton, auto, got 'x'..."),
     (lambda: tables({"item_id": 3}, CONFIG), "no vocabulary size of 'action'; known are those of item_id"),
     (
-        lambda: ATTENTIONS["triton"](*[ANY["data"]] * 3, make_sequences([], [], []), scale_length=1),
+        lambda: ATTENTIONS["triton"](NO, NO, NO, make_sequences([], [], []), scale_length=1),
         "the attention 'triton' needs a CUDA device, got cpu; choose 'auto' or 'padded'",
     ),
     (
@@ -68,7 +68,7 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: _codes(-1), "none of the 2 items of the table has a code; pass the data's table"),
     (
-        lambda: make_pipeline("prefetch", torch.nn.Linear(1, 1), torch.optim.SGD([ANY["data"]]), "cpu", loss=max),
+        lambda: make_pipeline("prefetch", torch.nn.Linear(1, 1), torch.optim.SGD([NO]), "cpu", loss=max),
         "the pipeline 'prefetch' needs a CUDA device, got cpu; use 'sparse-dist' or 'none'",
     ),
     (lambda: TrainConfig(heads=3), "hidden must be a multiple of heads, got hidden=64 and heads=3"),

@@ -54,7 +54,7 @@ def test_times_are_those_of_each_layer_alone_within_the_interval_and_there_are_n
     def count_hooks() -> int:
         return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
-    hooks, rows = [count_hooks()], []
+    hooks, rows = [count_hooks()], list[Any]()
     for _ in range(4):
         assert all(torch.equal(*pair) for pair in zip(plain, _train(model), strict=True))  # the same bits
         model.first(torch.ones(2, 3)).sum().backward()  # its inputs need no gradient

@@ -63,7 +63,7 @@ def jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTenso
 def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") -> list[Sample]:
     """Draw samples with histories of 0 to 7 items; `predict` is `candidates`, `candidates-with-actions`, `history`."""
     rng, num_candidates = np.random.default_rng(seed), 2 if predict.startswith("candidates") else 0
-    samples = []
+    samples = list[Sample]()
     for _ in range(count):
         history = int(rng.integers(0, 8))
         lengths = (1, int(rng.integers(0, 4)), history + num_candidates, history + num_candidates)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -284,10 +285,10 @@ def test_a_compiled_form_gets_arguments_in_the_kernels_order_and_those_that_trit
     backend = triton.compiler.make_backend(GPUTarget("cuda", 90, 32))
     bind = create_function_from_signature(function.signature, function.params, backend)
     numbers = (1, 2, 5, 16, 32, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40, 0.5, 1.0)
-    for one in numbers:
-        for other in numbers:
-            is_same = bind(values, one)[1] == bind(values, other)[1]
-            assert launched((values, one, 4), (values, other, 4))[1][0] == ("launched" if is_same else "compiled")
+    for first_number, number in product(numbers, numbers):
+        is_same = bind(values, first_number)[1] == bind(values, number)[1]
+        event, *_ = launched((values, first_number, 4), (values, number, 4))[1]
+        assert event == ("launched" if is_same else "compiled"), (first_number, number)
 
 
 if __name__ == "__main__":

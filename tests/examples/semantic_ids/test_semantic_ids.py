@@ -17,7 +17,7 @@ from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from hstu.model import arrange
 from semantic_ids import Catalogue, DecoderConfig, SemanticIdModel, beam_search
 from semantic_ids.beam_search import Beams
-from semantic_ids.model import BOS, causal_attention, lay_out, predicting_tokens
+from semantic_ids.model import BOS, lay_out, predicting_tokens
 from tests.examples.hstu.samples import gradients_of, jagged, run_quietly
 
 Codes = tuple[int, ...]
@@ -87,18 +87,6 @@ def test_each_label_is_predicted_at_the_token_before_it(first: int, of_first: li
     rows = [part.tolist() for part in tokens.split(sequences.lengths.tolist())]
     assert rows == [[7, 0, 5, 2, 7, -1, 1, 8], [8, -1, 3, 4], [9, 1, 5, -1, 2, 6], [-1]]
     assert predicting_tokens(batch, places[BOS], 2).tolist() == [*of_first, 9, 10, 15, 16]
-
-
-def test_each_token_sees_itself_and_those_before_it_in_its_sample() -> None:
-    batch = batch_of(random_samples(6, max_history=7), padding=2)
-    sequences, _ = lay_out(batch, ("semantic_id", BOS, "candidate_id"))
-    query, key, value = torch.randn(3, sequences.num_tokens, 2, 8, dtype=torch.float64)
-    out = causal_attention(query, key, value, sequences)
-    for begin, end in zip(sequences.offsets[:-1].tolist(), sequences.offsets[1:].tolist(), strict=True):
-        for token in range(begin, end):
-            scores = torch.einsum("hd,nhd->hn", query[token], key[begin : token + 1]) / 8**0.5
-            expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), value[begin : token + 1])
-            torch.testing.assert_close(out[token], expected, rtol=1e-12, atol=1e-12)
 
 
 @torch.no_grad()

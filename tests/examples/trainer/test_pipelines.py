@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -10,25 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec import EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.training import accumulate, make_dmp_optimizer, scale_loss
-from hstu import Embeddings, shard
+from hstu import Embeddings, HSTUConfig, HSTURanking, at_least, shard, tables
 from tests.dataloader.balance.costs import COST
 from tests.ranks import RankPool
 from trainer import make_pipeline, run_pipeline
 
-DIM, RATE = 4, 0.5
+RATE = 0.05
 ROWS = {"item_id": 41, "action": 10, "region": 5}  # 41 rows: shards of different sizes
 ITEMS, REGIONS = (Uniform(high=ROWS[key] - 1) for key in ("item_id", "region"))
 LENGTHS = Lognormal(mean=10, std=10, high=40)
+WIDTHS = {"embedding_dim": 4, "hidden": 8, "heads": 1, "head_dim": 8, "layers": 1}
 CONFIG = LoaderConfig(batch_size=8, max_history_length=40, max_num_candidates=2)
+SHAPE = HSTUConfig(max_length=90, contextual=("region",), attention="padded", dropout=0, **WIDTHS)
 DATA = RandomData(lengths=LENGTHS, items=ITEMS, contextual={"region": REGIONS}, num_real=Uniform(low=0, high=8))
 PLAIN = ("a plain loop", 20)
 # Pipelines, and the number of rows from which on tables are sharded: one table, all or none.
@@ -44,40 +45,11 @@ def _fill(table: Tensor) -> Tensor:
     return table.copy_(torch.linspace(-1, 1, table.numel()).reshape(table.shape))
 
 
-class Head(nn.Module):
-    """Scores a sample by the sum of its embeddings, once for each of its labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, DIM).unsqueeze(-1))
-
-    def forward(self, batch: SequenceBatch, embeddings: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
-        pooled = torch.zeros(batch.batch_size, DIM, device=self.weight.device)
-        for key in ROWS:
-            values, lengths = embeddings[key].values(), embeddings[key].lengths()
-            rows = torch.arange(len(lengths), device=values.device)
-            pooled = pooled.index_add(0, rows.repeat_interleave(lengths, output_size=len(values)), values)
-        scores = torch.tanh(0.1 * pooled @ self.weight)
-        logits = scores.repeat_interleave(batch.num_candidates, dim=0, output_size=batch.loss_tokens)
-        return ((logits - 0.5) ** 2).sum(0), logits
-
-
-class Model(nn.Module):
-    """Returns loss sums [1] and logits [labels, 1]."""
-
-    def __init__(self, min_sharded_rows: int) -> None:
-        super().__init__()
-        of_all: dict[str, Any] = {"embedding_dim": DIM, "init_fn": _fill}
-        tables = [
-            EmbeddingConfig(name=f"{key}_table", num_embeddings=ROWS[key], feature_names=[key], **of_all)
-            for key in ROWS
-        ]
-        self.embeddings = Embeddings(tables, min_sharded_rows=min_sharded_rows)
-        self.head = Head()
-
-    def forward(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.head(batch, self.embeddings(batch.features))
-        return result
+def _model(min_sharded_rows: int) -> HSTURanking:
+    torch.manual_seed(0)
+    configs = [replace(table, init_fn=_fill) for table in tables(ROWS, SHAPE)]  # which `shard` draws again
+    embeddings: Any = Embeddings(configs, min_sharded_rows=min_sharded_rows)
+    return HSTURanking(embeddings, SHAPE, targets=at_least(5))
 
 
 def _scaled(output: tuple[Tensor, Tensor], batch: SequenceBatch) -> Tensor:
@@ -106,7 +78,7 @@ def _train_and_evaluate(rank: int, world_size: int, device: torch.device, name: 
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
     group = None if device.type == "cpu" else dist.new_group(backend="nccl")
     model: DistributedModelParallel = shard(
-        Model(min_sharded_rows), device, fused=fused, group=group, cached=name == "prefetch"
+        _model(min_sharded_rows), device, fused=fused, group=group, cached=name == "prefetch"
     )
     optimizer: Any = make_dmp_optimizer(model, lambda parameters: torch.optim.SGD(parameters, lr=RATE))
     assert set(optimizer.params) == {name for name, _ in model.named_parameters()}
@@ -160,7 +132,7 @@ def _all_modes(rank: int, world_size: int, device_type: str) -> dict[tuple[str, 
 
 
 def _losses_in_one_process(world_size: int) -> list[float]:
-    model = Model(min_sharded_rows=20)
+    model = _model(PLAIN[1])
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
     loaders = [_batches_of(rank, world_size, NUM_TRAIN) for rank in range(world_size)]
     for _ in range(NUM_EPOCHS):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from scripts import train
 from tests.examples.trainer.test_job import log_lines
