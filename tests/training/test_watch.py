@@ -124,20 +124,16 @@ def test_the_cache_is_released_beyond_limits_which_is_logged(
 def test_on_a_gpu_a_large_cache_is_released(caplog: pytest.LogCaptureFixture) -> None:
     torch.cuda.empty_cache()
     watch = MemoryWatch(torch.device("cuda", torch.cuda.current_device()))
-    start = watch.usage()
-    if start.free < 0.6 * start.total:
+    if (start := watch.usage()).free < 0.6 * start.total:
         pytest.skip(f"the device is in use: {start.line()}")
     kept = torch.ones(GIB // 4, device="cuda")
-    assert watch.check().allocated >= start.allocated + GIB
+    assert watch.check().allocated >= start.allocated + kept.nbytes
     assert not caplog.messages  # there is no reason
     torch.empty(int(0.55 * start.total), dtype=torch.uint8, device="cuda")  # freed at once
-    assert watch.usage().unallocated > start.total / 2
     with caplog.at_level(logging.WARNING, logger="evenrank"):
         after = watch.check()
-    assert after.unallocated < GIB
-    assert after.free > start.free - 2 * GIB
     assert HALF in caplog.text
-    assert kept.sum() == GIB // 4
+    assert (after.unallocated < GIB, after.free > start.free - 2 * GIB) == (True, True)
 
 
 ADVICE = "load a checkpoint of an earlier step, as the weights may have been trained with it since"
@@ -198,7 +194,9 @@ def _train(rank: int, world_size: int, cases: list[tuple[Losses, str]]) -> list[
             check.finish()
         except RankError as error:
             message = re.sub(r"\[0\.\d+, ", "[", str(error))
-        dist.barrier(None if device == "cpu" else group)  # which still works
+        still_works = torch.ones(1, device=device)
+        dist.all_reduce(still_works, group=group if device == "cuda" else None)
+        assert still_works.item() == world_size
         found.append((trained, message))
     return found
 

@@ -44,6 +44,15 @@ class Trained:
     # By evaluation and step, logits, targets and users.
     evaluated: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
     stopped_by: list[int | None] = field(default_factory=list)
+    looked_at: set[str] = field(default_factory=set)  # settings, after they were checked
+
+
+class _Watched(TrainConfig):
+    seen: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        _Watched.seen.add(name)
+        return super().__getattribute__(name)
 
 
 class CrashError(Exception):
@@ -82,14 +91,19 @@ def _run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0,
         patch.setattr(Monitors, "note", note_step)
         patch.setattr(Training, "_evaluate", note_evaluation)
         patch.setattr(BinaryAUC, "update", note_evaluated)
-        trained.stopped_by.append(_train_on_cpu(rank, world_size, TrainConfig(**SETTINGS | options)))
+        # TorchRec keeps these for the life of a process; the ranks of an earlier job would not take part again.
+        comm._INTRA_PG = comm._CROSS_PG = None
+        config = _Watched(**SETTINGS | options)
+        _Watched.seen = trained.looked_at
+        trained.stopped_by.append(train(config, World(rank=rank, size=world_size, device=torch.device("cpu"))))
     return trained
 
 
-def _train_on_cpu(rank: int, world_size: int, config: TrainConfig) -> int | None:
-    # TorchRec keeps these for the life of a process; the ranks of an earlier job would not take part again.
-    comm._INTRA_PG = comm._CROSS_PG = None
-    return train(config, World(rank=rank, size=world_size, device=torch.device("cpu")))
+def _check_no_setting_is_ignored(options: dict[str, Any], looked_at: set[str]) -> None:
+    rules = rules_of(TrainConfig)
+    for name in rules.keys() - looked_at:
+        with pytest.raises(ConfigError, match="applies to"):
+            check_use(rules, dataclasses.asdict(TrainConfig(**SETTINGS | options)), [name])
 
 
 def _together(parts: list[Trained]) -> tuple[dict[int, list[tuple[int, int]]], dict[int, float]]:
@@ -176,6 +190,7 @@ def test_an_evaluation_has_the_metrics_of_its_steps_and_changes_no_training(
         return parts
 
     whole, bounded = job("whole"), job("bounded", eval_steps=2)
+    _check_no_setting_is_ignored(options, whole[0].looked_at)
     assert _together(bounded) == _together(whole)
     assert len(whole[0].evaluated[0]) > 2
     store = open_store(small_dataset, "eval")
@@ -206,6 +221,7 @@ def test_each_window_of_time_is_evaluated_before_it_is_trained_also_after_a_cras
     more = {"time_windows": "1w", "max_num_candidates": 2}
     options = _settings(tmp_path / "whole", small_dataset, batch_size=16, **more)
     parts = ranks.run(2, _run, options)
+    _check_no_setting_is_ignored(options, parts[0].looked_at)
     store, lines = open_store(small_dataset), log_lines(tmp_path / "whole", "eval")
     windows = windows_of(store, 2, every="1w")
     samples, _ = _together(parts)
@@ -252,37 +268,6 @@ def test_a_mistake_is_an_error_of_one_line_on_all_ranks(ranks: RankPool, small_d
                 assert "\n" not in failure.message
 
 
-class _Watched(TrainConfig):
-    seen: ClassVar[set[str]] = set()
-
-    def __getattribute__(self, name: str) -> Any:
-        _Watched.seen.add(name)
-        return super().__getattribute__(name)
-
-
-def _settings_looked_at(rank: int, world_size: int, jobs: list[dict[str, Any]]) -> list[set[str]]:
-    """Run jobs; return the settings that each has looked at after it has checked them."""
-    seen = []
-    for options in jobs:
-        config = _Watched(**options)
-        _Watched.seen.clear()
-        _train_on_cpu(rank, world_size, config)
-        seen.append(set(_Watched.seen))
-    return seen
-
-
-def test_no_setting_is_ignored(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
-    ways: list[dict[str, Any]] = [{"num_tasks": 2, **SHARDED}, {"balance": "all-to-all"}, {"time_windows": "1w"}]
-    small = {"batch_size": 12, "max_steps": 1, "hidden": 8, "layers": 1}
-    jobs = [_settings(tmp_path / str(n), small_dataset, **small, **way) for n, way in enumerate(ways)]
-    rules = rules_of(TrainConfig)
-    for options, seen in zip(jobs, *ranks.run(1, _settings_looked_at, jobs), strict=True):
-        for name in rules.keys() - seen:
-            with pytest.raises(ConfigError, match="applies to"):
-                check_use(rules, dataclasses.asdict(TrainConfig(**options)), [name])
-    assert all(help_texts(TrainConfig)[name].endswith(".") for name in rules)
-
-
 def test_steps_are_measured_on_all_ranks_compared_and_profiled(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +295,7 @@ def test_steps_are_measured_on_all_ranks_compared_and_profiled(
 
 
 def test_lines_of_the_log_are_readable_complete_and_json(tmp_path: Path) -> None:
+    assert all(text.endswith(".") for text in help_texts(TrainConfig).values())
     numbers = {"loss": 0.69315, "step_ms": 14.26, "tokens": 1234567, "tflops": 212.34, "mfu": 0.2146}
     line = "step 300 | loss 0.6932 | tokens 1,234,567 | 14.3 ms | 212.3 TFLOP/s | MFU"
     assert line_of(300, numbers) == f"{line} 21.5 %"
