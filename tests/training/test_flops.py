@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from evenrank.training.flops import hstu_flops, hstu_pairs
 from tests.examples.hstu.samples import CONFIG, SIZES, make_batch, make_ranking
 
 Lengths = dict[str, list[int]]  # of each sample, by key
-SHAPE = {"hidden": CONFIG.hidden, "heads": CONFIG.heads, "head_dim": CONFIG.head_dim}
+SHAPE: dict[str, Any] = {"hidden": CONFIG.hidden, "heads": CONFIG.heads, "head_dim": CONFIG.head_dim}
 
 
 def _batch_of(lengths: Lengths, candidates: list[int], labels: list[int]) -> SequenceBatch:

@@ -41,7 +41,8 @@ def test_an_alarm_rings_once_per_stall_between_the_first_heartbeat_and_the_last(
 
 def _stall_twice(rank: int, world_size: int) -> list[str]:
     """Let rank 1 stay behind, while rank 0 waits for it, and return the reports of this rank."""
-    reader, writer = (open(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))  # noqa: SIM115
+    ends = os.pipe()
+    reader, writer = os.fdopen(ends[0]), os.fdopen(ends[1], "w")
 
     def report(last_line: str) -> str:
         """Return what is written up to a line that matches; blocks until then."""

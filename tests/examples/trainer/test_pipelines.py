@@ -27,7 +27,7 @@ RATE = 0.05
 ROWS = {"item_id": 41, "action": 10, "region": 5}  # 41 rows: shards of different sizes
 ITEMS, REGIONS = (Uniform(high=ROWS[key] - 1) for key in ("item_id", "region"))
 LENGTHS = Lognormal(mean=10, std=10, high=40)
-WIDTHS = {"embedding_dim": 4, "hidden": 8, "heads": 1, "head_dim": 8, "layers": 1}
+WIDTHS: dict[str, Any] = {"embedding_dim": 4, "hidden": 8, "heads": 1, "head_dim": 8, "layers": 1}
 CONFIG = LoaderConfig(batch_size=8, max_history_length=40, max_num_candidates=2)
 SHAPE = HSTUConfig(max_length=90, contextual=("region",), attention="padded", dropout=0, **WIDTHS)
 DATA = RandomData(lengths=LENGTHS, items=ITEMS, contextual={"region": REGIONS}, num_real=Uniform(low=0, high=8))
