@@ -168,26 +168,26 @@ def test_the_wait_ends_when_ddp_has_the_gradients() -> None:
 def test_steps_in_common_have_the_times_of_all_ranks_whatever_their_numbers_and_intervals(
     every: list[int], steps: list[int], turns: list[int]
 ) -> None:
-    store, world_size, timers = dist.HashStore(), len(every), list[StepTimer]()  # type: ignore[attr-defined]
+    store, world_size, timers = dist.HashStore(), len(every), dict[int, StepTimer]()  # type: ignore[attr-defined]
     written, plain = [Written() for _ in every], [list[StepMetrics]() for _ in every]
-    for rank in range(world_size):
-        members = Members(rank=rank, world_size=world_size, store=store)
-        with mock.patch("evenrank.training.step_timer.members_of", return_value=members):
-            timers.append(StepTimer(written[rank], plain[rank].append, every=every[rank]))
-            timers[rank].begin({"rank": rank})
     times, done = [0.0] * world_size, [0] * world_size
     for turn in cycle(turns):
-        for rank, timer in enumerate(timers):
+        for rank in reversed(range(world_size)):  # others train before rank 0, whose interval counts, has a timer
+            if rank not in timers:
+                members = Members(rank=rank, world_size=world_size, store=store)
+                with mock.patch("evenrank.training.step_timer.members_of", return_value=members):
+                    timers[rank] = StepTimer(written[rank], plain[rank].append, every=every[rank])
+                timers[rank].begin({"rank": rank})
             Time.now = times[rank]
             for number in range(done[rank], min(done[rank] + turn, steps[rank])):
                 assert world_size > 1 or len(written[0]) == number // every[0] * every[0]
-                _step(timer, number, compute=rank + 1, wait=world_size - rank)
+                _step(timers[rank], number, compute=rank + 1, wait=world_size - rank)
                 done[rank] = number + 1
             times[rank] = Time.now
         if done == steps[:world_size]:
             break
-    for timer in (*reversed(timers), timers[0]):  # the first one waits for the others, and writes nothing twice
-        timer.close()
+    for rank in (*timers, 0):  # the first one waits for the others, and writes nothing twice
+        timers[rank].close()
     of_step = [rank + 1 for rank in range(world_size)], [world_size - rank for rank in range(world_size)]
     assert written[0].spans() == [(number, of_step if number else None) for number in range(min(done))]
     assert (plain[0], written[0].options) == (written[0], {"rank": 0})
