@@ -134,6 +134,12 @@ def test_a_sample_with_nan_counts_for_nothing_if_its_weight_is_0_and_makes_metri
     assert {*map(math.isnan, compute(targets.nan_to_num(), None))} == {math.isnan(score)}
 
 
+def test_groups_of_one_class_are_left_out() -> None:
+    auc = BinaryAUC()  # more groups than half of the samples, of which the last one alone has both classes
+    auc.update(torch.tensor([[0.5], [0.1], [0.9]]), torch.tensor([[1], [0], [1]]), groups=torch.tensor([3, 7, 7]))
+    assert auc.compute_grouped() == [1]
+
+
 def assert_same(found: dict[str, Values], expected: dict[str, Values], *inexact: str) -> None:
     """Compare bits, but for the kinds of metrics that are exact up to rounding."""
     for kind in KINDS:
