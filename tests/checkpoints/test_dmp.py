@@ -21,7 +21,7 @@ from evenrank.dataloader.balance import BalanceConfig
 from evenrank.training import LossAverage, scale_loss
 from evenrank.training.dmp import load_dmp, make_dmp_optimizer, save_dmp
 from tests.checkpoints.resuming import COST, GLOBAL_BATCH_SIZE, ids_of
-from tests.examples.sharded_model import skip_without_kernels
+from tests.examples.trainer.test_pipelines import skip_without_kernels
 from tests.ranks import RankPool
 
 Step = tuple[list[int], float]

@@ -7,8 +7,8 @@ from evenrank import training as t
 from evenrank.core.errors import ConfigError
 from evenrank.training.metrics import MeanMetrics
 from tests.errors.scene import Row, Scene
+from tests.examples.hstu.samples import make_batch
 from tests.training.test_attention_timing import Attention, Model
-from tests.training.test_flops import batch_of as sequences_of
 from tests.training.test_loss import batch_of, steps_of
 
 
@@ -75,8 +75,8 @@ ROWS = [
     tracked(Attention, 3, 3, "the interval of steps is [3, 3)..."),
     tracked(Attention, -1, 2, "the interval of steps is [-1, 2)..."),
     row(
-        lambda _: t.batch_work(sequences_of({"item_id": [2]}, [0], None), interleave_actions=False, contextual=["age"]),
-        "...needs the key 'age'; batches have item_id...",
+        lambda _: t.batch_work(make_batch([{}]), interleave_actions=False, contextual=["age"]),
+        "...needs the key 'age'; batches have user_id, tags, item_id, action...",
     ),
     row(lambda _: t.hstu_flops(heads=0, **SHAPE), "...heads must be at least 1, got 0"),
     row(lambda _: t.decoder_flops(heads=1, ffn_hidden=0, **SHAPE), "...ffn_hidden must be at least 1, got 0"),

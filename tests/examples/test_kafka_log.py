@@ -2,18 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 
 from evenrank.core.errors import DataError, StateError
 from evenrank.dataloader import LoaderConfig, StreamConfig, build_stream_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.datasets import LogSource, describe_log
-from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of, through_json
 from tests.datasets.logs import MANIFEST, SIZES, items_of, table_of
-from tests.ranks import RankPool
 
 kafka = pytest.importorskip("confluent_kafka", reason="a host without Kafka's client")
 KafkaLog = pytest.importorskip("recipes.kafka_log").KafkaLog
@@ -71,23 +69,22 @@ def test_records_of_a_topic_come_in_turns_of_its_partitions(servers: str) -> Non
         small.read(8, 10)
 
 
-def _balanced(rank: int, world_size: int, servers: str, state: Any, num_steps: int) -> tuple[list[list[int]], Any]:
-    config, stream = LoaderConfig(batch_size=4, order="rows"), StreamConfig(poll_seconds=0.01)
-    log = KafkaLog(servers, "training", MANIFEST)
-    loader: Any = build_stream_loader(log, config, stream, rank=rank, world_size=world_size, follow=True)
-    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
+def _trained(servers: str, num_ranks: int, state: Any, num_steps: int) -> tuple[list[int], Any]:
+    """Return the records that ranks read in some steps, and the state after them."""
+    config, stream, trained = LoaderConfig(batch_size=4, order="rows"), StreamConfig(poll_seconds=0.01), list[int]()
+    for rank in range(num_ranks):
+        log = KafkaLog(servers, "training", MANIFEST)
+        loader = build_stream_loader(log, config, stream, rank=rank, world_size=num_ranks, follow=True)
         if state is not None:
-            balancer.load_state_dict(through_json(state))
-        batches = [batch for _, batch in zip(range(num_steps), balancer, strict=False)]
-        for batch in batches:
+            loader.load_state_dict(through_json(state))
+        for batch in islice(loader, num_steps):
             assert rows_of(batch.features, "item_id")[: batch.num_real] == [items_of(one) for one in ids_of(batch)]
-        return [ids_of(batch) for batch in batches], balancer.state_dict(after=batches[-1])
+            trained += ids_of(batch)
+    return trained, loader.state_dict()
 
 
-def test_ranks_train_each_message_once_over_a_resumption(servers: str, ranks: RankPool) -> None:
+def test_ranks_train_each_message_once_over_a_resumption(servers: str) -> None:
     _produce(servers, "training", range(300))
-    first = ranks.run(2, _balanced, servers, None, 10)
-    assert first[0][1] == first[1][1]
-    second = ranks.run(3, _balanced, servers, first[0][1], 8)
-    trained = [record for batches, _ in first + second for batch in batches for record in batch]
-    assert sorted(trained) == list(range(10 * 8 + 8 * 12))
+    first, state = _trained(servers, 2, None, 10)
+    second, _ = _trained(servers, 3, state, 8)
+    assert sorted(first + second) == list(range(10 * 8 + 8 * 12))

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenrank.training import AttentionTracker, Flops, LayerTiming
-from tests.training.test_step_timer import Time, slow_time
+from evenrank.training import AttentionTracker, Flops
+from tests.training.test_step_timer import Time, slow_time, timed
 
 FORWARD, BACKWARD = 2.0, 3.0  # milliseconds of the layers below
 
@@ -17,27 +17,13 @@ def _slow_time() -> Iterator[None]:
         yield
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        Time.now += FORWARD / 1e3
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        Time.now += BACKWARD / 1e3
-        return 2 * ctx.saved_tensors[0] * gradient  # type: ignore[no-any-return]
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, query: Tensor, *, lengths: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        squared: Tensor = Square.apply(query * self.weight)  # type: ignore[no-untyped-call]
-        return squared * scale
+        return timed(FORWARD / 1e3, BACKWARD / 1e3, query * self.weight) ** 2 * scale
 
 
 class Model(nn.Module):
@@ -54,21 +40,10 @@ class Model(nn.Module):
         return x + self.second(query=self.between(y), scale=2.0)  # type: ignore[no-any-return]
 
 
-def _inputs() -> Tensor:
-    return torch.arange(6.0).view(2, 3).requires_grad_()
-
-
 def _train(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
-    (model(_inputs()) ** 2).sum().backward()
+    (model(torch.arange(6.0).view(2, 3).requires_grad_()) ** 2).sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _spans(timings: list[LayerTiming]) -> Any:
-    return [
-        (each.layer, each.calls, round(each.forward_ms, 6), each.backward_ms and round(each.backward_ms, 6))
-        for each in timings
-    ]
 
 
 def test_times_are_those_of_each_layer_alone_within_the_interval_and_there_are_no_hooks_outside() -> None:
@@ -79,14 +54,15 @@ def test_times_are_those_of_each_layer_alone_within_the_interval_and_there_are_n
     def count_hooks() -> int:
         return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
-    hooks, rows = [count_hooks()], []
+    hooks, rows = [count_hooks()], list[Any]()
     for _ in range(4):
         assert all(torch.equal(*pair) for pair in zip(plain, _train(model), strict=True))  # the same bits
         model.first(torch.ones(2, 3)).sum().backward()  # its inputs need no gradient
-        rows.append(_spans(tracker.step()))
+        timings = tracker.step()
+        rows.append([(one.layer, one.calls, pytest.approx((one.forward_ms, one.backward_ms))) for one in timings])
         hooks.append(count_hooks())
     assert hooks == [0, 6, 6, 0, 0]
-    layers = [("first", 4, FORWARD, BACKWARD), ("second", 2, FORWARD, BACKWARD), ("between", 2, 0, 0)]
+    layers = [("first", 4, (FORWARD, BACKWARD)), ("second", 2, (FORWARD, BACKWARD)), ("between", 2, (0, 0))]
     assert rows == [[], [], layers, []]
     for start in (0, 1):
         detached = AttentionTracker(model, Attention, device="cpu", start=start, stop=2)
@@ -109,37 +85,23 @@ def test_speeds_are_total_flops_of_arguments_by_name_over_total_time() -> None:
     assert timing.forward_tflops == pytest.approx(60 / (2 * FORWARD * 1e-3) / 1e12)
     assert timing.backward_tflops == pytest.approx(180 / (2 * BACKWARD * 1e-3) / 1e12)
     assert timing.mfu == pytest.approx(240 / (2 * (FORWARD + BACKWARD) * 1e-3) / 1e6)
-    assert timing.line().startswith(
-        "rank 0 |  | 2 calls | forward 2.000 ms, 0.0 TFLOP/s | backward 3.000 ms, 0.0 TFLOP"
+    assert timing.line() == (
+        "rank 0 |  | 2 calls | forward 2.000 ms, 0.0 TFLOP/s | backward 3.000 ms, 0.0 TFLOP/s | MFU 2.4%"
     )
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_within_the_interval_waits_and_times_are_those_of_the_device() -> None:
-    class Products(nn.Module):
-        def forward(self, x: Tensor, *, times: int) -> Tensor:
-            for _ in range(times):
-                x = x @ x.T / len(x)
-            return x
-
-    def flops(module: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-        forward = arguments["times"] * 2 * len(arguments["x"]) ** 3
-        return Flops(linear_forward=forward, linear_backward=2 * forward, attention_forward=0, attention_backward=0)
-
-    model = nn.ModuleDict({"short": Products(), "long": Products()})
-    tracker = AttentionTracker(model, Products, device="cuda", start=1, stop=3, flops=flops, peak_flops=1e15)
-    x = torch.randn(2048, 2048, device="cuda", requires_grad=True)
-    results: list[Any] = []
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4096)).cuda()
+    tracker, results = AttentionTracker(model, nn.Linear, device="cuda", start=1, stop=3), list[Any]()
     try:
         for step in range(3):
             torch.cuda.set_sync_debug_mode("error" if step < 2 else "default")
-            (model["short"](x, times=2).sum() + model["long"](x, times=20).sum()).backward()
+            model(torch.ones(4096, 64, device="cuda", requires_grad=True)).sum().backward()
             results.append(tracker.step())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert results[:2] == [[], []]
-    short, long = results[2]
-    assert (short.calls, long.calls) == (2, 2)
+    none, also_none, (short, long) = results
+    assert (none, also_none, short.calls, long.calls) == ([], [], 2, 2)
     assert 0 < short.forward_ms < long.forward_ms
     assert 0 < short.backward_ms < long.backward_ms
-    assert 0 < long.mfu < 1

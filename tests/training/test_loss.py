@@ -1,127 +1,31 @@
-import contextlib
-import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline import Tracer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import evenrank.training
-from evenrank.core.errors import ConfigError, RankError
-from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, LinearCost
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import JaggedBatch, LoaderConfig, build_loader
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.balance.ranks.connection import SCALING
-from evenrank.training import LossAverage, accumulate, label_bits, scale_loss
+from evenrank.training import accumulate, in_batch_mask, label_bits, scale_loss
 from tests.dataloader.balance.costs import COST
-from tests.ranks import RankPool
-
-WORLD_SIZE = 4
+from tests.dataloader.batch_helpers import rows_of
 
 
 def batch_of(**changes: Any) -> JaggedBatch:
     return JaggedBatch(batch_size=1, num_real=0).replace(**changes)
 
 
-def _loader(path: Path, batch_size: int, rank: int = 0, world_size: int = 1) -> Loader[SequenceBatch]:
-    config = LoaderConfig(batch_size=batch_size, max_history_length=20, max_num_candidates=2)
-    return build_loader(path, config, rank=rank, world_size=world_size)
-
-
-def _items(batch: SequenceBatch) -> tuple[Tensor, ...]:
-    return torch.split(batch.features["item_id"].values(), batch.features["item_id"].lengths().tolist())
-
-
-def _counted(candidates: Tensor) -> Tensor:
-    """Return which candidates are loss tokens of which of three tasks: bool [n, 3]; the last task has few."""
-    return torch.stack([candidates % divisor == 0 for divisor in (1, 2, 7)], dim=-1)
-
-
-def _task_tokens(batch: SequenceBatch) -> Tensor:
-    candidates = [ids[len(ids) - n :] for ids, n in zip(_items(batch), batch.num_candidates.tolist(), strict=True)]
-    return _counted(torch.cat([torch.empty(0, dtype=torch.int64), *candidates])).sum(dim=0)
-
-
-class Model(torch.nn.Module):
-    """Scores each candidate against the sum of the history; in float64, so that the order of sums does not matter."""
-
-    def __init__(self, num_items: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(num_items, 4, dtype=torch.float64)
-        self.weight = torch.nn.Parameter(torch.randn(3, 4, 4, dtype=torch.float64))
-
-    def forward(self, batch: SequenceBatch) -> Tensor:
-        assert batch.labels is not None
-        labels = torch.split(batch.labels["label"].values(), batch.labels["label"].lengths().tolist())
-        # The loss of a rank without samples must depend on every parameter too, or DDP waits for its gradients.
-        losses = [(self.embedding.weight.sum() + self.weight.sum(dim=(1, 2))) * 0]
-        for ids, actions, count in zip(_items(batch), labels, batch.num_candidates.tolist(), strict=True):
-            if count:
-                vectors = self.embedding(ids)
-                scores = (vectors[-count:] @ self.weight @ vectors[:-count].sum(dim=0)).T
-                losses.append((_counted(ids[-count:]) * (scores - actions[:, None]) ** 2).sum(dim=0))
-        return torch.stack(losses).sum(dim=0)
-
-
-# The steps that are accumulated, and whether each task has loss tokens of its own.
-MODES = [(num_steps, by_task) for num_steps in (1, 2) for by_task in (False, True)]
-
-
-def _gradients(model: torch.nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _train(rank: int, world_size: int, path: Path, strategy: str) -> tuple[list[list[Tensor]], list[int]]:
-    """Return the gradients of each optimizer step, and the samples of each batch."""
-    gradients, num_real = [], []
-    for num_steps, by_task in MODES if strategy == "none" else MODES[-1:]:
-        model = DistributedDataParallel(Model(501))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        with Balancer(_loader(path, 8, rank, world_size), BalanceConfig(cost=COST, strategy=strategy)) as balancer:
-            for batches in accumulate(balancer, num_steps, task_tokens=_task_tokens if by_task else None):
-                optimizer.zero_grad()
-                for batch in batches:
-                    num_real.append(batch.num_real)
-                    with contextlib.nullcontext() if batch is batches[-1] else model.no_sync():
-                        scale_loss(model(batch), batch).sum().backward()
-                gradients.append(_gradients(model))
-                optimizer.step()
-    return gradients, num_real
-
-
-def _train_on_one_rank(path: Path) -> list[list[Tensor]]:
-    """Return the gradients of each optimizer step, with the samples of all ranks in one batch."""
-    gradients = []
-    for num_steps, by_task in MODES:
-        model, batches = Model(501), list(_loader(path, 8 * WORLD_SIZE))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        assert batches[-1].num_real <= 8 * (WORLD_SIZE - 1)  # a rank has no sample in the last step
-        assert len(batches) % 2  # an optimizer step that is not full
-        for start in range(0, len(batches), num_steps):
-            step = batches[start : start + num_steps]
-            tokens = sum(_task_tokens(batch) if by_task else torch.tensor(batch.loss_tokens) for batch in step)
-            optimizer.zero_grad()
-            (torch.stack([model(batch) for batch in step]).sum(dim=0) / tokens).sum().backward()
-            gradients.append(_gradients(model))
-            optimizer.step()
-    return gradients
-
-
-def test_balanced_gradients_equal_those_of_one_rank_with_all_samples(ranks: RankPool, small_dataset: Path) -> None:
-    expected = _train_on_one_rank(small_dataset)
-    assert [len(gradients) for gradients in expected] == [2] * len(expected)  # of both parameters
-    for strategy in STRATEGIES:
-        results = ranks.run(WORLD_SIZE, _train, small_dataset, strategy)
-        assert strategy != "none" or any(0 in num_real for _, num_real in results)
-        for gradients, _ in results:
-            torch.testing.assert_close(gradients, expected[-len(gradients) :], rtol=1e-10, atol=1e-10)
+def steps_of(world_loss_tokens: list[int | None]) -> list[JaggedBatch]:
+    return [batch_of(step=step, loss_tokens=1, world_loss_tokens=count) for step, count in enumerate(world_loss_tokens)]
 
 
 def test_the_loss_of_each_task_is_divided_by_its_own_loss_tokens_if_they_are_counted() -> None:
@@ -136,10 +40,6 @@ def test_the_loss_of_each_task_is_divided_by_its_own_loss_tokens_if_they_are_cou
     bits = label_bits(torch.tensor([0, 1, 6, 255]), 3)
     assert (bits.tolist(), bits.dtype) == ([[0, 0, 0], [1, 0, 0], [0, 1, 1], [1, 1, 1]], torch.float32)
     assert label_bits(torch.zeros(0, dtype=torch.int64), 8).shape == (0, 8)
-
-
-def steps_of(world_loss_tokens: list[int | None]) -> list[JaggedBatch]:
-    return [batch_of(step=step, loss_tokens=1, world_loss_tokens=count) for step, count in enumerate(world_loss_tokens)]
 
 
 def test_each_batch_has_the_loss_tokens_of_its_whole_optimizer_step_and_none_is_pulled_before_it() -> None:
@@ -165,49 +65,6 @@ def test_each_batch_has_the_loss_tokens_of_its_whole_optimizer_step_and_none_is_
     assert first.world_task_tokens.tolist() == [0.75, 2**24 + 1]
 
 
-def _on_a_mesh(rank: int, world_size: int, counts: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
-    """Return the tokens of each optimizer step, and the averages of two steps, of another one, and of none."""
-    dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
-    mine = counts[dp.get_local_rank()]
-    groups: Any = accumulate(steps_of([9, 9, 9]), 2, task_tokens=lambda batch: mine[batch.step], group=dp)
-    average, averages = LossAverage(3, group=dp), []
-    for step, tokens in enumerate(mine):
-        # What all ranks have is nothing to average by: it may be that of several steps.
-        average.update(tokens * (dp.get_local_rank() + 1.5), batch_of(world_loss_tokens=10**6), task_tokens=tokens)
-        if step:
-            averages.append(average.compute())
-            assert repr(average.compute()) == repr(averages[-1])  # also if it is NaN
-            average.reset()
-    return [[batch.world_task_tokens.tolist() for batch in group] for group in groups], [*averages, average.compute()]
-
-
-def test_tokens_and_averages_are_of_all_data_parallel_ranks(ranks: RankPool) -> None:
-    # [data-parallel ranks, steps, tasks]; the losses are 1.5 and 2.5 for each token.
-    counts = torch.tensor([[[1, 0, 7], [2, 0, 0], [4, 0, 1]], [[10, 0, 0], [20, 0, 3], [0, 5, 0]]])
-    of_two = [(3 * 1.5 + 30 * 2.5) / 33, math.nan, (7 * 1.5 + 3 * 2.5) / 10]
-    for tokens, averages in ranks.run(4, _on_a_mesh, counts):
-        assert tokens == [[[33, 0, 10], [33, 0, 10]], [[4, 5, 1]]]
-        assert averages == [pytest.approx(of, nan_ok=True) for of in (of_two, [1.5, 2.5, 1.5], [math.nan] * 3)]
-
-
-def _raise_unlike_others(rank: int, world_size: int) -> None:
-    """Accumulate other numbers of steps, count other tasks, or count them on one rank alone."""
-    ones = torch.ones(2 + rank, dtype=torch.int64)
-    for num_steps, task_tokens, message in (
-        (1 + rank, None, "num_steps differs between ranks: 1 on rank 0, 2 on rank 1"),
-        (1, lambda batch: ones, r"the shape of task_tokens differs between ranks: \[2\] on rank 0, \[3\] on rank 1"),
-        (1, None if rank else lambda batch: ones, "task_tokens differs between ranks: given on rank 0, None on rank 1"),
-    ):
-        with pytest.raises(RankError, match=f"^{message}$"):
-            list(accumulate(steps_of([1, 1]), num_steps, task_tokens=task_tokens))
-    with pytest.raises(RankError, match=r"^num_tasks differs between ranks: 1 on rank 0, 2 on rank 1$"):
-        LossAverage(1 + rank)
-
-
-def test_what_differs_between_ranks_is_an_error_on_all_before_they_wait_for_each_other(ranks: RankPool) -> None:
-    ranks.run(2, _raise_unlike_others)
-
-
 class _Scaling(torch.nn.Module):
     """Uses the function by its name in this module, or as an attribute of the package."""
 
@@ -230,7 +87,6 @@ def test_a_traced_model_scales_by_the_batch_that_it_runs_on(
     traced, batch = trace(), batch_of(world_loss_tokens=8, dp_size=4)
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [scale_loss]
     assert traced(batch).tolist() == [4 / 8, 4 / 8]
-    assert traced(batch_of(world_loss_tokens=5, dp_size=1)).tolist() == pytest.approx([1 / 5, 1 / 5])
     assert traced(batch.replace(world_task_tokens=torch.tensor([8, 2]))).tolist() == [4 / 8, 4 / 2]
     assert trace(dp_size=3)(batch).tolist() == [3 / 8, 3 / 8]
     with pytest.raises(ConfigError, match="the batch has no world_loss_tokens"):
@@ -247,32 +103,8 @@ def _scaling(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SCALING, name, False)
 
 
-def _train_on(path: Path, loss_of: Callable[[Tensor, JaggedBatch], Tensor], *, in_step: bool) -> None:
-    """Evaluate, with a loss that is scaled or not, and train."""
-    weight = torch.nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    balance = BalanceConfig(cost=LinearCost(interleave_actions=False))
-    loader = build_loader(path, LoaderConfig(batch_size=64), rank=0, world_size=1, balance=balance)
-    with torch.no_grad():
-        assert len([scale_loss(weight * batch.loss_tokens, batch) if in_step else batch for batch in loader]) > 2
-    for batch in loader:
-
-        def closure(batch: JaggedBatch = batch) -> float:
-            loss = loss_of(weight * torch.ones(batch.loss_tokens), batch)
-            loss.backward()
-            return loss.item()
-
-        if in_step:  # as Lightning trains
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-
-
-UNSCALED, MEAN = (
-    "an optimizer steps on balanced batches, and scale_loss was not",
-    "scale_loss was given the mean of losses",
-)
+UNSCALED = "an optimizer steps on balanced batches, and scale_loss was not"
+MEAN = "scale_loss was given the mean of losses"
 
 
 @pytest.mark.parametrize(
@@ -293,6 +125,48 @@ UNSCALED, MEAN = (
 def test_a_loss_that_is_not_a_scaled_sum_is_one_warning(
     small_dataset: Path, caplog: pytest.LogCaptureFixture, loss_of: Any, warning: str | None, in_step: bool
 ) -> None:
-    _train_on(small_dataset, loss_of, in_step=in_step)
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    config, balance = LoaderConfig(batch_size=64), BalanceConfig(cost=COST)
+    loader = build_loader(small_dataset, config, rank=0, world_size=1, balance=balance)
+    with torch.no_grad():  # an evaluation, with a loss that is scaled or not
+        assert len([scale_loss(weight * batch.loss_tokens, batch) if in_step else batch for batch in loader]) > 2
+    for batch in loader:
+
+        def closure(batch: JaggedBatch = batch) -> float:
+            loss = loss_of(weight * torch.ones(batch.loss_tokens), batch)
+            loss.backward()
+            return float(loss.detach())
+
+        if in_step:  # as Lightning trains
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
     found = [record.message for record in caplog.records if "scale_loss" in record.message]
     assert [message[: len(str(warning))] for message in found] == [warning] * (warning is not None)
+
+
+@pytest.mark.parametrize("num_candidates", [0, 1, 3])
+def test_negatives_within_a_batch_are_those_of_plain_loops(small_dataset: Path, num_candidates: int) -> None:
+    config = LoaderConfig(batch_size=24, max_history_length=20, max_num_candidates=num_candidates)
+    seen = set()
+    for batch in build_loader(small_dataset, config, rank=0, world_size=1):
+        rows, features = rows_of(batch.features, "item_id"), batch.features["item_id"]
+        targets = [
+            (row, item)
+            for row, items in enumerate(rows)
+            for item in (items[len(items) - num_candidates :] if num_candidates and items else items[1:])
+        ]
+        mask = in_batch_mask(batch)
+        assert mask.tolist() == [[other not in rows[row] for _, other in targets] for row, _ in targets]
+        # Ids that differ by a multiple of 2^61, which times 24 rows is 0 in int64.
+        items = features.values()
+        large = KeyedJaggedTensor(["item_id"], items // 4 + (items % 4 << 61), lengths=features.lengths())
+        others = [batch.replace(features=large)]
+        if num_candidates:  # of which some may be no loss tokens; the lengths of labels of floats are those of integers
+            others += [batch.replace(loss_tokens=0), batch.replace(labels=None, float_labels=batch.labels)]
+        assert all(torch.equal(in_batch_mask(other), mask) for other in others)
+        seen |= {*mask.flatten().tolist()}
+    assert seen == {True, False}
+    assert in_batch_mask(batch.index_select([])).shape == (0, 0)

@@ -1,5 +1,6 @@
 import contextlib
 from collections.abc import Iterator
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -7,13 +8,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader.balance import StepMetrics, summarize
+from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.training import StepTimer, step_timer
 from tests.dataloader.balance.metrics.example_steps import step
-from tests.ranks import RankPool
 
 OTHERS = 100.0  # seconds of what is between two steps and counts as computing, such as of the optimizer
 
@@ -37,9 +40,7 @@ def _own_time() -> Iterator[None]:
         yield
 
 
-class Timed(torch.autograd.Function):
-    """Passes values and gradients on, which takes a time in the forward and in the backward pass."""
-
+class _Timed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.backward_seconds = backward
@@ -52,10 +53,10 @@ class Timed(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _timed(forward: float, backward: float, x: Tensor | None = None) -> Tensor:
+def timed(forward: float, backward: float, x: Tensor | None = None) -> Tensor:
+    """Pass values and gradients on, which takes this time in the forward and in the backward pass."""
     x = torch.ones(2, 3, requires_grad=True) if x is None else x
-    timed: Tensor = Timed.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-    return timed
+    return _Timed.apply(x, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
 
 
 Spans = list[tuple[int, tuple[list[float], list[float]] | None]]
@@ -73,12 +74,8 @@ class Written(list[StepMetrics]):
 
     def spans(self) -> Spans:
         """Return each step, and the seconds of each rank to compute and to wait in it; None if it was not measured."""
-        return [
-            (each.step, None)
-            if each.compute_seconds is None or each.wait_seconds is None
-            else (each.step, (each.compute_seconds.tolist(), each.wait_seconds.tolist()))
-            for each in self
-        ]
+        times = [(one.step, one.compute_seconds, one.wait_seconds) for one in self]
+        return [(n, None if a is None or b is None else (a.tolist(), b.tolist())) for n, a, b in times]
 
 
 def _step(timer: StepTimer, number: int, *, compute: float, wait: float) -> None:
@@ -86,20 +83,6 @@ def _step(timer: StepTimer, number: int, *, compute: float, wait: float) -> None
     Time.now += compute
     with timer.waiting():
         Time.now += wait
-
-
-@pytest.mark.parametrize("every", [1, 2, 3, 50])
-def test_a_step_has_the_time_to_compute_and_that_to_wait(every: int) -> None:
-    written, plain = Written(), list[StepMetrics]()
-    with StepTimer(written, plain.append, every=every) as timer:
-        timer.begin({"strategy": "none"})
-        for number in range(5):
-            assert len(written) == number // every * every
-            _step(timer, number, compute=number + 1, wait=0.5)
-    timer.close()  # which writes nothing twice
-    assert written.spans() == [(0, None), *((number, ([number + 1], [0.5])) for number in range(1, 5))]
-    assert (plain, written.options) == (written, {"strategy": "none"})
-    assert summarize(written).measured_steps == 4
 
 
 @pytest.mark.parametrize(("within", "compute", "wait"), [(False, OTHERS + 9, 0), (True, OTHERS + 4, 5)])
@@ -110,8 +93,8 @@ def test_computing_is_all_from_one_step_to_the_last_gradient_of_the_next_or_to_t
     model, timer = nn.Linear(3, 1), StepTimer(written)
     for number in range(3):
         timer(step(number))
-        embeddings = _timed(1, 5)
-        loss = model(_timed(1, 2, embeddings)).sum()
+        embeddings = timed(1, 5)
+        loss = model(timed(1, 2, embeddings)).sum()
         timer.watch(loss, **({"until": embeddings} if within else {}))
         loss.backward()  # 2 seconds until the gradient of the embeddings, then 5 of their exchange
         Time.now += OTHERS
@@ -134,71 +117,79 @@ def test_a_step_after_an_interruption_is_not_measured_and_a_batch_left_untrained
     assert written.spans() == [*of_first, (0, ([10], [0])), (1, ([11], [0])), (2, None)]
 
 
-def _train(rank: int, world_size: int, every: int) -> Spans:
-    """Train with DDP, where each rank computes for a second more than the one before; return the steps written."""
+@pytest.fixture
+def _group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_the_wait_ends_when_ddp_has_the_gradients() -> None:
     written, model = Written(), DistributedDataParallel(nn.Linear(3, 1, bias=False))
 
     def wait() -> None:
-        Time.now += world_size - 1 - rank  # until the slowest rank is there
+        Time.now += 4  # until the slowest rank is there
 
-    def all_reduce(
-        state: object,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[torch.Tensor]:
+    def all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         step_timer._after_backward(wait)
-        reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        reduced: torch.futures.Future[Tensor] = torch.futures.Future()
         reduced.set_result(torch.full_like(bucket.buffer(), 7))
         return reduced
 
     model.register_comm_hook(None, all_reduce)
-    with slow_time(), mock.patch.multiple(dist, all_gather=None, all_reduce=None, barrier=None, broadcast=None):
-        timer, gradients = StepTimer(written, every=every), list[Any]()
-        release = timer._release
+    timer, gradients = StepTimer(written, every=2), list[Any]()
+    release = timer._release
 
-        def watched_release() -> None:
-            gradients.append(model.module.weight.grad)
-            release()
+    def watched_release() -> None:
+        gradients.append(model.module.weight.grad.tolist())
+        release()
 
-        with mock.patch.object(timer, "_release", watched_release):
-            for number in range(5):
-                timer(step(number))
-                loss = model(_timed(1, 2 + rank)).sum()
-                timer.watch(loss)
-                loss.backward()
-                assert gradients[-1].tolist() == [[7, 7, 7]]  # DDP was done when the wait ended
+    with mock.patch.object(timer, "_release", watched_release):
+        for number in range(5):
+            timer(step(number))
+            loss = model(timed(1, 2)).sum()
+            timer.watch(loss)
+            loss.backward()
         timer.close()
-    return written.spans()
+    assert gradients == [[[7, 7, 7]]] * 5
+    assert written.spans() == [(0, None), *((number, ([3], [4])) for number in range(1, 5))]
 
 
-@pytest.mark.parametrize(("world_size", "every"), [(2, 1), (3, 2), (3, 50)])
-def test_the_slowest_rank_computes_longest_and_the_others_wait(ranks: RankPool, world_size: int, every: int) -> None:
-    written, *others = ranks.run(world_size, _train, every)
-    assert others == [[]] * (world_size - 1)
-    compute = [3 + rank for rank in range(world_size)]
-    wait = [world_size - 1 - rank for rank in range(world_size)]
-    assert written == [(0, None), *((number, (compute, wait)) for number in range(1, 5))]
-
-
-Job = tuple[tuple[int, int], tuple[int, int]]  # of each rank, the interval and the number of steps
-
-
-def _manual(rank: int, world_size: int, jobs: list[Job]) -> list[Spans]:
-    """Return what the timers of a group of two ranks write, of which none gets another's times."""
-    group, found = dist.new_group([1, 2]), list[Spans]()
-    for every, steps in jobs if rank else ():
-        written = Written()
-        with slow_time(), StepTimer(written, every=every[rank - 1], group=group) as timer:
-            for number in range(steps[rank - 1]):
-                _step(timer, number, compute=rank, wait=2 - rank)
-        found.append(written.spans())
-    return found
-
-
-def test_ranks_with_other_numbers_of_steps_and_intervals_end_with_the_steps_in_common(ranks: RankPool) -> None:
-    steps = [(4, 4), (5, 3), (3, 8), (0, 2), (2, 0)]
-    jobs: list[Job] = [((every, every), of_ranks) for every in (1, 2, 4) for of_ranks in steps]
-    jobs += [(every, (40, 40)) for every in ((3, 50), (50, 3), (7, 5))]
-    _, written, others = ranks.run(3, _manual, jobs)
-    assert others == [[]] * len(jobs)  # only the first rank calls writers
-    for found, (_, of_ranks) in zip(written, jobs, strict=True):
-        assert found == [(number, ([1, 2], [1, 0]) if number else None) for number in range(min(of_ranks))]
+@given(
+    every=st.lists(st.integers(1, 6) | st.just(50), min_size=1, max_size=3),
+    steps=st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    turns=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+)
+@example(every=[3, 50], steps=[40, 40], turns=[1])
+@example(every=[50, 3], steps=[40, 40], turns=[1])
+@example(every=[1, 1, 1], steps=[4, 3, 5], turns=[9])
+@example(every=[2], steps=[5], turns=[1])
+def test_steps_in_common_have_the_times_of_all_ranks_whatever_their_numbers_and_intervals(
+    every: list[int], steps: list[int], turns: list[int]
+) -> None:
+    store, world_size, timers = dist.HashStore(), len(every), dict[int, StepTimer]()  # type: ignore[attr-defined]
+    written, plain = [Written() for _ in every], [list[StepMetrics]() for _ in every]
+    times, done = [0.0] * world_size, [0] * world_size
+    for turn in cycle(turns):
+        for rank in reversed(range(world_size)):  # others train before rank 0, whose interval counts, has a timer
+            if rank not in timers:
+                members = Members(rank=rank, world_size=world_size, store=store)
+                with mock.patch("evenrank.training.step_timer.members_of", return_value=members):
+                    timers[rank] = StepTimer(written[rank], plain[rank].append, every=every[rank])
+                timers[rank].begin({"rank": rank})
+            Time.now = times[rank]
+            for number in range(done[rank], min(done[rank] + turn, steps[rank])):
+                assert world_size > 1 or len(written[0]) == number // every[0] * every[0]
+                _step(timers[rank], number, compute=rank + 1, wait=world_size - rank)
+                done[rank] = number + 1
+            times[rank] = Time.now
+        if done == steps[:world_size]:
+            break
+    for rank in (*timers, 0):  # the first one waits for the others, and writes nothing twice
+        timers[rank].close()
+    of_step = [rank + 1 for rank in range(world_size)], [world_size - rank for rank in range(world_size)]
+    assert written[0].spans() == [(number, of_step if number else None) for number in range(min(done))]
+    assert (plain[0], written[0].options) == (written[0], {"rank": 0})
+    assert summarize(written[0]).measured_steps == max(min(done) - 1, 0)
+    assert written[1:] == plain[1:] == [[]] * (world_size - 1)  # only the first rank calls writers

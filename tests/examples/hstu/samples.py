@@ -1,33 +1,23 @@
-"""Sequences, batches of samples given as lists or drawn, models in float64, and how exact results are."""
+"""Sequences, batches of samples given as lists or drawn, models in float64, and steps that must not wait for a GPU."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingConfig
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from hstu import HSTUConfig, HSTURanking, Sequences, tables
 
 SIZES = {"user_id": 10, "tags": 6, "item_id": 30, "action": 8}
-CONFIG = HSTUConfig(
-    max_length=50,
-    contextual=("user_id", "tags"),
-    embedding_dim=6,
-    hidden=8,
-    heads=4,
-    head_dim=4,
-    layers=2,
-    position_buckets=12,
-    dropout=0.0,
-)
+_SHAPE: dict[str, Any] = {"embedding_dim": 6, "hidden": 8, "heads": 4, "head_dim": 4, "layers": 2}
+CONFIG = HSTUConfig(max_length=50, contextual=("user_id", "tags"), position_buckets=12, dropout=0.0, **_SHAPE)
 NUM_TASKS = 3
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -37,30 +27,19 @@ def make_sequences(
 ) -> Sequences:
     """Return where samples of the given numbers of tokens are."""
     counts = torch.tensor([lengths, contextual, candidates], dtype=torch.int64).to(device)
-    return Sequences(
-        offsets=torch.cat([counts.new_zeros(1), counts[0].cumsum(0)]),
-        num_contextual=counts[1],
-        num_candidates=counts[2],
-        num_tokens=sum(lengths),
-        max_length=max(lengths, default=0),
-    )
+    offsets = torch.cat([counts.new_zeros(1), counts[0].cumsum(0)])
+    of_host: dict[str, Any] = {"num_tokens": sum(lengths), "max_length": max(lengths, default=0)}
+    return Sequences(offsets=offsets, num_contextual=counts[1], num_candidates=counts[2], **of_host)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    user_id: list[int] = field(default_factory=list)
-    tags: list[int] = field(default_factory=list)
-    item_id: list[int] = field(default_factory=list)
-    action: list[int] = field(default_factory=list)
-    num_candidates: int = 0
-    labels: list[int] = field(default_factory=list)
+Sample = Mapping[str, Any]  # lists of a sample, by feature and `labels`, and `num_candidates`; none of padding
 
 
 def make_batch(samples: Sequence[Sample], *, rows: int | None = None) -> SequenceBatch:
     """Return a batch of samples and padding."""
-    padded = [*samples, *[Sample()] * ((rows or len(samples)) - len(samples))]
-    features, limits = jagged({key: [getattr(sample, key) for sample in padded] for key in SIZES})
-    labels, label_limits = jagged({"label": [sample.labels for sample in padded]})
+    padded = [*samples, *[dict[str, Any]()] * ((rows or len(samples)) - len(samples))]
+    features, limits = jagged({key: [sample.get(key, []) for sample in padded] for key in SIZES})
+    labels, label_limits = jagged({"label": [sample.get("labels", []) for sample in padded]})
     return SequenceBatch(
         batch_size=len(padded),
         num_real=len(samples),
@@ -68,7 +47,7 @@ def make_batch(samples: Sequence[Sample], *, rows: int | None = None) -> Sequenc
         max_lengths=limits | label_limits,
         features=features,
         labels=labels,
-        num_candidates=torch.tensor([sample.num_candidates for sample in padded]),
+        num_candidates=torch.tensor([sample.get("num_candidates", 0) for sample in padded]),
         sample_ids=torch.tensor([row if row < len(samples) else -1 for row in range(len(padded))]),
     )
 
@@ -82,54 +61,26 @@ def jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTenso
 
 
 def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") -> list[Sample]:
-    """Draw samples with histories of 0 to 7 items, and 2 candidates if those are predicted.
-
-    `predict` is `candidates`, `candidates-with-actions` or `history`.
-    """
-    rng = np.random.default_rng(seed)
-
-    def draw(key: str, length: int) -> list[int]:
-        drawn: list[int] = rng.integers(0, SIZES[key], length).tolist()
-        return drawn
-
-    num_candidates = 2 if predict.startswith("candidates") else 0
-
-    def one() -> Sample:
+    """Draw samples with histories of 0 to 7 items; `predict` is `candidates`, `candidates-with-actions`, `history`."""
+    rng, num_candidates = np.random.default_rng(seed), 2 if predict.startswith("candidates") else 0
+    samples = list[Sample]()
+    for _ in range(count):
         history = int(rng.integers(0, 8))
-        actions = draw("action", history + num_candidates)
-        return Sample(
-            user_id=draw("user_id", 1),
-            tags=draw("tags", int(rng.integers(0, 4))),
-            item_id=draw("item_id", history + num_candidates),
-            action=actions[:history] if predict == "candidates" else actions,
-            num_candidates=num_candidates,
-            labels=actions if predict == "history" else actions[history:],
-        )
-
-    return [one() for _ in range(count)]
-
-
-class Tables(nn.Module):
-    """Embedding tables like `torchrec.EmbeddingCollection`, which always returns float32."""
-
-    def __init__(self, configs: Sequence[EmbeddingConfig]) -> None:
-        super().__init__()
-        self.features = {feature: config.name for config in configs for feature in config.feature_names}
-        self.tables = nn.ModuleDict(
-            {config.name: nn.Embedding(config.num_embeddings, config.embedding_dim) for config in configs}
-        )
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        return {
-            feature: JaggedTensor(self.tables[table](features[feature].values()), lengths=features[feature].lengths())
-            for feature, table in self.features.items()
+        lengths = (1, int(rng.integers(0, 4)), history + num_candidates, history + num_candidates)
+        sample: dict[str, Any] = {
+            key: rng.integers(0, SIZES[key], length).tolist() for key, length in zip(SIZES, lengths, strict=True)
         }
+        sample |= {"num_candidates": num_candidates, "labels": sample["action"][history if num_candidates else 0 :]}
+        sample["action"] = sample["action"][: history if predict == "candidates" else None]
+        samples.append(sample)
+    return samples
 
 
 def make_ranking(config: HSTUConfig = CONFIG, **options: Any) -> HSTURanking:
-    """Return a model with the same weights each time, in float64."""
+    """Return a model with the same weights each time; in float64, but for what its tables return."""
     torch.manual_seed(0)
-    return HSTURanking(Tables(tables(SIZES, config)), config, **{"num_tasks": NUM_TASKS, **options}).double()
+    embeddings = EmbeddingCollection(tables=tables(SIZES, config))
+    return HSTURanking(embeddings, config, **{"num_tasks": NUM_TASKS, **options}).double()
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Tokens, layers and ranking, beside plain loops over single samples."""
+"""Tokens, layers and ranking, beside plain loops over single samples; initial values and rows of the tables."""
 
 import math
 import re
@@ -6,20 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, silu
-from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingCollection
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader import SequenceBatch
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
-from evenrank.training import label_bits, scale_loss
+import hstu.embeddings
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
+from evenrank.training import label_bits
 from hstu import HSTUConfig, HSTULayer, at_least, tables
+from hstu.embeddings import EQUAL_ROWS, EqualRows, fill_rows
 from hstu.layers import NORM_EPS
 from hstu.model import PositionEmbedding, arrange, lay_out
 from tests.examples.hstu.samples import (
@@ -34,17 +35,15 @@ from tests.examples.hstu.samples import (
     random_samples,
     run_quietly,
 )
-from tests.ranks import RankPool
-
-FIRST = {"user_id": 100, "tags": 200, "item_id": 300, "action": 400}  # what the tokens of a feature begin with
 
 
 def _one_by_one(sample: Sample, interleave_actions: bool) -> list[int]:
-    tokens = [100 + value for value in sample.user_id] + [200 + value for value in sample.tags]
-    for index, item in enumerate(sample.item_id):
+    """Return the tokens of a sample, which begin with the hundred of their feature."""
+    tokens = [100 + value for value in sample["user_id"]] + [200 + value for value in sample["tags"]]
+    for index, item in enumerate(sample["item_id"]):
         tokens.append(300 + item)
-        if interleave_actions and index < len(sample.action):
-            tokens.append(400 + sample.action[index])
+        if interleave_actions and index < len(sample["action"]):
+            tokens.append(400 + sample["action"][index])
     return tokens
 
 
@@ -62,7 +61,7 @@ def test_tokens_are_those_of_loops_and_are_counted_as_the_cost_does(
     batch = make_batch(samples, rows=count + padding + 1)
     config = replace(CONFIG, interleave_actions=interleave_actions)
     layout = lay_out(batch, config, predicts_history=torch.zeros(batch.batch_size, dtype=torch.bool))
-    values = {key: batch.features[key].values()[:, None] + first for key, first in FIRST.items()}
+    values = {key: batch.features[key].values()[:, None] + 100 * number for number, key in enumerate(SIZES, start=1)}
     sequences, tokens = layout.sequences, arrange(values, layout.places).squeeze(1)
     expected = [_one_by_one(sample, interleave_actions) for sample in samples] + [[]] * (padding + 1)
     assert [row.tolist() for row in torch.split(tokens, sequences.lengths.tolist())] == expected
@@ -100,13 +99,9 @@ def _norm(row: Tensor) -> Tensor:
     return (row - row.mean()) / (row.var(correction=0) + NORM_EPS).sqrt()
 
 
-def _sees(query: int, key: int, contextual: int, history: int) -> bool:
-    return query == key if key >= history else query < contextual or key <= query
-
-
 def _layer_by_loops(layer: HSTULayer, tokens: Tensor, contextual: int, candidates: int) -> Tensor:
     """Return the output for one sample [tokens, hidden]; the norms have their initial weights."""
-    heads, head_dim = CONFIG.heads, CONFIG.head_dim
+    heads, head_dim, history = CONFIG.heads, CONFIG.head_dim, len(tokens) - candidates
     weight, bias = (part.view(heads, 4, head_dim, -1) for part in (layer.uvqk.weight, layer.uvqk.bias))
     u, v, q, k = (
         [[silu(weight[head, part] @ _norm(row) + bias[head, part, :, 0]) for head in range(heads)] for row in tokens]
@@ -117,7 +112,7 @@ def _layer_by_loops(layer: HSTULayer, tokens: Tensor, contextual: int, candidate
         attended = torch.zeros(heads, head_dim, dtype=tokens.dtype)
         for head in range(heads):
             for j in range(len(tokens)):
-                if _sees(i, j, contextual, len(tokens) - candidates):
+                if i == j if j >= history else i < contextual or j <= i:
                     score = q[i][head] @ k[j][head] / math.sqrt(head_dim)
                     attended[head] += silu(score) / CONFIG.max_length * v[j][head]
         gated = _norm(attended.flatten()) * torch.cat(u[i])
@@ -154,115 +149,66 @@ def test_with_recompute_gradients_are_equal_bit_for_bit_and_activations_are_not_
     assert kept[1] < 0.4 * kept[0]
 
 
-SAMPLE = Sample(user_id=[3], tags=[1, 2], item_id=[4, 5, 6, 7, 8], action=[1, 2, 3], num_candidates=2, labels=[5, 6])
-HISTORY = Sample(user_id=[3], tags=[1, 2], item_id=[4, 5, 6, 7], action=[1, 2, 3, 4], labels=[1, 2, 3, 4])
+HISTORY: Sample = {"user_id": [3], "tags": [1, 2], "item_id": [4, 5, 6, 7], "action": [1, 2, 3, 4], "labels": [0] * 4}
+SAMPLE: Sample = {**HISTORY, "item_id": [4, 5, 6, 7, 8], "action": [1, 2, 3], "num_candidates": 2, "labels": [5, 6]}
 
 
-def _is_equal(sample: Sample, **changes: Any) -> list[bool]:
-    """Return which logits of a sample stay as they are if its features change."""
-    logits, others = (make_ranking()(make_batch([one]))[1].detach() for one in (sample, replace(sample, **changes)))
-    return torch.isclose(logits, others, rtol=1e-12, atol=0).all(1).tolist()
-
-
-def _changed(values: list[int], index: int) -> list[int]:
-    return [*values[:index], values[index] - 1, *values[index + 1 :]]
-
-
-def test_candidates_see_the_history_and_the_context_and_not_each_other() -> None:
-    for name, count in (("user_id", 1), ("tags", 2), ("action", 3), ("item_id", 3)):
-        for index in range(count):
-            assert _is_equal(SAMPLE, **{name: _changed(getattr(SAMPLE, name), index)}) == [False, False], (name, index)
-    assert _is_equal(SAMPLE, item_id=_changed(SAMPLE.item_id, 3)) == [False, True]
-    assert _is_equal(SAMPLE, item_id=_changed(SAMPLE.item_id, 4)) == [True, False]
-    with_actions = replace(SAMPLE, action=[1, 2, 3, 4, 5])
-    assert _is_equal(with_actions, action=[1, 2, 3, 0, 1]) == [True, True]
-
-
-def test_a_label_of_the_history_cannot_be_known_before_it_happens() -> None:
-    for index in range(4):
-        assert _is_equal(HISTORY, item_id=_changed(HISTORY.item_id, index)) == [step < index for step in range(4)]
-        # Its own logit is that of the item's token, which comes first.
-        assert _is_equal(HISTORY, action=_changed(HISTORY.action, index)) == [step <= index for step in range(4)]
+@pytest.mark.parametrize(
+    ("sample", "name", "index", "expected"),
+    [
+        # Candidates see the history and the context, but not each other.
+        *((SAMPLE, name, index, [False] * 2) for name, index in (("user_id", 0), ("tags", 0), ("tags", 1))),
+        *((SAMPLE, name, index, [False] * 2) for name in ("action", "item_id") for index in range(3)),
+        *((SAMPLE, "item_id", 3, [False, True]), (SAMPLE, "item_id", 4, [True, False])),
+        *(({**SAMPLE, "action": [1, 2, 3, 4, 5]}, "action", index, [True] * 2) for index in (3, 4)),
+        # A label of the history is not known before it happens; its logit is that of the item's token, which is first.
+        *((HISTORY, "item_id", index, [step < index for step in range(4)]) for index in range(4)),
+        *((HISTORY, "action", index, [step <= index for step in range(4)]) for index in range(4)),
+    ],
+)
+def test_a_value_changes_exactly_the_logits_that_see_it(
+    sample: Sample, name: str, index: int, expected: list[bool]
+) -> None:
+    other = {**sample, name: [value - (place == index) for place, value in enumerate(sample[name])]}
+    logits, others = (make_ranking()(make_batch([one]))[1].detach() for one in (sample, other))
+    assert torch.isclose(logits, others, rtol=1e-12, atol=0).all(1).tolist() == expected
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 2**32), data=st.data(), predict=st.sampled_from(["candidates", "history"]))
-def test_logits_do_not_depend_on_the_other_samples_of_a_batch(seed: int, data: st.DataObject, predict: str) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    order=st.permutations(range(5)),
+    cut=st.integers(1, 4),
+    padding=st.integers(0, 3),
+    predict=st.sampled_from(["candidates", "history"]),
+)
+def test_logits_do_not_depend_on_the_other_samples_of_a_batch(
+    seed: int, order: list[int], cut: int, padding: int, predict: str
+) -> None:
     samples, model = random_samples(5, seed=seed, predict=predict), make_ranking()
 
     def by_sample(rows: list[int], padding: int) -> dict[int, Tensor]:
         batch = make_batch([samples[row] for row in rows], rows=len(rows) + padding)
-        assert batch.labels is not None
-        counts = batch.labels.lengths().tolist()[: len(rows)]
+        counts = [len(samples[row]["labels"]) for row in rows]
         return dict(zip(rows, torch.split(model(batch)[1].detach(), counts), strict=True))
 
-    together, order = by_sample(list(range(5)), 0), data.draw(st.permutations(range(5)))
-    cut = data.draw(st.integers(1, 4))
-    for rows in (order[:cut], order[cut:]):
-        for row, logits in by_sample(rows, data.draw(st.integers(0, 3))).items():
-            torch.testing.assert_close(logits, together[row], rtol=1e-12, atol=1e-12)
+    together = by_sample([*range(5)], 0)
+    for row, logits in (by_sample(order[:cut], padding) | by_sample(order[cut:], 0)).items():
+        torch.testing.assert_close(logits, together[row], rtol=1e-12, atol=1e-12)
 
 
-def test_loss_sums_are_those_of_the_tasks() -> None:
+def test_loss_sums_are_those_of_the_tasks_and_gradients_are_zero_without_samples() -> None:
     batch = make_batch(random_samples(4))
     assert batch.labels is not None
     loss_sums, logits = make_ranking()(batch)
     targets = label_bits(batch.labels["label"].values(), NUM_TASKS).double()
     assert logits.shape == targets.shape == (batch.loss_tokens, NUM_TASKS)
-    for task in range(NUM_TASKS):
-        expected = binary_cross_entropy_with_logits(logits[:, task], targets[:, task], reduction="sum")
-        torch.testing.assert_close(loss_sums[task], expected)
+    expected = binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=0)
+    torch.testing.assert_close(loss_sums, expected)
     assert at_least(7)(torch.tensor([6, 7, 9])).tolist() == [[0], [1], [1]]  # one binary task
-
-
-def test_a_batch_without_samples_gives_every_parameter_a_zero_gradient() -> None:
     model = make_ranking(replace(CONFIG, recompute=True))
-    loss_sums, logits = model(make_batch([], rows=3))
-    assert len(logits) == 0
-    loss_sums.sum().backward()
+    model(make_batch([], rows=3))[0].sum().backward()
     assert not any(gradient.any() for gradient in gradients_of(model))
-
-
-ROWS, STEPS, WORLD_SIZE = 3, 3, 4
-
-
-def _batch(step: int, predict: str, ranks: slice) -> SequenceBatch:
-    """Return the batch of some ranks; in the last step, all but the first have nothing."""
-    count = WORLD_SIZE * ROWS if step < STEPS - 1 else ROWS
-    mine = slice(ranks.start * ROWS, ranks.stop * ROWS)
-    return make_batch(random_samples(count, seed=step, predict=predict)[mine], rows=mine.stop - mine.start)
-
-
-def _train(rank: int, world_size: int, predict: str, strategies: tuple[str, ...]) -> dict[str, tuple[Any, int]]:
-    """Return by strategy the gradients of each step, and how many batches have changed."""
-    model = DistributedDataParallel(make_ranking())
-    batches = [_batch(step, predict, slice(rank, rank + 1)) for step in range(STEPS)]
-    results = {}
-    for strategy in strategies:
-        gradients, num_changed = [], 0
-        with Balancer(batches, BalanceConfig(cost=CONFIG.cost(), strategy=strategy)) as balancer:
-            for batch, loaded in zip(balancer, batches, strict=True):
-                scale_loss(model(batch)[0].sum(), batch).backward()
-                gradients.append(gradients_of(model))
-                num_changed += batch.features.length_per_key() != loaded.features.length_per_key()
-        results[strategy] = gradients, num_changed
-    return results
-
-
-@pytest.mark.parametrize(("predict", "strategies"), [("candidates", tuple(STRATEGIES)), ("history", ("lpt-swap",))])
-def test_balanced_gradients_equal_those_of_one_process(
-    ranks: RankPool, predict: str, strategies: tuple[str, ...]
-) -> None:
-    model, expected = make_ranking(), []
-    for step in range(STEPS):
-        batch = _batch(step, predict, slice(0, WORLD_SIZE))
-        (model(batch)[0].sum() / batch.loss_tokens).backward()
-        expected.append(gradients_of(model))
-    results = ranks.run(WORLD_SIZE, _train, predict, strategies)
-    for strategy in strategies:
-        for result in results:
-            torch.testing.assert_close(result[strategy][0], expected, rtol=1e-10, atol=1e-10)
-        assert (sum(result[strategy][1] for result in results) > 0) == (strategy != "none")
 
 
 @pytest.mark.gpu
@@ -270,9 +216,7 @@ def test_balanced_gradients_equal_those_of_one_process(
 @pytest.mark.parametrize(("attention", "head_dim"), [("padded", 4), ("triton", 64)])
 def test_a_step_does_not_synchronize(attention: str, head_dim: int, recompute: bool) -> None:
     config = replace(CONFIG, attention=attention, head_dim=head_dim, recompute=recompute, dropout=0.1)
-    model = make_ranking(config)
-    model.embeddings = EmbeddingCollection(tables=tables(SIZES, config))
-    model.float().cuda()
+    model = make_ranking(config).float().cuda()
     batch = make_batch(random_samples(8), rows=10).to("cuda")
     run_quietly(lambda: model(batch)[0].sum().backward())
     assert all(gradient.isfinite().all() for gradient in gradients_of(model))
@@ -285,3 +229,52 @@ def test_the_first_block_of_the_readme_trains(small_dataset: Path) -> None:
     exec(block, names)
     assert names["logits"].shape == (names["batch"].loss_tokens, 1)
     assert all(torch.any(parameter.grad) for parameter in names["model"].dense.encoder.layers.parameters())
+
+
+ROWS = 50
+
+
+def _fill(
+    first: int, last: int, *, name: str = "items", seed: int = 3, rows: int = ROWS, device: str = "cpu"
+) -> Tensor:
+    table = EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=["item_id"])
+    part = torch.full((last - first, 4), math.nan, device=device)
+    fill_rows(part, table, first_row=first, seed=seed)
+    return part
+
+
+@settings(max_examples=40)
+@given(cuts=st.lists(st.integers(0, ROWS), max_size=5).map(sorted), block=st.integers(3, ROWS + 10))
+def test_initial_values_of_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hstu.embeddings, "BLOCK_ROWS", block)
+        parts = [_fill(first, last) for first, last in zip([0, *cuts], [*cuts, ROWS], strict=True)]
+        assert torch.equal(torch.cat(parts), _fill(0, ROWS))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_initial_values_are_of_the_tables_own_distribution_and_state(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    values = _fill(60_000, 75_000, rows=75_000, device=device)  # over the end of a block
+    torch.testing.assert_close([torch.get_rng_state(), *torch.cuda.get_rng_state_all()], before, rtol=0, atol=0)
+    limit = 75_000**-0.5  # TorchRec's default
+    assert float(values.abs().max()) == pytest.approx(limit, rel=1e-3)
+    assert float(values.mean()) == pytest.approx(0, abs=0.02 * limit)
+    # Rows, blocks, tables and seeds differ.
+    monkeypatch.setattr(hstu.embeddings, "BLOCK_ROWS", 16)
+    drawn = torch.cat([_fill(0, ROWS), _fill(0, ROWS, name="users"), _fill(0, ROWS, seed=4)])
+    assert drawn.unique().numel() > 0.99 * drawn.numel()
+
+
+def test_equal_rows_keep_the_values_and_differ_by_one_at_most() -> None:
+    lengths = np.array([[3000, 1, 0], [0, 0, 0], [2, 3, 5]], dtype=np.int32)
+    features = keyed_jagged_tensor(["item", "empty", "user"], torch.arange(lengths.sum()), lengths)
+    divided = EqualRows()(features)
+    assert (divided.keys(), divided.stride()) == (features.keys(), EQUAL_ROWS)
+    assert divided.length_per_key_or_none() == [3001, 0, 10]  # known to the host
+    assert divided.lengths().dtype == features.lengths().dtype
+    for key in features.keys():  # noqa: SIM118
+        assert torch.equal(divided[key].values(), features[key].values())
+    assert divided["item"].lengths().tolist() == [3] * (3001 - 2 * EQUAL_ROWS) + [2] * (3 * EQUAL_ROWS - 3001)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader import CodeTable, LoaderConfig, SemanticIdBatch, build_loader, random_codes
-from evenrank.dataloader.balance import BalanceConfig
+from evenrank.dataloader import CodeTable, SemanticIdBatch
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
-from evenrank.training import scale_loss
 from hstu.model import arrange
 from semantic_ids import Catalogue, DecoderConfig, SemanticIdModel, beam_search
 from semantic_ids.beam_search import Beams
-from semantic_ids.model import BOS, causal_attention, lay_out, predicting_tokens
+from semantic_ids.model import BOS, lay_out, predicting_tokens
 from tests.examples.hstu.samples import gradients_of, jagged, run_quietly
-from tests.ranks import RankPool
 
 Codes = tuple[int, ...]
 Sample = tuple[Codes, ...]  # of each event; the last event is the target
@@ -36,29 +31,29 @@ def batch_of(
     *,
     sizes: Sequence[int] = SIZES,
     padding: int = 0,
-    history_labels: bool = False,
     users: Sequence[int] = (),
+    first: int = 0,
 ) -> SemanticIdBatch:
-    """Return what a loader makes of these samples, with `candidate_feature` and, if there are users, `user_id`."""
-    offsets = list(accumulate(sizes, initial=0))
+    """Return what a loader makes of these samples, with `candidate_feature` and, if there are users, `user_id`.
+
+    Labels are those of the target or, if `first` is 1, of all events but the first.
+    """
+    offsets, rows = list(accumulate(sizes, initial=0)), [list[int]()] * padding
 
     def tokens(events: Sequence[Codes]) -> list[int]:
         return [code + offset for codes in events for code, offset in zip(codes, offsets, strict=False)]
 
-    features: dict[str, list[list[int]]] = {"user_id": [[user] for user in users]} if users else {}
-    features["semantic_id"] = [tokens(events[:-1]) for events in samples]
-    features["candidate_id"] = [tokens(events[-1:]) for events in samples]
-    first_labels = [min(1, len(events) - 1) if history_labels else len(events) - 1 for events in samples]
-    labels = [list(chain(*events[first:])) for events, first in zip(samples, first_labels, strict=True)]
-    rows: list[list[int]] = [[]] * padding
-    of_features, limits = jagged({key: values + rows for key, values in features.items()})
-    of_labels, label_limits = jagged({"label": labels + rows})
+    features = {"user_id": [[user] for user in users] + rows} if users else {}
+    features["semantic_id"] = [tokens(events[:-1]) for events in samples] + rows
+    features["candidate_id"] = [tokens(events[-1:]) for events in samples] + rows
+    labels = [list(chain(*events[min(first or 99, len(events) - 1) :])) for events in samples] + rows
+    (of_features, limits), (of_labels, label_limits) = jagged(features), jagged({"label": labels})
     return SemanticIdBatch(
-        batch_size=len(samples) + padding,
+        batch_size=len(labels),
         num_real=len(samples),
         loss_tokens=len(of_labels.values()),
         max_lengths=limits | label_limits,
-        sample_ids=torch.arange(len(samples) + padding),
+        sample_ids=torch.arange(len(labels)),
         features=of_features,
         labels=of_labels,
     )
@@ -80,51 +75,37 @@ def make_model(sizes: tuple[int, ...] = SIZES, num_users: int = 0) -> SemanticId
     return model
 
 
-@pytest.mark.parametrize("history_labels", [False, True])
-def test_each_label_is_predicted_at_the_token_before_it(history_labels: bool) -> None:
+# The tokens of the first sample before those that are labels: BOS and the token after it; with labels of the history,
+# also the last code of the first event, and the first of the second.
+@pytest.mark.parametrize(("first", "of_first"), [(0, [5, 6]), (1, [2, 3, 5, 6])])
+def test_each_label_is_predicted_at_the_token_before_it(first: int, of_first: list[int]) -> None:
     samples = [((0, 1), (2, 3), (1, 4)), ((3, 0),), ((1, 1), (2, 2))]
-    batch = batch_of(samples, sizes=(4, 5), padding=1, users=[7, 8, 9], history_labels=history_labels)
+    batch = batch_of(samples, sizes=(4, 5), padding=1, users=[7, 8, 9], first=first)
     sequences, places = lay_out(batch, ("user_id", "semantic_id", BOS, "candidate_id"))
     values = {name: batch.features[name].values()[:, None] for name in places if name != BOS}
     tokens = arrange({**values, BOS: torch.full((batch.batch_size, 1), -1)}, places).flatten()
     rows = [part.tolist() for part in tokens.split(sequences.lengths.tolist())]
     assert rows == [[7, 0, 5, 2, 7, -1, 1, 8], [8, -1, 3, 4], [9, 1, 5, -1, 2, 6], [-1]]
-    expected = [[5, 6], [9, 10], [15, 16]]  # BOS of each sample and the token after it
-    if history_labels:
-        expected[0] = [2, 3, 5, 6]  # the last code of the first event, and the first of the second
-    assert predicting_tokens(batch, places[BOS], 2).tolist() == [place for row in expected for place in row]
+    assert predicting_tokens(batch, places[BOS], 2).tolist() == [*of_first, 9, 10, 15, 16]
 
 
-def test_each_token_sees_itself_and_those_before_it_in_its_sample() -> None:
-    batch = batch_of(random_samples(6, max_history=7), padding=2)
-    sequences, _ = lay_out(batch, ("semantic_id", BOS, "candidate_id"))
-    query, key, value = torch.randn(3, sequences.num_tokens, 2, 8, dtype=torch.float64)
-    out = causal_attention(query, key, value, sequences)
-    for begin, end in zip(sequences.offsets[:-1].tolist(), sequences.offsets[1:].tolist(), strict=True):
-        for token in range(begin, end):
-            scores = torch.einsum("hd,nhd->hn", query[token], key[begin : token + 1]) / 8**0.5
-            expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), value[begin : token + 1])
-            torch.testing.assert_close(out[token], expected, rtol=1e-12, atol=1e-12)
-
-
+@torch.no_grad()
 def _logits_of_codes(batch: SemanticIdBatch) -> Tensor:
     """Return the logits of each code: [codes, largest codebook], -1 beyond a level's codebook."""
-    with torch.no_grad():
-        logits = make_model()(batch)[1]
+    logits = make_model()(batch)[1]
     padded = [nn.functional.pad(of_level, (0, max(SIZES) - of_level.shape[1]), value=-1) for of_level in logits]
     return torch.stack(padded, dim=1).flatten(0, 1)
 
 
 @pytest.mark.parametrize("key", ["semantic_id", "candidate_id"])
 def test_a_token_changes_exactly_the_predictions_after_it(key: str) -> None:
-    sample = random_samples(1, max_history=0)[0] * 5  # a history of 4 events
-    batch = batch_of([sample], history_labels=True)
+    batch = batch_of([random_samples(1, max_history=0)[0] * 5], first=1)  # a history of 4 events
     before = _logits_of_codes(batch)
     begin = batch.features.offset_per_key()[batch.features.keys().index(key)]
     lengths = batch.features.lengths().view(2, -1).numpy()
     for index in range(len(batch.features[key].values())):
-        values, first = batch.features.values().clone(), sum(SIZES[: index % 3])  # another token of the same level
-        values[begin + index] = first + (values[begin + index] - first + 1) % SIZES[index % 3]
+        values, offset = batch.features.values().clone(), sum(SIZES[: index % 3])  # another token of the same level
+        values[begin + index] = offset + (values[begin + index] - offset + 1) % SIZES[index % 3]
         changed = batch.replace(features=keyed_jagged_tensor(batch.features.keys(), values, lengths))
         is_changed = (before != _logits_of_codes(changed)).any(dim=-1).tolist()
         # Predictions are those of the codes of events 1 to 4, of which event 4 is the target.
@@ -136,48 +117,21 @@ def test_a_token_changes_exactly_the_predictions_after_it(key: str) -> None:
 @given(order=st.permutations(range(6)), padding=st.integers(0, 3))
 def test_the_loss_is_the_cross_entropy_and_neither_order_nor_padding_changes_it(order: list[int], padding: int) -> None:
     samples, model = random_samples(6, max_history=5), make_model(num_users=6)
-    with torch.no_grad():
-        batch = batch_of(samples, users=range(6))
-        loss_sums, logits = model(batch)
-        permuted = batch_of([samples[row] for row in order], users=order, padding=padding)
-        permuted_sums, permuted_logits = model(permuted)
+    batch = batch_of(samples, users=range(6))
+    permuted = batch_of([samples[row] for row in order], users=order, padding=padding)
+    loss_sums, logits = model(batch)
+    permuted_sums, permuted_logits = model(permuted)
     torch.testing.assert_close(permuted_sums, loss_sums, rtol=1e-12, atol=1e-12)
     for level, (of_level, permuted_of_level) in enumerate(zip(logits, permuted_logits, strict=True)):
         torch.testing.assert_close(permuted_of_level, of_level[order], rtol=1e-12, atol=1e-12)
         codes = batch.labels["label"].values()[level::3]
         expected = -of_level.log_softmax(dim=-1).gather(1, codes[:, None]).sum()
         torch.testing.assert_close(loss_sums[level], expected)
-
-
-def test_a_batch_without_samples_has_a_zero_gradient_for_every_parameter() -> None:
-    model = make_model(num_users=4)
-    empty = batch_of(random_samples(2, max_history=3), users=[1, 2], padding=3).index_select([2, 3, 4])
-    loss_sums, logits = model(empty)
+    # Without samples, every parameter has a gradient of zero.
+    loss_sums, logits = model(batch_of(samples, users=order, padding=3).index_select([6, 7, 8]))
     loss_sums.sum().backward()
     assert [list(of_level.shape) for of_level in logits] == [[0, 3], [0, 4], [0, 2]]
     assert not any(gradient.any() for gradient in gradients_of(model))
-
-
-TABLE = random_codes(501, levels=3, codebook_size=8)
-
-
-def _gradients(rank: int, world_size: int, path: Path) -> list[list[Tensor]]:
-    model, gradients = make_model(TABLE.codebook_sizes), []
-    parallel = DistributedDataParallel(model) if world_size > 1 else model
-    options: dict[str, Any] = {"max_history_length": 20, "candidate_feature": True, "history_labels": True}
-    config = LoaderConfig(codes=TABLE, batch_size=24 // world_size, **options)
-    balance = BalanceConfig(cost=model.config.cost())
-    for batch in build_loader(path, config, rank=rank, world_size=world_size, balance=balance):
-        scale_loss(parallel(batch)[0], batch).sum().backward()
-        gradients.append(gradients_of(model))
-    return gradients
-
-
-def test_balanced_gradients_equal_those_of_one_process(ranks: RankPool, small_dataset: Path) -> None:
-    expected = _gradients(0, 1, small_dataset)
-    assert len(expected) > 2
-    for gradients in ranks.run(4, _gradients, small_dataset):
-        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()
@@ -185,10 +139,9 @@ def _score_all(model: SemanticIdModel, sample: Sample, codes: Any, user: int) ->
     """Return the log-probability of each tuple of codes, as training computes it: float64 [items]."""
     as_target = [(*sample[:-1], tuple(of_item)) for of_item in codes.tolist()]
     _, logits = model(batch_of(as_target, users=[user] * len(as_target)))
-    of_levels = [
-        level.log_softmax(dim=-1).gather(1, torch.from_numpy(codes[:, [i]]).long()) for i, level in enumerate(logits)
-    ]
-    return torch.cat(of_levels, dim=1).sum(dim=1)
+    of_codes = torch.from_numpy(codes).long().split(1, dim=1)
+    parts = (level.log_softmax(dim=-1).gather(1, code) for level, code in zip(logits, of_codes, strict=True))
+    return torch.cat([*parts], dim=1).sum(dim=1)
 
 
 @settings(max_examples=20)
@@ -234,12 +187,11 @@ def test_items_with_the_codes_of_others_or_none_are_not_found_and_nan_is_an_erro
 
 def test_places_of_targets_are_those_of_their_codes() -> None:
     samples = [((0, 0, 0), (2, 3, 1)), ((1, 1, 1),), ((0, 1, 0), (0, 0, 1)), ((2, 2, 0),)]
-    batch = batch_of(samples, padding=1, history_labels=True)
     found = [["000", "231"], ["111", "001"], ["100", "011"], ["220", "220"], ["000", "231"]]
     codes = torch.tensor([[[int(code) for code in codes] for codes in row] for row in found])
     items = torch.tensor([[5, 6], [7, -1], [1, 2], [-1, -1], [5, 6]])
     beams = Beams(items=items, codes=codes, log_probabilities=torch.zeros(5, 2))
-    assert beams.places_of_targets(batch).tolist() == [2, 1, 0, 0]
+    assert beams.places_of_targets(batch_of(samples, padding=1, first=1)).tolist() == [2, 1, 0, 0]
 
 
 @pytest.mark.gpu
