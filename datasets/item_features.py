@@ -18,7 +18,7 @@ _MAX_ITEMS = 1 << 31  # 8 bytes each, per feature
 
 
 def read_item_features(source: SequenceStore | StreamSource, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Return each of these features for the items 0, 1, ...: int64 or float32 [items], 0 for items without a row.
+    """Return each of these features for the items 0, 1, ...: int64, int32 or float32 [items], 0 without a row.
 
     Raises:
         ConfigError: the dataset has no table of item features, or not this feature, or one with several values.
@@ -56,6 +56,7 @@ def read_item_features(source: SequenceStore | StreamSource, names: Sequence[str
         if items.min(initial=0) < 0:
             raise DataError(f"{path} has item {items.min()}; items are numbered from 0; {REMEDY}")
         is_there = items < size  # others are in no event
-        features[name] = np.zeros(size, dtype=values.dtype)
+        is_small = not is_float and -(2**31) <= values.min(initial=0) <= values.max(initial=0) < 2**31
+        features[name] = np.zeros(size, dtype=np.int32 if is_small else values.dtype)  # half of it for caches
         features[name][items[is_there]] = values[is_there]
     return features

@@ -19,6 +19,7 @@ from evenrank.dataloader.config import Pools
 from evenrank.datasets.store import SequenceStore, Slices
 
 _BLOCK = 256  # events; at most so many are counted one by one at each end of a range
+_MAX_KINDS = 1 << 10  # values of a table of kinds
 _SLICE = 1 << 20  # events that are counted at once, per value
 
 
@@ -143,20 +144,32 @@ def _find_places(
     shares: Ints,
     out: Ints,
 ) -> None:
-    left = np.empty(len(values), dtype=np.int64)
+    # The kind of each value from -1 to the largest and one more, which stand for all below and above.
+    highest = values.max() + 1
+    kinds = np.full(highest + 2 if highest < _MAX_KINDS else 0, len(values), dtype=np.int64)
+    for kind in range(len(values)):
+        if len(kinds) and values[kind] >= 0:
+            kinds[values[kind] + 1] = kind
+    left = np.zeros(len(values) + 1, dtype=np.int64)
     for sample in range(len(sizes)):
-        left[:] = shares
-        index, place = history_ends[sample], out_begins[sample] + sizes[sample]
+        left[:-1] = shares
+        index, begin = history_ends[sample], out_begins[sample]
+        place = begin + sizes[sample]
         for candidate in range(ends[sample] - index):
             out[place + candidate] = index + candidate
-        while place > out_begins[sample]:
+        while place > begin:
             index -= 1
-            value = column[index]
-            for kind in range(len(values)):
-                if value == values[kind] and left[kind] > 0:
-                    left[kind] -= 1
-                    place -= 1
-                    out[place] = index
+            value = np.int64(column[index])
+            if len(kinds):
+                kind = kinds[min(max(value, -1), highest) + 1]
+            else:
+                kind = len(values)
+                for other in range(len(values)):
+                    kind = other if values[other] == value else kind
+            is_taken = left[kind] > 0  # no branch, which processors would mispredict
+            out[place - 1] = index if is_taken else out[place - 1]
+            place -= is_taken
+            left[kind] -= is_taken
 
 
 @compiled

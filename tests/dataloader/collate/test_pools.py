@@ -1,5 +1,6 @@
 """Histories of kinds of events, features of items and of targets, compared with a plain reading of the columns."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=Fals
 def _rows(batch: SequenceBatch) -> dict[str, list[list[float]]]:
     """Return the rows of each key."""
     fields = (batch.features, batch.float_features, batch.labels)
-    return {key: rows_of(field, key) for field in fields if field is not None for key in field.keys()}
+    return {key: rows_of(field, key) for field in fields if field is not None for key in list(field.keys())}
 
 
 def _store(lengths: list[int], seed: int, folder: Path | None = None) -> SequenceStore:
@@ -60,14 +61,14 @@ def _store(lengths: list[int], seed: int, folder: Path | None = None) -> Sequenc
     sizes = {"item_id": NUM_ITEMS, "user_id": 100}
     manifest = replace(STORE.manifest, extra_events={"organic": "int64"}, vocabulary_sizes=sizes, item_features=file)
     store = replace(STORE, manifest=manifest, offsets=offsets, columns=columns, source=folder)
-    ends = np.concatenate([np.arange(begin + 1, end) for begin, end in zip(offsets, offsets[1:])]) + 1
+    ends = np.concatenate([np.arange(begin + 1, end) for begin, end in itertools.pairwise(offsets)]) + 1
     of_rows = np.searchsorted(offsets, ends - 1, side="right") - 1
     return store.sliced(Slices(of_rows, offsets[of_rows], ends), np.ones(len(ends), dtype=np.int32))
 
 
 def _history(store: SequenceStore, index: int, config: LoaderConfig) -> list[int]:
     """Return the places of a history's events, read plainly."""
-    assert config.pools is not None and store.slices is not None
+    assert config.pools is not None
     begin, target = int(store.begins[index]), int(store.ends[index]) - 1
     pools, kinds = config.pools, store.columns["action"]
     places = range(max(begin, target - pools.within), target)
@@ -76,9 +77,8 @@ def _history(store: SequenceStore, index: int, config: LoaderConfig) -> list[int
         return kept[len(kept) - min(len(kept), config.max_history_length) :]
     share = min(max(1, config.max_history_length // len(pools.values)), config.max_history_length)
     of_kinds = [[place for place in places if kinds[place] == value] for value in pools.values]
-    return sorted(sum((kept[len(kept) - min(len(kept), share) :] for kept in of_kinds), []))[
-        -config.max_history_length or 10**9 :
-    ]
+    newest = sorted(place for kept in of_kinds for place in kept[len(kept) - min(len(kept), share) :])
+    return newest[len(newest) - min(len(newest), config.max_history_length) :]
 
 
 def _sample(store: SequenceStore, index: int, config: LoaderConfig, artists: np.ndarray) -> dict[str, list[float]]:
@@ -155,7 +155,7 @@ def test_key_maps_change_rows_of_tables_but_no_crosses(tmp_path: Path, mode: Any
         return list(build_loader(store, replace(config, **options), rank=0, world_size=1))
 
     for plain, mapped in zip(batches(), batches(key_maps=maps), strict=True):
-        for name in plain.features.keys():
+        for name in list(plain.features.keys()):
             values, rows = (batch.features[name].values().numpy() for batch in (plain, mapped))
             assert (rows == (maps[name](values) if name in maps else values)).all(), name
 
