@@ -2,7 +2,7 @@ from .batches.batch import JaggedBatch, LossKey, SemanticIdBatch, SequenceBatch,
 from .batches.padding import PaddedBatches, pad_batch
 from .codes import CodeTable
 from .collate.jagged import JaggedCollate, jagged
-from .config import LoaderConfig, Mixture, Negatives, Requests, TimeWindows
+from .config import Cross, LoaderConfig, Mixture, Negatives, Pools, Requests, TimeWindows
 from .elastic_sampler import ElasticLoader, ElasticSampler
 from .loader import Loader, build_loader
 from .log_loader import LogLoader
@@ -12,6 +12,7 @@ from .stream_loader import StreamConfig, StreamLoader, build_stream_loader
 
 __all__ = [
     "CodeTable",
+    "Cross",
     "ElasticLoader",
     "ElasticSampler",
     "JaggedBatch",
@@ -23,6 +24,7 @@ __all__ = [
     "Mixture",
     "Negatives",
     "PaddedBatches",
+    "Pools",
     "RandomBatches",
     "RandomData",
     "RandomFeature",

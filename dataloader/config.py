@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import PER_RANK, AppliesTo, Bounds, Count, Needs, NonNegative, OneOf, Seed
+from evenrank.core.rules import PER_RANK, AppliesTo, Bounds, Count, Needs, NonNegative, OneOf, Seed, Valid
 from evenrank.core.settings import Settings
 from evenrank.dataloader.codes import CodeTable
 from evenrank.dataloader.routing.key_map import KeyMap
@@ -42,6 +42,33 @@ class Negatives(Settings):
     by drawn negatives."""
     fixed: bool = False
     """Give a sample the same negatives each time, for evaluation. False: draw others in each epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pools(Settings):
+    """Settings of histories that are made of some kinds of events, in the order of time."""
+
+    values: Annotated[tuple[int, ...], Valid(lambda given: len(given) == len(set(given)) > 0, "different integers")]
+    """Values of `column` that tell the kinds apart; events with other values are in no history."""
+    column: str = ACTION
+    """Column of events, of integers."""
+    each: bool = True
+    """Take the newest `max_history_length // len(values)` events of each kind. False: the newest `max_history_length`
+    of all of them."""
+    within: Count = 20_000
+    """Look at so many events before the candidates, of all kinds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cross(Settings):
+    """Settings of an id that is hashed from several columns: XXH64 of their little-endian int64s, modulo `size`."""
+
+    of: Annotated[tuple[str, ...], Valid(len, "at least one column")]
+    """`user_id`, contextual features, columns of events and features of items, of the target; `target_features`."""
+    size: Count
+    """Rows of the table of embeddings."""
+    seed: NonNegative = 0
+    """Of the hash."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +121,16 @@ class LoaderConfig(Settings):
     extra_events: Annotated[tuple[str, ...], _NO_CODES] = ()
     """Further list columns as features: `timestamp_ms`, for history and candidates, or columns that the dataset adds,
     for the same events as `action`. Columns of floats are in `float_features`."""
+    pools: Annotated[Pools | None, _NO_CODES] = None
+    """Make histories of the newest events of some kinds. None: of the newest events."""
+    item_features: Annotated[tuple[str, ...], _NO_CODES] = ()
+    """Features of items, of the dataset's `item_features.parquet`, for the same events as `item_id`; 0 for items
+    without a row. No row stores them: they are looked up when batches are made."""
+    target_features: Annotated[Mapping[str, str], _NO_CODES] = field(default_factory=dict, hash=False)
+    """Features of the target, one value per sample: expressions of its columns, of `user_id`, contextual features and
+    features of items, such as `{"hour": "timestamp_ms // 3600000 % 24"}`. Needs `max_num_candidates` 1."""
+    crosses: Annotated[Mapping[str, Cross], _NO_CODES] = field(default_factory=dict, hash=False)
+    """Further features of the target, by name: ids that are hashed from several columns."""
     label: Annotated[str | tuple[str, ...] | None, _NO_CODES] = None
     """Column of events with the labels, also without `num_tasks`: integers become `labels`, floats `float_labels`; a
     tuple may have one of each. None: the actions or, without candidates and `num_tasks`, the next items."""
@@ -132,6 +169,14 @@ class LoaderConfig(Settings):
             raise ConfigError(f"{kind} have candidates as targets; pass max_num_candidates of at least 1")
         if self.num_tasks > 1 and ACTION not in self.labels:
             raise ConfigError(f"num_tasks above 1 are bits of actions, got label {self.label!r}; use num_tasks 0 or 1")
+        made = {**self.target_features, **self.crosses}
+        if made and self.max_num_candidates != 1:
+            raise ConfigError(
+                f"{next(iter(made))!r} is a feature of one target, got max_num_candidates={self.max_num_candidates}; "
+                "set it to 1"
+            )
+        if self.pools is not None and (self.negatives is not None or self.pools.column in self.key_maps):
+            raise ConfigError("pools go with neither negatives nor a key map of their column; leave one out")
         if self.negatives and not self.max_num_candidates and self.labels:
             raise ConfigError("negatives are for items that are predicted, not actions; set max_num_candidates to 1")
 

@@ -69,6 +69,9 @@ class ColumnMap(Protocol):
     def __call__(self, keys: NDArray[Any], /) -> NDArray[Any]:
         """Return the new values: integers of the same shape and dtype."""
 
+    def inverse(self, rows: NDArray[Any], /) -> NDArray[Any]:
+        """Return the old values."""
+
     def describe(self) -> Mapping[str, Any]:
         """Return everything that the result depends on, as JSON values, equal for equal maps."""
 

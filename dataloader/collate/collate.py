@@ -1,5 +1,6 @@
 """`Collate`: samples of stores -> batches, by a list of parts that says how each of their keys is made."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch, name_keys
 from evenrank.dataloader.batches.memory import HOST, Memory
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
@@ -28,7 +29,11 @@ from evenrank.dataloader.collate.gather import (
 )
 from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler, Sources
 from evenrank.dataloader.collate.parts import Part, list_parts, predicted_events
+from evenrank.dataloader.collate.pools import EventPools
+from evenrank.dataloader.collate.targets import TargetFeatures
 from evenrank.dataloader.config import LoaderConfig
+from evenrank.datasets.continuous_log import LogSource
+from evenrank.datasets.item_features import read_item_features
 from evenrank.datasets.order import resolve_order
 from evenrank.datasets.schema import FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, Manifest
 from evenrank.datasets.store import SequenceStore
@@ -62,6 +67,10 @@ class Collate:
     parts: tuple[Part, ...]
     table: CodeTable | None = None
     sampler: NegativeSampler | None = None
+    pools: EventPools | None = None
+    targets: TargetFeatures | None = None
+    item_tables: Mapping[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
+    """Features of items, [items] each; with a KeyMap of items, of rows of their table."""
     has_requests: bool = False
 
     @classmethod
@@ -75,18 +84,32 @@ class Collate:
         table, negatives = config.codes, config.negatives
         if table is not None and not isinstance(table, CodeTable):
             table = read_codes(table, config.codebook_sizes)
-        items = config.key_maps.get(ITEM_ID)
-        return cls(
+        items, pools = config.key_maps.get(ITEM_ID), config.pools
+        made = cls(
             config=config,
-            parts=list_parts(config, manifest.columns, table),
+            parts=(),
             table=table,
             sampler=None if negatives is None else NegativeSampler.create(negatives, sources, items),
+            pools=None if pools is None else EventPools(pools, config.max_history_length),
+            item_tables=_read_item_tables(config, sources),
             has_requests=resolve_order(config.order).has_requests,
         )
+        return made.of(manifest)
 
     def of(self, manifest: Manifest) -> "Collate":
         """Return this collate for another dataset; a ConfigError if it lacks a column."""
-        return replace(self, parts=list_parts(self.config, manifest.columns, self.table))
+        config, columns, targets = self.config, manifest.columns, None
+        if config.pools is not None and not any(
+            column.name == config.pools.column and column.kind == "event" and column.dtype != FLOAT
+            for column in columns
+        ):
+            raise ConfigError(f"pools are of {config.pools.column!r}, no column of events of integers of the dataset")
+        if config.target_features or config.crosses:
+            targets = TargetFeatures.create(config, columns, self.item_tables)
+        item_types = {name: FLOAT if table.dtype == FLOAT else "int64" for name, table in self.item_tables.items()}
+        target_types = {} if targets is None else targets.types(columns)
+        parts = list_parts(config, columns, self.table, item_types, target_types)
+        return replace(self, parts=parts, targets=targets)
 
     def describe(self) -> dict[str, str | None]:
         """Return what files say, by option: the same for equal contents, at any path."""
@@ -128,7 +151,7 @@ class Collate:
 
     def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
         """Return how long the rows of these samples are in a batch, without making it."""
-        spans, fields = self._find(groups, num_samples)
+        _, spans, fields = self._find(groups, num_samples)
         of_keys = {(field, name): values.lengths for field, keys in fields.items() for name, values in keys.items()}
         num_candidates = np.zeros_like(spans.ends) if self.table is not None else spans.ends - spans.history_ends
         return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
@@ -150,7 +173,7 @@ class Collate:
         its id, `seed` and `epoch`. Tensors are placed in `memory`.
         """
         num_samples = len(sample_ids)
-        spans, jagged = self._find(groups, num_samples, DrawKey(seed, epoch, sample_ids))
+        groups, spans, jagged = self._find(groups, num_samples, DrawKey(seed, epoch, sample_ids))
         values: dict[str, NDArray[Any]] = {}
         lengths: dict[str, NDArray[np.int64]] = {}
         for field, keys in jagged.items():
@@ -194,20 +217,29 @@ class Collate:
 
     def _find(
         self, groups: Sequence[StoreRows], num_samples: int, key: DrawKey | None = None
-    ) -> tuple[HistorySpans, dict[str, dict[str, KeyValues]]]:
+    ) -> tuple[Sequence[StoreRows], HistorySpans, dict[str, dict[str, KeyValues]]]:
         """Return the samples' histories and candidates, and their values by field and key, in the order of batches.
 
-        Without a key to draw with, only lengths are right.
+        They are those of the groups that are returned. Without a key to draw with, only lengths are right.
         """
         config = self.config
+        if self.pools is not None:
+            has_values = key is not None or any(part.of_event == "place" for part in self.parts)
+            groups = self.pools.select(groups, config.max_num_candidates, has_values=has_values)
         spans = find_spans(groups, num_samples, config.max_history_length, config.max_num_candidates)
+        made = {} if self.targets is None or key is None else self.targets.values(groups, spans.history_ends)
         fields: dict[str, dict[str, KeyValues]] = {}
         for part in self.parts:
-            fields.setdefault(part.field, {})[part.key] = self._values_of(part, groups, spans, key)
+            if part.of_event == "target":
+                each = np.arange(num_samples), np.ones(num_samples, dtype=np.int64)
+                values = KeyValues("", *each, 1, array=made.get(part.key))
+            else:
+                values = self._values_of(part, groups, spans, key)
+            fields.setdefault(part.field, {})[part.key] = values
         if self.sampler is not None:
             begin, end, limit = predicted_events(config)
             fields |= self.sampler.values(groups, getattr(spans, begin), getattr(spans, end), limit, key)
-        return spans, fields
+        return groups, spans, fields
 
     def _values_of(
         self, part: Part, groups: Sequence[StoreRows], spans: HistorySpans, key: DrawKey | None
@@ -219,6 +251,8 @@ class Collate:
         if part.of_event == "row":
             rows = find_context(groups, part.column, len(begins)).begins
             return values._replace(begins=rows, is_repeated=True)
+        if part.of_event == "feature":
+            return values._replace(table=self.item_tables[part.key])
         if part.of_event == "place":
             return find_known(groups, values, has_places=key is not None)
         if self.table is None or part.level_offsets is None:
@@ -269,6 +303,25 @@ def _place(
             for of_values, of_lengths, of_keys, begins in batches
         ]
     return fields | {name: tensor.unbind() for name, tensor in placed[3].items()}
+
+
+def _read_item_tables(config: LoaderConfig, sources: Sources) -> dict[str, NDArray[Any]]:
+    """Return the features of items: with key maps, the rows of their tables by the rows of the table of items."""
+    if not (names := config.item_features):
+        return {}
+    files = {source.manifest.item_features and source.manifest.item_features.sha256 for source in sources}
+    if len(files) != 1 or isinstance(sources[0], LogSource):
+        raise ConfigError("item_features need stored datasets or streams, all with the same table of features of items")
+    tables = read_item_features(sources[0], names)
+    for name, table in tables.items():
+        of_feature, of_items = config.key_maps.get(name), config.key_maps.get(ITEM_ID)
+        mapped = table if of_feature is None else of_feature(table)
+        if of_items is not None:
+            tables[name] = np.zeros(of_items.num_embeddings, dtype=table.dtype)
+            tables[name][of_items(np.arange(len(table)))] = mapped
+        else:
+            tables[name] = mapped
+    return tables
 
 
 def _check_user_ids(store: SequenceStore) -> None:

@@ -124,6 +124,8 @@ class KeyValues(NamedTuple):
     """Whether a sample's values are all the element at its begin."""
     array: NDArray[Any] | None = None
     """The column, if it was made for these samples and is in no store."""
+    table: NDArray[Any] | None = None
+    """Replaces each element, an item, by its feature."""
 
     def elements(self, store: SequenceStore) -> NDArray[Any]:
         """Return the column."""
@@ -183,6 +185,8 @@ def gather(
             places = (values.elements(store), samples, values.begins, values.sizes, begins_of_key)
             if values.is_repeated:
                 _repeat_elements(*places, out)
+            elif values.table is not None:
+                _look_up(*places, values.table, out)
             elif values.tokens is None:
                 _copy_elements(*places, out)
             elif not _copy_tokens(*places, *values.tokens, out):
@@ -250,6 +254,22 @@ def _repeat_elements(
 ) -> None:
     for sample in sample_indices:
         out[out_begins[sample] : out_begins[sample] + sizes[sample]] = column[begins[sample]]
+
+
+@compiled
+def _look_up(
+    column: NDArray[Any],
+    sample_indices: Ints,
+    begins: Ints,
+    sizes: Ints,
+    out_begins: Ints,
+    table: NDArray[Any],
+    out: NDArray[Any],
+) -> None:
+    for sample in sample_indices:
+        begin, out_begin = begins[sample], out_begins[sample]
+        for index in range(sizes[sample]):
+            out[out_begin + index] = table[column[begin + index]]
 
 
 @compiled

@@ -1,7 +1,8 @@
 """What batches are made of: a flat list of their keys, from the settings of a loader and the columns of a dataset."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -35,9 +36,9 @@ class Part(NamedTuple):
     """Of the store."""
     events: Events | None = None
     """Those that have values; None: the values are the row's own, one or any number."""
-    of_event: Literal["value", "codes", "row", "place"] = "value"
-    """What an event has: the column's value; the codes of its item; the row's value; its place, if its float is known.
-    """
+    of_event: Literal["value", "codes", "row", "place", "feature", "target"] = "value"
+    """What an event has: the column's value; the codes of its item; the row's value; its place, if its float is known;
+    the feature `key` of its item; the feature `key` of the sample's target."""
     level_offsets: Ints | None = None
     """[levels]: what is added to the codes."""
 
@@ -56,11 +57,19 @@ def predicted_events(config: LoaderConfig) -> Events:
     return history_events(config)
 
 
-def list_parts(config: LoaderConfig, schema: Schema, table: CodeTable | None) -> tuple[Part, ...]:
+def list_parts(
+    config: LoaderConfig,
+    schema: Schema,
+    table: CodeTable | None,
+    item_types: Mapping[str, str] = MappingProxyType({}),
+    target_types: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Part, ...]:
     """Return the keys of the batches of a dataset with these columns, except those of negatives, which are drawn.
 
+    Features of items and of targets have the types `int64` and `float32`.
+
     Raises:
-        ConfigError: the dataset lacks a column.
+        ConfigError: the dataset lacks a column, or a name is taken.
     """
     columns = {column.name: column for column in schema}
     rows = [name for name, column in columns.items() if column.kind != "event" and name != USER_ID]
@@ -68,12 +77,22 @@ def list_parts(config: LoaderConfig, schema: Schema, table: CodeTable | None) ->
     _check_known("contextual feature", context, rows, "--context-columns")
     names = (*((USER_ID,) if config.user_id else ()), *context)
     parts = [Part(_of_type("features", columns[name]), name, name) for name in names]
-    parts += _parts_of_events(config, columns) if table is None else _parts_of_codes(config, table)
+    made = [Column(name, "scalar", type_) for name, type_ in target_types.items()]
+    parts += [Part(_of_type("features", column), column.name, "", of_event="target") for column in made]
+    if table is None:
+        parts += _parts_of_events(config, columns, [Column(name, "event", type_) for name, type_ in item_types.items()])
+    else:
+        parts += _parts_of_codes(config, table)
+    keys = [part.key for part in parts if part.field.endswith("features")]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"{twice[0]!r} is the name of two features of batches; give one of them another name")
     order = [field.name for field in fields(SequenceBatch)]
     return tuple(sorted(parts, key=lambda part: order.index(part.field)))
 
 
-def _parts_of_events(config: LoaderConfig, columns: Mapping[str, Column]) -> Iterator[Part]:
+def _parts_of_events(
+    config: LoaderConfig, columns: Mapping[str, Column], item_features: Sequence[Column]
+) -> Iterator[Part]:
     events = {name: column for name, column in columns.items() if column.kind == "event" and name != ITEM_ID}
     floats = [name for name, column in columns.items() if column.kind != "event" and column.dtype == FLOAT]
     weight = config.weight
@@ -89,9 +108,12 @@ def _parts_of_events(config: LoaderConfig, columns: Mapping[str, Column]) -> Ite
     _check_known("events or float feature for weight", [weight] if weight else (), [*events, *floats], "--weight")
     history, predicted = history_events(config), predicted_events(config)
     shown = Events("begins", "ends", history.limit + config.max_num_candidates)
-    for name in (ITEM_ID, ACTION, *config.extra_events):
+    yield Part("features", ITEM_ID, ITEM_ID, shown)
+    for column in item_features:
+        yield Part(_of_type("features", column), column.name, ITEM_ID, shown, "feature")
+    for name in (ACTION, *config.extra_events):
         # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
-        is_known = name in (ITEM_ID, TIMESTAMP_MS) or config.candidate_actions
+        is_known = name == TIMESTAMP_MS or config.candidate_actions
         yield Part(_of_type("features", columns[name]), name, name, shown if is_known else history)
     for field, name in labels.items():
         yield Part(field, LABEL, name, predicted)

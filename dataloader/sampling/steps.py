@@ -62,7 +62,10 @@ def remapped_stores(
             raise ConfigError(
                 f"key_maps has {unknown[0]!r}, which is no feature of the batches; they have {', '.join(features)}"
             )
-    return tuple(store.remapped(key_maps) for store in stores)
+    # Features that are made when batches are have no column.
+    return tuple(
+        store.remapped({name: key_maps[name] for name in key_maps if name in store.columns}) for store in stores
+    )
 
 
 class StepSamples(NamedTuple):
