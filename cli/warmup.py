@@ -82,14 +82,14 @@ def _preprocess(folder: Path) -> None:
 
 def _train(folder: Path) -> None:
     """Lay out an exchange, and load steps of synthetic data, packed and not, if they could be made."""
-    from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
+    from evenrank.dataloader import LoaderConfig, Negatives, Requests, Targets, TimeWindows, build_loader
     from evenrank.dataloader.balance import BalanceConfig
     from evenrank.dataloader.balance.exchange.exchange import warm_up
 
     warm_up()
     if (folder / "data").exists():
         candidates: dict[str, Any] = {"batch_size": 2, "max_num_candidates": 1, "negatives": Negatives(count=1)}
-        orders = (TimeWindows(every="1w"), Requests())
+        orders = (Targets(), TimeWindows(every="1w"), Requests())
         configs = [LoaderConfig(batch_size=2), *(LoaderConfig(order=order, **candidates) for order in orders)]
         for pack, config in product((False, True), configs):
             balance = BalanceConfig(cost=make_cost(CostOptions(cost="linear")), pack=pack, max_tokens_per_rank=1 << 20)

@@ -10,7 +10,7 @@ import sys
 from numba.core import event
 from evenrank.cli.main import main
 from evenrank.cli.options import CostOptions, make_cost
-from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
+from evenrank.dataloader import LoaderConfig, Negatives, Requests, Targets, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 with event.install_recorder("numba:compile") as recorder:
     for arguments in (
@@ -25,8 +25,9 @@ with event.install_recorder("numba:compile") as recorder:
             assert not stopped.code, arguments
     balance = BalanceConfig(cost=make_cost(CostOptions(cost="linear")), strategy="min-move")
     candidates = {"max_num_candidates": 2, "negatives": Negatives(count=3, by="popularity")}
-    orders = ({}, {"order": TimeWindows(every="1d"), **candidates}, {"order": Requests(), **candidates})
-    for options in orders:
+    orders = (TimeWindows(every="1d"), Requests(), Targets(within="time"))
+    filtered = {"order": Targets(where="item_id > 3", segment=0.5), "max_num_candidates": 1}
+    for options in ({}, filtered, *({"order": order, **candidates} for order in orders)):
         config = LoaderConfig(batch_size=4, **options)
         next(iter(build_loader("out/synthetic", config, rank=0, world_size=2, balance=balance)))
 print(len(recorder.buffer))

@@ -13,7 +13,16 @@ from evenrank import dataloader, training
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import PER_RANK, AllBut, AppliesTo, Bounds, Count, Needs, OneOf, Positive, without_rules
 from evenrank.core.settings import Settings, help_texts, shared_options
-from evenrank.dataloader import LoaderConfig, Mixture, Negatives, RandomData, RandomFeature, StreamConfig, TimeWindows
+from evenrank.dataloader import (
+    LoaderConfig,
+    Mixture,
+    Negatives,
+    RandomData,
+    RandomFeature,
+    StreamConfig,
+    Targets,
+    TimeWindows,
+)
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, LinearCost, MeasuredCost, PaddedCost, SelfAttentionCost
 from evenrank.datasets.distributions import ClippedZipf, Lognormal, Normal, Uniform, Zipf
 from evenrank.preprocess import Drift, Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig
@@ -26,6 +35,7 @@ LOG: dict[str, Any] = {"events": (Path("a"),), "user_column": "u", "item_column"
 RECORDS: dict[Any, dict[str, Any]] = {
     LoaderConfig: {"batch_size": 1},
     StreamConfig: {},
+    Targets: {},
     TimeWindows: {"every": "1d"},
     Mixture: {"weights": {"a": 1.0}},
     Negatives: {"count": 1},
