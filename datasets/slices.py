@@ -14,7 +14,7 @@ samples            [ a b | c ]
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
@@ -39,7 +39,7 @@ _EVERY = re.compile(r"([1-9][0-9]{0,5})([hdw])")
 _FIRST = "first"
 _LAST_MS = 253_402_300_799_999  # the last millisecond that is a datetime
 _INT64_MAX = np.iinfo(np.int64).max
-_EVENTS_AT_ONCE = 1 << 20  # on which a condition is evaluated; its columns fit into caches
+_EVENTS_AT_ONCE = 1 << 18  # on which a condition is evaluated, so that its columns fit into caches
 
 
 class _Cut(NamedTuple):
@@ -97,15 +97,15 @@ class TargetOrder(Settings, Order):
         if store.num_targets is not None:
             firsts = np.maximum(firsts, store.ends - store.num_targets)
         counts = np.maximum(lasts - firsts, 0)
-        parts = [_cut_rows(firsts[:0], counts[:0], max_targets)]
-        blocks = np.flatnonzero(np.diff(np.cumsum(counts) // _EVENTS_AT_ONCE, prepend=-1)).tolist()
+        if self.where is None:
+            return _Cut(*_cut_rows(firsts, counts, max_targets))
+        where, parts = Expression(self.where), []
+        blocks = np.flatnonzero(np.diff(np.cumsum(counts) // _EVENTS_AT_ONCE, prepend=-1)).tolist() or [0]
         for begin, end in pairwise([*blocks, len(counts)]):
-            rows, ends, num_targets = _cut_rows(firsts[begin:end], counts[begin:end], max_targets)
-            rows += begin
-            if self.where is not None:
-                kept = _holds(Expression(self.where), store, store.rows_of(rows), ends - 1)
-                rows, ends, num_targets = rows[kept], ends[kept], num_targets[kept]
-            parts.append((rows, ends, num_targets))
+            cut = _Cut(*_cut_rows(firsts[begin:end], counts[begin:end], max_targets))
+            rows = cut.rows + begin
+            kept = _holds(where, store, store.rows_of(rows), cut.ends - 1)
+            parts.append((rows[kept], cut.ends[kept], cut.num_targets[kept]))
         return _Cut(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _sliced(self, store: SequenceStore, cut: _Cut) -> SequenceStore:
@@ -114,7 +114,8 @@ class TargetOrder(Settings, Order):
         if self.within == "time":
             order = np.argsort(store.columns[TIMESTAMP_MS][ends - num_targets], kind="stable")
             rows, ends, num_targets = rows[order], ends[order], num_targets[order]
-        return store.sliced(Slices(store.rows_of(rows), store.begins[rows], ends), num_targets)
+        # Within their rows as they were made, so not checked again: there may be many.
+        return replace(store, slices=Slices(store.rows_of(rows), store.begins[rows], ends), num_targets=num_targets)
 
     def arrange(self, stores: Stores, samples: Sequence[Samples]) -> RowOrder:
         """Return the order of the samples of one store, with the settings in its fingerprint."""
@@ -280,7 +281,7 @@ def _holds(where: Expression, store: SequenceStore, rows: Ints, events: Ints) ->
     columns: dict[str, NDArray[Any]] = {}
     for name in where.names:
         values = store.columns[name][events if kinds[name] == "event" else rows]
-        columns[name] = values if values.dtype.kind == "f" else values.astype(np.int64)
+        columns[name] = values if values.dtype.kind == "f" else values.astype(np.int64, copy=False)
     return np.broadcast_to(where(columns), events.shape)
 
 
