@@ -82,15 +82,17 @@ def _preprocess(folder: Path) -> None:
 
 def _train(folder: Path) -> None:
     """Lay out an exchange, and load steps of synthetic data, packed and not, if they could be made."""
-    from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
+    from evenrank.dataloader import Cross, LoaderConfig, Negatives, Pools, Requests, Targets, TimeWindows, build_loader
     from evenrank.dataloader.balance import BalanceConfig
     from evenrank.dataloader.balance.exchange.exchange import warm_up
 
     warm_up()
     if (folder / "data").exists():
         candidates: dict[str, Any] = {"batch_size": 2, "max_num_candidates": 1, "negatives": Negatives(count=1)}
-        orders = (TimeWindows(every="1w"), Requests())
-        configs = [LoaderConfig(batch_size=2), *(LoaderConfig(order=order, **candidates) for order in orders)]
+        orders = (Targets(), TimeWindows(every="1w"), Requests())
+        made: dict[str, Any] = {"pools": Pools(values=(1,)), "crosses": {"pair": Cross(of=("user_id", "item_id"), size=9)}}
+        configs = [LoaderConfig(batch_size=2), LoaderConfig(batch_size=2, max_num_candidates=1, **made)]
+        configs += [LoaderConfig(order=order, **candidates) for order in orders]
         for pack, config in product((False, True), configs):
             balance = BalanceConfig(cost=make_cost(CostOptions(cost="linear")), pack=pack, max_tokens_per_rank=1 << 20)
             next(iter(build_loader(folder / "data", config, rank=0, world_size=2, balance=balance)))

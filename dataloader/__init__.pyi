@@ -2,7 +2,7 @@ from .batches.batch import JaggedBatch, LossKey, SemanticIdBatch, SequenceBatch,
 from .batches.padding import PaddedBatches, pad_batch
 from .codes import CodeTable
 from .collate.jagged import JaggedCollate, jagged
-from .config import Cross, LoaderConfig, Mixture, Negatives, Pools, Requests, TimeWindows
+from .config import Cross, LoaderConfig, Mixture, Negatives, Pools, Requests, Targets, TimeWindows
 from .elastic_sampler import ElasticLoader, ElasticSampler
 from .loader import Loader, build_loader
 from .log_loader import LogLoader
@@ -34,6 +34,7 @@ __all__ = [
     "SequenceBatch",
     "StreamConfig",
     "StreamLoader",
+    "Targets",
     "TimeWindows",
     "build_loader",
     "build_stream_loader",

@@ -301,6 +301,6 @@ def _fingerprint(
         digest.update(f"{store.manifest.content_hash} {store.split} {len(samples.left_out)} ".encode())
         digest.update(samples.left_out.astype("<i8").tobytes())
         for values in () if store.slices is None else store.slices:
-            digest.update(values.astype("<i8").tobytes())
+            digest.update(np.ascontiguousarray(values, dtype="<i8").data)
     digest.update(repr((collate.filters(), order.fingerprint())).encode())
     return digest.hexdigest()

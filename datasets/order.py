@@ -34,17 +34,21 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread ev
 _CHECKED_AT_FIRST = 1 << 20  # positions of a user's order that are checked before the first step
 
 
-def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+def permute(
+    positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int, segment_size: int | None = None
+) -> NDArray[np.int64]:
     """Return the samples at positions of an epoch's permutation of 0..num_samples-1: int64 of the same shape.
+
+    With a segment size, each consecutive segment of so many samples has a permutation of its own.
 
     A Feistel network permutes the smallest power of two that is at least `num_samples`, which is at most 2^62. A result
     outside 0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002): fewer than
     two passes on average.
     """
     words = np.array(positions, dtype=np.uint64)
-    bits = max(2, (num_samples - 1).bit_length())
+    size = num_samples if segment_size is None else segment_size
     key, salt = np.uint64(seed & _WORD_MASK), np.uint64((epoch * _GOLDEN) & _WORD_MASK)
-    _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(bits), key, salt)
+    _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(size), key, salt)
     return words.view(np.int64)
 
 
@@ -55,15 +59,24 @@ def derive_seed(seed: int, index: int) -> int:
 
 @compiled
 def _permute_in_place(
-    words: NDArray[np.uint64], num_samples: np.uint64, bits: np.uint64, key: np.uint64, salt: np.uint64
+    words: NDArray[np.uint64], num_samples: np.uint64, size: np.uint64, key: np.uint64, salt: np.uint64
 ) -> None:
     one = np.uint64(1)
-    key = mix_word(mix_word(key) ^ salt)
     keys = np.empty(_ROUNDS, dtype=np.uint64)
-    for number in range(_ROUNDS):
-        keys[number] = mix_word(key + np.uint64(number + 1) * np.uint64(_GOLDEN))
+    begin, end, bits = np.uint64(0), np.uint64(0), np.uint64(0)  # of the segment that the keys are of
     for index in range(len(words)):
         word = words[index]
+        if word < begin or word >= end:
+            segment = word // size
+            begin = segment * size
+            end = min(begin + size, num_samples)
+            bits = np.uint64(2)
+            while (end - begin - one) >> bits:
+                bits += one
+            mixed = mix_word(mix_word(key + segment * np.uint64(_GOLDEN)) ^ salt)
+            for number in range(_ROUNDS):
+                keys[number] = mix_word(mixed + np.uint64(number + 1) * np.uint64(_GOLDEN))
+        word -= begin
         while True:
             # The halves may differ by one bit: each round rewrites one half from the other, then swaps their widths.
             right_bits = bits // np.uint64(2)
@@ -73,9 +86,9 @@ def _permute_in_place(
                 left, right = right, left ^ (mix_word(right ^ round_key) & ((one << left_bits) - one))
                 left_bits, right_bits = right_bits, left_bits
             word = (left << right_bits) | right
-            if word < num_samples:
+            if word < end - begin:
                 break
-        words[index] = word
+        words[index] = begin + word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,20 +125,27 @@ class SampleOrder(Protocol):
 
 
 class RowOrder(SampleOrder):
-    """Ascending rows, in every epoch, or a different permutation of the samples in each. Base of our other orders."""
+    """Ascending rows, in every epoch, or a different permutation of the samples in each. Base of our other orders.
 
-    def __init__(self, *, samples: Samples, shuffle: bool = False) -> None:
+    It permutes them within segments of a share `segment` of them. `settings` join the fingerprint.
+    """
+
+    def __init__(
+        self, *, samples: Samples, shuffle: bool = False, segment: float = 1.0, settings: tuple[object, ...] = ()
+    ) -> None:
         self.num_samples, self._samples, self._shuffle = len(samples), samples, shuffle
+        self._segment_size, self._settings = max(1, round(segment * len(samples))), settings
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions."""
         if self._shuffle:
-            positions = permute(positions, self.num_samples, seed=seed, epoch=epoch)
+            size = self._segment_size
+            positions = permute(positions, self.num_samples, seed=seed, epoch=epoch, segment_size=size)
         return self._samples.rows(positions)
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return the kind of order and its length."""
-        return ("shuffle" if self._shuffle else "rows", self.num_samples)
+        return ("shuffle" if self._shuffle else "rows", self.num_samples, *self._settings)
 
 
 class _OwnOrder(SampleOrder):

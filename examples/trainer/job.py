@@ -302,7 +302,9 @@ def _open(
     windows: Any = None
     if config.time_windows is not None:
         split = "train"
-        windows = TimeWindows(every=config.time_windows, start=config.time_windows_start, shuffle=is_trained)
+        windows = TimeWindows(
+            every=config.time_windows, start=config.time_windows_start, within="shuffle" if is_trained else "time"
+        )
     read: LoaderConfig = task.read(
         split=split,
         order=windows or order,

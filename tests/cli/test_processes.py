@@ -235,11 +235,14 @@ listener = event.RecordingListener()
 event.register("numba:compile", listener)
 import evenrank.cli.reports.simulation  # or the small simulation leaves functions plain Python
 {RUN_ALL}
-from evenrank.dataloader import LoaderConfig, Negatives, Requests, TimeWindows, build_loader
+from evenrank.dataloader import Cross, LoaderConfig, Negatives, Pools, Requests, Targets, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, LinearCost
 balance = BalanceConfig(cost=LinearCost(interleave_actions=False), strategy="min-move")
 candidates = dict(max_num_candidates=2, negatives=Negatives(count=3, by="popularity"))
-for options in (dict(), dict(order=TimeWindows(every="1d"), **candidates), dict(order=Requests(), **candidates)):
+orders = [dict(order=order, **candidates) for order in (TimeWindows(every="1d"), Requests(), Targets(within="time"))]
+filtered = dict(order=Targets(where="item_id > 3", segment=0.5), pools=Pools(values=(1,)), max_num_candidates=1)
+filtered["crosses"] = dict(pair=Cross(of=("user_id", "item_id"), size=9))
+for options in (dict(), filtered, *orders):
     config = LoaderConfig(batch_size=4, **options)
     next(iter(build_loader("out/synthetic", config, rank=0, world_size=2, balance=balance)))
 print(len(listener.buffer))

@@ -40,7 +40,10 @@ FIT: dict[str, Any] = {"linear": 1, "quadratic": 1, "fraction_bits": 1, "seconds
 RECORDS: dict[Any, dict[str, Any]] = {
     dataloader.LoaderConfig: {"batch_size": 1},
     dataloader.StreamConfig: {},
+    dataloader.Targets: {},
     dataloader.TimeWindows: {"every": "1d"},
+    dataloader.Pools: {"values": (1,)},
+    dataloader.Cross: {"of": ("user_id",), "size": 8},
     dataloader.Mixture: {"weights": {"a": 1.0}},
     dataloader.Negatives: {"count": 1},
     dataloader.RandomData: {},

@@ -29,7 +29,7 @@ def test_each_event_is_a_target_once_in_its_window_after_all_before_it(
     rows = [*rows, [5 * DAY_MS]]
     targets = [data.draw(st.integers(0, len(row))) for row in rows] if data.draw(st.booleans()) else None
     store = store_of(rows, targets)
-    windows = windows_of(store, max_targets, every="1d", start="1970-01-03" if late else None)
+    windows = windows_of(store, max_targets, every="1d", start="1970-01-03" if late else None, within="time")
     start, seen, all_times = 2 * DAY_MS if late else windows.start_ms, list[int](), store.columns["timestamp_ms"]
     for index in range(windows.count + 1):
         (cut,) = windows.of_epoch(index, [store])

@@ -12,7 +12,7 @@ from evenrank.datasets.continuous_log import rows_of_table
 from evenrank.datasets.distributions import Histogram, Uniform, draw_actions, parse_distribution
 from evenrank.datasets.mixture import MixtureOrder
 from evenrank.datasets.order import EpochSchedule
-from evenrank.datasets.slices import TimeWindows
+from evenrank.datasets.slices import Targets, TimeWindows
 from evenrank.datasets.stream import StreamConfig, open_stream
 from tests.datasets.crafted import store_of, windows_of
 from tests.datasets.logs import MANIFEST, items_of, table_of
@@ -44,7 +44,11 @@ def mixed(first: Any, weights: list[float], line: str) -> Row:
 
 def windows(times: list[list[int]], line: str, **options: Any) -> Row:
     kind = ConfigError if options else DataError
-    return Row(lambda _: windows_of(store_of(times), every="1d", **options), kind, line)
+    return Row(lambda _: windows_of(store_of(times), **{"every": "1d", **options}), kind, line)
+
+
+def targets(line: str, max_targets: int = 1, **options: Any) -> Row:
+    return config(lambda _: Targets(**options).open(store_of([[1, 2]]), lambda store: store, max_targets), line)
 
 
 def mapped(name: str, size: int, line: str) -> Row:
@@ -134,6 +138,23 @@ ROWS = [
     config(lambda _: TimeWindows(every="1y"), EVERY),
     config(lambda _: TimeWindows(every="1d", start="today"), "...start must be a time in ISO 8601, such as 2015-01..."),
     windows([[1]], AFTER, start="2000-01-01"),
+    targets("'bought == 1' needs the column 'bought'; there are user_id, sex, age, item_id, ...", where="bought == 1"),
+    targets("where must be a condition, such as 'action == 1', got the number 'action % 2'", where="action % 2"),
+    targets("'action = 1' is no expression; write one such as ...", where="action = 1"),
+    targets("with where or min_history, samples have one target, got max_num_candidates=2; pass 1", 2, min_history=1),
+    targets(
+        "no event in the split 'train' of the dataset is a target with where='action > 5' and min_history=2; choose "
+        "others",
+        where="action > 5",
+        min_history=2,
+    ),
+    targets(
+        "...segment=0.5 applies to within='shuffle', not to within='user'; leave it out", within="user", segment=0.5
+    ),
+    targets("...segment must be above 0 and at most 1, got 0", segment=0),
+    targets("...within must be one of shuffle, time, user, got 'row'", within="row"),
+    windows([[1]], "with where or min_history, samples have one target, got ...", where="action == 1", max_targets=2),
+    windows([[1]], "no event in the split ...", start="first", min_history=1),
     windows([[0, 0], [0]], "the dataset has no times of events; windows of time need them..."),
     windows([[]], "the dataset has no events in its split 'train'..."),
     foreign({"user_id": "uid"}, "columns must name the column of item_id, they have user_id"),

@@ -1,7 +1,7 @@
 """The data of all kinds of loader, and what the samples of each are, from the files alone."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -135,18 +135,24 @@ def read_rows(data: Path) -> Rows:
     return _READ[data]
 
 
-def samples_of_window(data: Path, index: int, max_targets: int) -> Samples:
-    """Return the samples of a week: each of its events is once one of the last `max_targets` of a sample."""
-    of_data, begin_ms = read_rows(data), START_MS + index * WEEK_MS
-    times = of_data.events["timestamp_ms"]
-    found = []
+def samples_of_targets(
+    data: Path,
+    holds: Callable[[Rows, int, int], Any] = lambda of_data, row, event: True,
+    *,
+    max_targets: int = 1,
+    min_history: int = 0,
+    week: int | None = None,
+) -> Samples:
+    """Return samples, row by row: each event that qualifies is once one of the last `max_targets` of a sample."""
+    of_data, found = read_rows(data), []
+    weeks = (of_data.events["timestamp_ms"] - START_MS) // WEEK_MS
     for row, (begin, end) in enumerate(pairwise(of_data.offsets)):
-        within = [event for event in range(begin, end) if begin_ms <= times[event] < begin_ms + WEEK_MS]
-        for first in range(0, len(within), max_targets):
-            targets = within[first : first + max_targets]
-            found.append((times[targets[0]], row, begin, targets[-1] + 1, len(targets)))
-    found.sort(key=lambda sample: sample[:2])
-    return {number: of_data.values(*sample[1:]) for number, sample in enumerate(found)}
+        events = [event for event in range(begin + min_history, end) if week in (None, weeks[event])]
+        events = [event for event in events if holds(of_data, row, event)]
+        for first in range(0, len(events), max_targets):
+            targets = events[first : first + max_targets]
+            found.append(of_data.values(row, begin, targets[-1] + 1, len(targets)))
+    return dict(enumerate(found))
 
 
 def samples_of_requests(data: Path, max_targets: int) -> Samples:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenrank.dataloader import Requests, TimeWindows
+from evenrank.dataloader import Requests, Targets, TimeWindows
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
 from tests.laws import data as of_data
@@ -64,7 +64,33 @@ KINDS: dict[str, Kind] = {
         make=lambda data, job, balance: making.built(
             data, job, balance, order=TimeWindows(every="1w", start=of_data.START), max_num_candidates=3
         ),
-        samples=lambda data, job, epoch: of_data.samples_of_window(data, epoch, 3),
+        samples=lambda data, job, epoch: of_data.samples_of_targets(data, max_targets=3, week=epoch),
+    ),
+    "targets": Kind(
+        make=lambda data, job, balance: making.built(
+            data,
+            job,
+            balance,
+            order=Targets(where="dwell >= 15 and segment != 7", min_history=1, segment=0.3),
+            max_num_candidates=1,
+        ),
+        samples=lambda data, job, epoch: of_data.samples_of_targets(
+            data,
+            lambda rows, row, event: rows.events["dwell"][event] >= 15 and rows.rows["segment"][row] != 7,
+            min_history=1,
+        ),
+    ),
+    "windows of targets": Kind(
+        make=lambda data, job, balance: making.built(
+            data,
+            job,
+            balance,
+            order=TimeWindows(every="1w", start=of_data.START, where="action != 3", min_history=1, segment=0.5),
+            max_num_candidates=1,
+        ),
+        samples=lambda data, job, epoch: of_data.samples_of_targets(
+            data, lambda rows, row, event: rows.events["action"][event] != 3, min_history=1, week=epoch
+        ),
     ),
     "requests": Kind(
         make=lambda data, job, balance: making.built(data, job, balance, order=Requests(), max_num_candidates=2),

@@ -28,7 +28,16 @@ CANNOT: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("log", "another iteration"): (ConfigError, "^a log is iterated over once; to go on, load_state_dict what state_"),
     **{
         (kind, "transform of balanced batches"): (ConfigError, "^balance plans from the lengths in the store, which a")
-        for kind in ("shuffle", "rows", "mixture", "windows of time", "requests", "own order")
+        for kind in (
+            "shuffle",
+            "rows",
+            "mixture",
+            "windows of time",
+            "targets",
+            "windows of targets",
+            "requests",
+            "own order",
+        )
     },
 }
 # What others than loaders of ours do: a Dataset and its DataLoader transform; a Balancer balances what is read first.
@@ -123,7 +132,7 @@ def _begin_after(data: Path, kind: str) -> None:
         assert _ids(later) == _ids(whole)[1:]
     # A state of another kind, too.
     later = make(data, _job(kind))
-    if kind != "windows of time":  # which go on at the time where another ends
+    if "windows" not in kind:  # which go on at the time where another ends
         later.begin_after(make(data, _job("elastic")).state_dict())
         assert later.epoch == 1
 
