@@ -90,7 +90,10 @@ def _train(folder: Path) -> None:
     if (folder / "data").exists():
         candidates: dict[str, Any] = {"batch_size": 2, "max_num_candidates": 1, "negatives": Negatives(count=1)}
         orders = (Targets(), TimeWindows(every="1w"), Requests())
-        made: dict[str, Any] = {"pools": Pools(values=(1,)), "crosses": {"pair": Cross(of=("user_id", "item_id"), size=9)}}
+        made: dict[str, Any] = {
+            "pools": Pools(values=(1,)),
+            "crosses": {"pair": Cross(of=("user_id", "item_id"), size=9)},
+        }
         configs = [LoaderConfig(batch_size=2), LoaderConfig(batch_size=2, max_num_candidates=1, **made)]
         configs += [LoaderConfig(order=order, **candidates) for order in orders]
         for pack, config in product((False, True), configs):

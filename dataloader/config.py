@@ -91,8 +91,9 @@ class LoaderConfig(Settings):
     """The contextual features of batches, in this order; None: all of the dataset."""
     order: Annotated[str, OneOf(ORDERS)] | Order = "shuffle"
     """Order of the samples in an epoch. `shuffle`: a new permutation each epoch. `rows`: ascending rows.
-    `Targets(where="action == 1")`: each such event is a target. `TimeWindows(every="1d")`: each epoch has the samples of
-    one day. `Requests()`: the recorded requests of all splits, by time. `register_order` adds your own. Streams and mixtures are always shuffled."""
+    `Targets(where="action == 1")`: each such event is a target. `TimeWindows(every="1d")`: each epoch has the samples
+    of one day. `Requests()`: the recorded requests of all splits, by time. `register_order` adds your own. Streams and
+    mixtures are always shuffled."""
     seed: Seed = 0
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False

@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/bench/pools.py [--users 1500] [--samples 40000] [--runs 3]
 
-Users, events and items are drawn with the published statistics of Yambda-5b. A sample has a target, at most 4,086 earlier
-events (a third each of listens, likes and skips, within the newest 20,000) with item, artist, album, kind and time, and
-seven crosses. Batches of 128, on 2 worker threads; rows take turns.
+Users, events and items are drawn with the published statistics of Yambda-5b. A sample has a target, at most 4,086
+earlier events (a third each of listens, likes and skips, within the newest 20,000) with item, artist, album, kind and
+time, and seven crosses. Batches of 128, on 2 worker threads; rows take turns.
 
     by user, shuffled    build_loader, of samples in this order
     share of 8           what rank 0 of 8 reads of its share, shuffled, and what it reads balanced, with no exchange
@@ -84,7 +84,9 @@ def make_store(folder: Path, users: int, samples: int) -> SequenceStore:
         "timestamp_ms": np.sort(rng.integers(0, 301 * 17_280, num_events)) * 5_000,
         "is_organic": rng.integers(0, 2, num_events),
     }
-    features = {name: rng.integers(1, NUM_ITEMS // count, NUM_ITEMS) for name, count in (("artist_id", 7), ("album_id", 3))}
+    features = {
+        name: rng.integers(1, NUM_ITEMS // count, NUM_ITEMS) for name, count in (("artist_id", 7), ("album_id", 3))
+    }
     pq.write_table(pa.table({"item_id": np.arange(NUM_ITEMS), **features}), folder / "items.parquet")
     manifest = Manifest(
         dataset="yambda",
@@ -146,7 +148,9 @@ def measure(store: SequenceStore, folder: Path, samples: int, runs: int) -> list
     builder, few = BySample(store, folder), np.random.default_rng(1).permutation(len(store))[: samples // 50]
 
     def by_sample() -> int:
-        return sum(len(builder.batch(few[first : first + 128].tolist()).keys()) > 0 for first in range(0, len(few), 128)) and len(few)
+        return sum(
+            len(builder.batch(few[first : first + 128].tolist()).keys()) > 0 for first in range(0, len(few), 128)
+        ) and len(few)
 
     check(store, builder, few[:128])
     ways = {"by user": ours("rows"), "shuffled": ours("shuffle"), "share of 8": ours("shuffle", 8)}
@@ -172,7 +176,8 @@ def check(store: SequenceStore, builder: BySample, indices: NDArray[np.int64]) -
     loader = build_loader(store, replace(CONFIG, order="rows"), rank=0, world_size=1)
     found, expected = loader.collate(indices).features, builder.batch(indices.tolist())
     assert found.keys() == expected.keys(), (found.keys(), expected.keys())
-    assert torch.equal(found.lengths(), expected.lengths()) and torch.equal(found.values(), expected.values())
+    assert torch.equal(found.lengths(), expected.lengths())
+    assert torch.equal(found.values(), expected.values())
 
 
 def main() -> None:

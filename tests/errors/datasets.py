@@ -138,7 +138,9 @@ ROWS = [
     config(lambda _: TimeWindows(every="1y"), EVERY),
     config(lambda _: TimeWindows(every="1d", start="today"), "...start must be a time in ISO 8601, such as 2015-01..."),
     windows([[1]], AFTER, start="2000-01-01"),
-    targets("'bought == 1' needs the column 'bought'; there are user_id, sex, age, item_id, ...", where="bought == 1"),
+    targets(
+        "'bought == 1' needs the column 'bought'; there are user_id, item_id, action, timestamp_ms", where="bought == 1"
+    ),
     targets("where must be a condition, such as 'action == 1', got the number 'action % 2'", where="action % 2"),
     targets("'action = 1' is no expression; write one such as ...", where="action = 1"),
     targets("with where or min_history, samples have one target, got max_num_candidates=2; pass 1", 2, min_history=1),
