@@ -12,9 +12,9 @@ from evenrank.core.rules import PER_RANK, AppliesTo, Bounds, Count, Needs, NonNe
 from evenrank.core.settings import Settings
 from evenrank.dataloader.codes import CodeTable
 from evenrank.dataloader.routing.key_map import KeyMap
+from evenrank.datasets.inference_requests import Requests as Requests
 from evenrank.datasets.mixture import Mixture as Mixture
 from evenrank.datasets.order import ORDERS, Order, resolve_order
-from evenrank.datasets.requests import Requests as Requests
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
 from evenrank.datasets.slices import Targets as Targets
 from evenrank.datasets.slices import TimeWindows as TimeWindows
@@ -64,8 +64,9 @@ class LoaderConfig(Settings):
     """The contextual features of batches, in this order; None: all of the dataset."""
     order: Annotated[str, OneOf(ORDERS)] | Order = "shuffle"
     """Order of the samples in an epoch. `shuffle`: a new permutation each epoch. `rows`: ascending rows.
-    `Targets(where="action == 1")`: each such event is a target. `TimeWindows(every="1d")`: each epoch has the samples of
-    one day. `Requests()`: the recorded requests of all splits, by time. `register_order` adds your own. Streams and mixtures are always shuffled."""
+    `Targets(where="action == 1")`: each such event is a target. `TimeWindows(every="1d")`: each epoch has the samples
+    of one day. `Requests()`: the recorded requests of all splits, by time. `register_order` adds your own. Streams and
+    mixtures are always shuffled."""
     seed: Seed = 0
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False

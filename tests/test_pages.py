@@ -289,7 +289,7 @@ def _windows_of_time(names: dict[str, Any]) -> Iterator[Any]:
     assert {window for window, _ in trained} == set(range(last))
     assert len(set(trained)) == len(trained)
     assert [line[:10] for line in printed[1:]] == [line[14:24] for line in printed[:-1]]  # each begins where one ends
-    loader = names["open_windows"](shuffle=True)  # as of the next day
+    loader = names["open_windows"]("shuffle")  # as of the next day
     loader.begin_after(names["saved"])
     assert loader.epoch == last
 
