@@ -52,7 +52,7 @@ ROWS = st.lists(st.tuples(st.integers(-5, 50), st.integers(0, 2), st.lists(EVENT
 
 def store_of(rows: list[list[Event]], num_targets: list[int] | None) -> SequenceStore:
     events = [event for row in rows for event in row]
-    columns = {
+    columns: dict[str, Any] = {
         "user_id": np.array([row[0].user if row else 99 for row in rows], dtype=np.int64),
         "sex": np.array([row[0].sex if row else 0 for row in rows], dtype=np.int64),
         "age": np.zeros(len(rows), dtype=np.int64),
