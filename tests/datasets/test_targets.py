@@ -127,7 +127,7 @@ def check_targets(
     start_ms = {None: None, "first": min(expected)[0], "1970-01-03": 2 * DAY_MS}[start]
     left = [each for each in expected if start_ms is None or each[0] >= start_ms]
     if not left and (options["where"] or options["min_history"]):
-        with pytest.raises(ValueError, match="^no event in the split 'train'"):
+        with pytest.raises(ValueError, match=r"^no event in the split 'train'"):
             windows_of(store, every="1d", start=start, **options)
         return
     windows = windows_of(store, every="1d", start=start, **options)
