@@ -352,6 +352,9 @@ class Job:
         if not any(split.rows for split in splits.values()):
             raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
         self.counts |= rules.context.audit() | rules.items.audit()
+        self.counts["rows of features after the first of their item (left out)"] = (
+            self.source.item_features.num_repeated
+        )
         beyond = sum(np.maximum(of_rows - MAX_HISTORY_LENGTH, 0).sum() for of_rows in lengths[TRAIN])
         cut_share = round(beyond / max(1, splits[TRAIN].interactions), 6)
         known = {"split": self.options["split"], "by": self.rule.by, "cut_share": cut_share}

@@ -245,7 +245,7 @@ class TabularConfig(Settings):
     def feature_files(self) -> dict[str, FeatureFiles]:
         """The files with features of users and items, where they are given, by `user_id` and `item_id`."""
         files = {
-            USER_ID: ((self.context,) * bool(self.context), self.user_column, self.context_columns),
+            USER_ID: (() if self.context is None else (self.context,), self.user_column, self.context_columns),
             ITEM_ID: (self.item_features, self.item_column, self.item_columns),
         }
         headers = {USER_ID: self.context_header, ITEM_ID: ()}

@@ -45,7 +45,8 @@ TRAIN, EVAL = "train", "eval"
 IN_EVAL = "evenrank in_eval"  # column of events, if eval has its own log: 1 in that log, else 0
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
 _UNKNOWN, _RARE, _LENGTH, _GAP, _LATE = 1, 2, 3, 4, 5  # reasons to leave out events
-_RELATIVE = re.compile("(first|last|gap|eval):([1-9][0-9]{0,8})([mhdw])")
+_DURATION = "([1-9][0-9]{0,8}[mhdw])"
+_TIME = re.compile(f"((first|last):{_DURATION}|.+?)(?:,gap:{_DURATION})?(?:,eval:{_DURATION})?")
 _NUMBER = re.compile("(?![0-9]{4}$|(?:19|20)[0-9]{6}$)[0-9]+")  # neither 2015 nor 20150106
 
 
@@ -143,7 +144,7 @@ class SplitRule:
     fraction: float = 0  # of the users
     count: int = 0  # of the last events
     begin_ms: int = 0  # time of the first late event
-    origin: Literal["", "first", "last"] = ""  # event of the log from which that counts; empty: from 1970
+    origin: str = ""  # `first` or `last`: event of the log from which that counts; empty: from 1970
     gap_ms: int = 0  # how long late events are left out
     eval_ms: int = 0  # after that, how long they are in `eval`; 0: all of them
     file: Path | None = None  # with the users of `eval`, or its events
@@ -200,18 +201,15 @@ def parse_split(text: str, *, has_eval_log: bool = False) -> SplitRule:
             return SplitRule(by="user", fraction=fraction)
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_EVENTS:
             return SplitRule(by="last", count=count)
-        if kind == "time":
-            begin, *others = value.split(",")
-            found = [_RELATIVE.fullmatch(part) for part in (begin, *others)]
-            parts = {part[1]: int(part[2]) * DURATIONS_MS[part[3]] for part in found if part}
-            origins = parts.keys() & {"first", "last"}
-            is_relative = found[0] is not None and found[0][1] in origins
-            begin_ms = parts.get("first", 1 - parts.get("last", 0)) if is_relative else _milliseconds(begin)
-            are_times = all(found[1:]) and len(parts) == len(others) + is_relative and len(origins) == is_relative
-            if are_times and (is_relative or 0 <= begin_ms <= MAX_TIMESTAMP_MS):
-                of_parts = {f"{name}_ms": parts[name] for name in ("gap", "eval") if name in parts}
-                origin, remedy = next(iter(origins), ""), "choose a time between them"
-                return SplitRule(by="time", begin_ms=begin_ms, origin=origin, **of_parts, remedy=remedy)
+        if kind == "time" and (found := _TIME.fullmatch(value)):
+            begin, origin, begin_text, gap, length = found.groups(default="")
+            begin_ms = _duration_ms(begin_text) if origin else _milliseconds(begin)
+            begin_ms = 1 - begin_ms if origin == "last" else begin_ms
+            if origin or 0 <= begin_ms <= MAX_TIMESTAMP_MS:
+                gap_ms, eval_ms, remedy = _duration_ms(gap), _duration_ms(length), "choose a time between them"
+                return SplitRule(
+                    by="time", begin_ms=begin_ms, origin=origin, gap_ms=gap_ms, eval_ms=eval_ms, remedy=remedy
+                )
         if kind == "file" and value:
             if has_eval_log:
                 remedy = "give a second log with other events"
@@ -227,6 +225,10 @@ def parse_split(text: str, *, has_eval_log: bool = False) -> SplitRule:
         "time:TIME (2015, 2015-01-06, ISO 8601 or seconds, 1970 to 9999), time:last:7d (or w, h, m), time:first:7d, "
         "each perhaps with ,gap:30m and ,eval:1d, file:PATH or none"
     )
+
+
+def _duration_ms(text: str) -> int:
+    return int(text[:-1]) * DURATIONS_MS[text[-1]] if text else 0
 
 
 def _milliseconds(text: str) -> int:

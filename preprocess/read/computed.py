@@ -59,7 +59,7 @@ class ComputedColumns:
     def of(config: TabularConfig, tables: Sequence[Table]) -> "ComputedColumns":
         """Check the expressions of a log; raises a ConfigError about one that does not fit its columns."""
         inputs, types = {name: _type_in(tables, name) for name in config.inputs}, {}
-        empty = pl.DataFrame(schema={**inputs, TIMESTAMP_MS: _INT})
+        empty = pl.DataFrame(schema={**inputs, TIMESTAMP_MS: _INT}).clear(1)
         kinds = {name: "text" if dtype == _TEXT else "number" for name, dtype in inputs.items()}
         kinds |= {TIMESTAMP_MS: "number"} if config.timestamp_unit != "row" else {}
         for column in config.computed:

@@ -48,13 +48,11 @@ class Features:
     @property
     def sizes(self) -> dict[str, int]:
         """Largest id + 1 per feature of ids."""
-        return {
-            column.name: len(self.values[column.name]) + 1
-            if column.name in self.values
-            else int(self.rows.get_column(column.name).max() or 0) + 1  # type: ignore[call-overload]
-            for column in self.columns
-            if column.dtype != FLOAT
+        ids = [column for column in self.rows.iter_columns() if column.dtype != pl.Float32]
+        largest = {
+            c.name: len(self.values[c.name]) if c.name in self.values else c.to_numpy().max(initial=0) for c in ids
         }
+        return {name: int(count) + 1 for name, count in largest.items()}
 
     @property
     def columns(self) -> Schema:
@@ -200,7 +198,6 @@ class FeatureLookup:
         missing = [pl.Series(name, [[] if t == pl.List else 0], dtype=t) for name, t in features.rows.schema.items()]
         self._rows = features.rows.vstack(pl.DataFrame(missing))  # the last row, -1, is of any other key
         self._of, self._unknown = of, np.empty(0, dtype=np.int64)
-        self._num_repeated = features.num_repeated
         self.events = tuple(column._replace(kind="event") for column in features.columns)  # that those of items become
         self.requested = np.zeros(len(features.keys), dtype=bool)  # which keys were looked up: [n]
 
@@ -224,7 +221,6 @@ class FeatureLookup:
         return {
             f"{self._of} with features but no event (left out)": int(np.count_nonzero(~self.requested)),
             f"{self._of} without features": len(self._unknown),
-            f"rows of features after the first of their {self._of} (left out)": self._num_repeated,
         }
 
 

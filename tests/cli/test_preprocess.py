@@ -57,14 +57,15 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "action_columns": (NAMES, CUSTOM, {}),
     "action_map": ("values:a,b", CUSTOM, {"action_columns": ["a"]}),
     "event_columns": (["a:int=0", "b"], CUSTOM, {}),
+    "compute": (["a=1 if b in (1, 2) else 0", "c:float=b"], CUSTOM, {}),
     "label": ("a:int", CUSTOM, {}),
     "weight": ("a", CUSTOM, {}),
     "context": ("users.csv", CUSTOM, {"context_columns": NAMES}),
     "context_columns": (NAMES, CUSTOM, {"context": "users.csv"}),
     "context_header": (NAMES, CUSTOM, {"context": "users.csv", "context_columns": NAMES}),
-    "item_features": ("items.csv", CUSTOM, {"item_columns": NAMES}),
-    "item_columns": (NAMES, CUSTOM, {"item_features": "items.csv"}),
-    "item_features_as": ("events", CUSTOM, {"item_features": "items.csv", "item_columns": NAMES}),
+    "item_features": (["items.csv", "a,b.csv"], CUSTOM, {"item_columns": NAMES}),
+    "item_columns": (NAMES, CUSTOM, {"item_features": ["items.csv"]}),
+    "item_features_as": ("events", CUSTOM, {"item_features": ["items.csv"], "item_columns": NAMES}),
     "users": (20_000, DRAWN, {}),
     "items": (50_000, DRAWN, {}),
     "lengths": ("histogram:path=data,column=length", DRAWN, {}),
@@ -98,7 +99,9 @@ def on_command_line(options: Mapping[str, Any]) -> Iterator[str]:
             yield flag(name)
         else:
             repeated = (
-                value if name in ("events", "contextual") else [",".join(value) if isinstance(value, list) else value]
+                value
+                if name in ("events", "contextual", "compute", "item_features")
+                else [",".join(value) if isinstance(value, list) else value]
             )
             yield from (text for one in repeated for text in (flag(name), str(one)))
 
@@ -144,7 +147,9 @@ def test_an_option_in_a_file_is_the_same_as_on_the_command_line(name: str, here:
     given = parse(options, Path("log.toml"), ())
     assert json.loads(json.dumps(given[name], default=str)) == value
     assert parse(options, Path("log.toml"), options.keys()) == given
-    other = {"events": ["x"], "contextual": ["x=zipf"]}.get(name, OTHERS.get(type(value), "x"))
+    other = {"events": ["x"], "item_features": ["x"], "compute": ["x=y"], "contextual": ["x=zipf"]}.get(
+        name, OTHERS.get(type(value), "x")
+    )
     Path("other.toml").write_text(f"{name} = {json.dumps(other)}\n")
     context = COMMAND.make_context("preprocess", [*on_command_line(options), "--config", "other.toml"])
     check_options(context)
@@ -242,8 +247,9 @@ def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
     values = parse(options, Path("sub", "log.toml"), options)
     assert values["split"] == "file:sub/users,x.txt"
     assert values["events"] == [Path("sub/a.csv"), Path("/b.csv")]
-    assert [str(values[name]) for name in ("out", "context", "vocabulary", "item_features", "label")] == [
-        *("sub/out", "sub/users.csv", "sub/../old", "sub/items.csv"),
+    assert values["item_features"] == [Path("sub/items.csv")]
+    assert [str(values[name]) for name in ("out", "context", "vocabulary", "label")] == [
+        *("sub/out", "sub/users.csv", "sub/../old"),
         "file:x",  # a column
     ]
     options = {"dataset": "synthetic", "lengths": "histogram:column=length,path=a", "split": "file:/users.txt"}

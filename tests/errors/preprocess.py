@@ -74,7 +74,10 @@ def _texts(name: str, option: str, texts: str, line: str, **others: Any) -> list
 
 
 _SPLITS = "user user:-0.1 user:nan leave-last:0 leave-last:x time: nobody file: time:tomorrow time:1969 time:0000 "
-_SPLITS += "time:2015-13 time:20151301 time:-1 time:1e9 time:253402300800000000000 time:last: time:last:0d time:last:7m"
+_SPLITS += (
+    "time:2015-13 time:20151301 time:-1 time:1e9 time:253402300800000000000 time:last: time:last:0d time:last:7y "
+)
+_SPLITS += "time:2015,eval:1d,gap:1d time:2015,gap:1 time:first:0d time:first:1d,eval:1d,eval:1d time:2015,first:1d"
 _IDS = "sparse item= dense,keep item=dense,item=keep dense,item=keep action=keep hash:0 hash:-1 hash:1e3 hash:² "
 _IDS += "item=dense, user:keep hash:4611686018427387905"
 _EXPANSIONS = "ml-20m ml-20m:1x2 ml-20m:2x2:0.0 ml-20m:2x2:2 kuairand-1k:2x2 :2x2"
@@ -96,16 +99,25 @@ _OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     (_LOG, {"event_columns": ("action",)}, "...'action'..."),
     (_LOG, {"label": "n:float?=drop"}, "column 'n:float?=drop' has missing values and something in their place; ..."),
     (_LOG, {"weight": "w:float?"}, "...weight must be ... without missing values: ..., got 'w:float?'"),
+    *[
+        (_LOG, {"compute": (text,)}, f"{text!r} must be NAME[:int|float]=EXPRESSION, such as ...")
+        for text in ("a", "a:int", "=b", "a:text=b", ":int=b")
+    ],
+    (_LOG, {"compute": ("a=b ==",)}, "'b ==' is no expression; ..."),
+    (_LOG, {"compute": ("item=b",)}, "column 'item' is given twice; use each column for one purpose"),
+    (_LOG, {"compute": ("a=b", "a=c")}, "column 'a' is given twice; ..."),
+    (_LOG, {"compute": ("label=b",)}, "no feature can be called 'label'..."),
+    (_LOG, {"compute": ("action=b",), "action_columns": ("c",)}, "compute and action_columns both define the ..."),
     *_texts(_LOG, "action_map", "halves bins:2,1 bins: values:a,a", "...action_map TEXT; ...", action_columns=("a",)),
     (_LOG, _USERS, "...context=... has no effect without context_columns; give both, or leave it out"),
     (_LOG, {**_USERS, "context_columns": ("length:float",)}, "no feature can be called 'length'..."),
-    (_LOG, {**_USERS, "context_columns": ("a:float=3",)}, "column 'a:float=3' must be ... of id, list, float"),
+    (_LOG, {**_USERS, "context_columns": ("a:float=3",)}, "column 'a:float=3' must be ... of id, int, list, float"),
     (_LOG, {**_USERS, "context_columns": ("a", "a:float")}, "column 'a' is given twice; ..."),
     (_LOG, {**_USERS, "context_columns": ("p",), "label": "P"}, "the names ... differ at most by case..."),
     (_LOG, {"item_columns": ("a",)}, "...item_columns=('a',) has no effect without item_features; ..."),
     (
         _LOG,
-        {"item_features": _FILE, "item_columns": ("c:list",)},
+        {"item_features": (_FILE,), "item_columns": ("c:list",)},
         "item_columns has 'c:list', no column of events; ...",
     ),
     (_ALL, {"seed": -1}, "PreprocessConfig: seed must be at least 0 and below 2^62, got -1"),

@@ -49,7 +49,7 @@ def run(out: Path | str, *paths: Path, **options: Any) -> list[str]:
     """Preprocess, and return what was said to be added."""
     folder = paths[0].parent
     folder = folder.parent if "=" in folder.name else folder
-    features: dict[str, Any] = {"context": folder / "users.csv", "item_features": folder / "items.csv"}
+    features: dict[str, Any] = {"context": folder / "users.csv", "item_features": (folder / "items.csv",)}
     of_events: dict[str, Any] = {"action_columns": ("action",), "event_columns": ("price:float?",), **NAMES}
     log = TabularConfig(events=paths, context_columns=("city",), item_columns=("brand",), **of_events, **features)
     split = options.pop("split", "none").replace("users.txt", str(folder / "users.txt"))

@@ -30,7 +30,7 @@ from tests.preprocess.decoded import bytes_in, decode, read_rows
 
 _HERE = Path(__file__).parent
 _OF_LOG = {field.name for field in fields(TabularConfig)}
-_PATHS = ("context", "item_features")
+_PATHS = ("events", "item_features")
 _DEFAULTS: dict[str, Any] = {"split": "none", "allow_empty": True}
 _COLUMNS = {"events": ["log.*"], "user_column": "user", "item_column": "item", "timestamp_column": "time"}
 _COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -48,8 +48,12 @@ _OTHERS = (*_EXPECTED, "after", "formats", "types", "files", "out")
 def _config(options: dict[str, Any], out: str) -> PreprocessConfig:
     given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in options.items()}
     log = _COLUMNS | {name: value for name, value in given.items() if name in _OF_LOG}
-    log = {name: Path(value) if name in _PATHS else value for name, value in log.items()}
-    log["events"] = tuple(map(Path, log["events"]))
+    log |= {
+        name: tuple(map(Path, [log[name]] if isinstance(log[name], str) else log[name]))
+        for name in _PATHS
+        if name in log
+    }
+    log |= {"context": Path(log["context"])} if "context" in log else {}
     others = {"dataset": "custom", "out": Path(out), **_DEFAULTS}
     others |= {n: _RULES[n](**v) if n in _RULES else v for n, v in given.items() if n not in _OF_LOG}
     others |= {name: Path(others[name]) for name in ("vocabulary", "raw_dir") if name in others}

@@ -182,7 +182,7 @@ def test_logs_at_urls_give_the_same_bytes_as_local_files(source: Path, s3: S3, t
             event_columns=("day:int",),
             context=at("users.csv"),
             context_columns=("country",),
-            item_features=at("items.csv"),
+            item_features=(at("items.csv"),),
             item_columns=("brand",),
         )
         split = f"file:{at('eval.txt')}"

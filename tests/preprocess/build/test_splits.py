@@ -35,13 +35,16 @@ BOUNDARIES = {
     "time:last:168h": YEAR_2015 - 7 * DAY + 1,
     "time:last:1w": YEAR_2015 - 7 * DAY + 1,
     "time:last:1h": YEAR_2015 - 3_600_000 + 1,
+    "time:last:60m": YEAR_2015 - 3_600_000 + 1,
+    "time:first:1d": YEAR_2015,
+    "time:first:90m,gap:1h,eval:1h": YEAR_2015 - DAY + 5_400_000,
 }
 
 
 @pytest.mark.parametrize("text", BOUNDARIES)
 def test_a_split_by_time_predicts_the_events_from_the_boundary_on(text: str) -> None:
     times = np.array([BOUNDARIES[text] + shift for shift in (-1, 0, 1)])
-    facts = SplitFacts(seed=0, last_ms=YEAR_2015, eval_users=np.empty(0, dtype=np.int64))
+    facts = SplitFacts(seed=0, limits_ms=(YEAR_2015 - DAY, YEAR_2015), eval_users=np.empty(0, dtype=np.int64))
     for users in (np.full(3, 7), np.arange(3)):
         columns = {"user_id": users, "item_id": users, "timestamp_ms": times, "action": users.astype(np.int32)}
         splits = parse_split(text).divide(build_sequences(columns, lambda keys: keys)[0], facts)

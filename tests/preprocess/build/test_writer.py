@@ -95,7 +95,7 @@ def test_the_bytes_do_not_depend_on_how_the_work_is_divided(
         events=(tmp_path / "log.csv",),
         context=tmp_path / "users.parquet",
         context_columns=("age",),
-        item_features=tmp_path / "items.csv",
+        item_features=(tmp_path / "items.csv",),
         item_columns=("price:float",),
         item_features_as="table" if as_table else "events",
         **NAMES,
