@@ -11,7 +11,7 @@ import polars as pl
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, EVENTS, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, event_column
 from evenrank.preprocess.log_config import KEEP, TabularConfig, parse_action_map, parse_column
-from evenrank.preprocess.read.computed import ComputedColumns, as_computed
+from evenrank.preprocess.read.computed import as_computed, with_computed
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
 from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table, Types
@@ -71,14 +71,11 @@ def read_tabular(
     first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
     may_lack = [column.name for column in config.given_columns if column[2:] != (None, False)]
     check_json_keys(tables, dict.fromkeys((*may_lack, *config.inputs)))
-    computed = ComputedColumns.of(config, tables)
-    tables = [computed.added_to(table) for table in tables]
+    tables, inputs = with_computed(config, tables)
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
     judged = {name: column for name, column in columns.items() if name not in fixed}
-    reading = _Rows(
-        config=config, ids=columns, first_ms=first_ms, is_row=rules[ITEM_ID] == KEEP, inputs=computed.inputs
-    )
+    reading = _Rows(config=config, ids=columns, first_ms=first_ms, is_row=rules[ITEM_ID] == KEEP, inputs=inputs)
     found = id_kinds(tables, judged, lambda table: reading.describe(table).of_values)
     kinds = {name: fixed.get(name) or found[name] for name in columns}
     may_differ = [name for name in columns if kinds[name] != "text" and (name in known or rules[name] != KEEP)]

@@ -166,7 +166,11 @@ def test_texts_among_numbers_of_an_expression_are_bad_rows(tmp_path: Path, monke
 def test_days_that_are_appended_have_the_same_bytes_as_all_at_once_unless_a_split_left_events_out(
     tmp_path: Path,
 ) -> None:
-    options = {"timestamp_column": "t", "compute": ("action=2 if n > 2 else n", "odd=n % 2"), "label": "odd"}
+    options: dict[str, Any] = {
+        "timestamp_column": "t",
+        "compute": ("action=2 if n > 2 else n", "odd=n % 2"),
+        "label": "odd",
+    }
     days = [[(1, 2, 10, 3), (2, 2, 10, 1)], [(1, 3, 20, 2), (3, 2, 30, 4)]]
     for number, rows in enumerate(days):
         lines = [",".join(map(str, row)) for row in rows]
