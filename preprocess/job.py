@@ -208,8 +208,8 @@ class Job:
                 **source.item_features.sizes,
             },
             context_labels={
-                **dict.fromkeys(source.context.sizes, ()),
                 **{name: (None, *map(str, values)) for name, values in source.context.values.items()},
+                **{name: () for name in source.context.sizes if name not in labels},
             },
             ids={
                 **{

@@ -48,11 +48,9 @@ class Features:
     @property
     def sizes(self) -> dict[str, int]:
         """Largest id + 1 per feature of ids."""
-        ids = [column for column in self.rows.iter_columns() if column.dtype != pl.Float32]
-        largest = {
-            c.name: len(self.values[c.name]) if c.name in self.values else c.to_numpy().max(initial=0) for c in ids
-        }
-        return {name: int(count) + 1 for name, count in largest.items()}
+        integers = {column.name: column for column in self.rows.iter_columns() if column.dtype == pl.Int64}
+        largest = {name: int(column.to_numpy().max(initial=0)) for name, column in integers.items()}
+        return {name: size + 1 for name, size in (largest | {n: len(v) for n, v in self.values.items()}).items()}
 
     @property
     def columns(self) -> Schema:

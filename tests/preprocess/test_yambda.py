@@ -42,7 +42,7 @@ def _draw(num_users: int = 30) -> list[dict[str, Any]]:
 def _write(folder: Path, events: list[dict[str, Any]], kind: str = "enum") -> None:
     for name in ("raw/50m", "shared_metadata"):
         (folder / "yambda" / name).mkdir(parents=True, exist_ok=True)
-    types = {"uid": pl.UInt32, "timestamp": pl.UInt32, "item_id": pl.UInt32, "is_organic": pl.UInt8}
+    types: dict[str, Any] = {"uid": pl.UInt32, "timestamp": pl.UInt32, "item_id": pl.UInt32, "is_organic": pl.UInt8}
     types |= {"played_ratio_pct": pl.UInt16, "track_length_seconds": pl.UInt32, "event_type": _TYPES[kind]}
     frame = pl.DataFrame(events, schema=types)
     frame.write_parquet(folder / "yambda/raw/50m/multi_event.parquet", row_group_size=97)
