@@ -48,9 +48,12 @@ class Features:
     @property
     def sizes(self) -> dict[str, int]:
         """Largest id + 1 per feature of ids."""
-        integers = {column.name: column for column in self.rows.iter_columns() if column.dtype == pl.Int64}
-        largest = {name: int(column.to_numpy().max(initial=0)) for name, column in integers.items()}
-        return {name: size + 1 for name, size in (largest | {n: len(v) for n, v in self.values.items()}).items()}
+        kept = (c for c in self.rows.iter_columns() if c.dtype == pl.Int64 and c.name not in self.values)
+        largest = {column.name: int(column.to_numpy().max(initial=0)) for column in kept}
+        return {
+            **{name: len(values) + 1 for name, values in self.values.items()},
+            **{n: m + 1 for n, m in largest.items()},
+        }
 
     @property
     def columns(self) -> Schema:
