@@ -79,15 +79,31 @@ class Rows(NamedTuple):
     left_out: tuple[str, ...] = ()
     """Columns that batches do not have."""
 
-    def values(self, row: int, begin: int, end: int, num_candidates: int, *, is_request: bool = False) -> Values:
-        """Return what a batch has of a row's events begin..end-1, of which the last `num_candidates` are candidates."""
+    def values(
+        self,
+        row: int,
+        begin: int,
+        end: int,
+        num_candidates: int,
+        *,
+        is_request: bool = False,
+        kinds: Sequence[int] = (),
+    ) -> Values:
+        """Return what a batch has of a row's events begin..end-1, of which the last `num_candidates` are candidates.
+
+        With `kinds`, histories have as many of each of these actions, and the target its weekday.
+        """
         ids, events = self.rows, self.events
         targets = end - num_candidates
-        begin = max(begin, targets - HISTORY)
-        labelled = slice(targets if num_candidates else begin, end)
+        history = np.arange(max(begin, targets - HISTORY), targets)
+        if kinds:
+            of_kinds = [[event for event in range(begin, targets) if events["action"][event] == kind] for kind in kinds]
+            share = HISTORY // len(kinds)
+            history = np.array(sorted(event for kept in of_kinds for event in kept[-share:]), dtype=np.int64)
+        labelled = np.arange(targets, end) if num_candidates else history
         values = {
-            "features.item_id": events["item_id"][begin:end].astype(np.int64),
-            "features.action": events["action"][begin:targets].astype(np.int64),
+            "features.item_id": events["item_id"][[*history, *range(targets, end)]].astype(np.int64),
+            "features.action": events["action"][history].astype(np.int64),
             "labels.label": events["action"][labelled].astype(np.int64),
             "num_candidates": np.int64(num_candidates),
         }
@@ -97,7 +113,7 @@ class Rows(NamedTuple):
                 "features.user_id": np.int64(ids["user_id"][row]),
                 "features.segment": np.int64(ids["segment"][row]),
                 "float_features.share": np.float32(ids["share"][row]),
-                "float_features.price": events["price"][begin:targets].astype(np.float32),
+                "float_features.price": events["price"][history].astype(np.float32),
                 "labels.label": events["dwell"][labelled].astype(np.int64),
                 "float_labels.label": prices,
                 "weights.weight": np.float32(ids["share"][row]) * ~np.isnan(prices),
@@ -105,6 +121,8 @@ class Rows(NamedTuple):
             }
         if "tags" in ids and "tags" not in self.left_out:
             values["features.tags"] = np.array(ids["tags"][row], dtype=np.int64)
+        if kinds:
+            values["features.weekday"] = np.int64(events["timestamp_ms"][targets] // 86_400_000 % 7)
         if is_request:
             values["request_ts_ms"] = np.int64(events["timestamp_ms"][targets])
         return {name: value.tobytes() for name, value in values.items()}
@@ -142,6 +160,7 @@ def samples_of_targets(
     max_targets: int = 1,
     min_history: int = 0,
     week: int | None = None,
+    kinds: Sequence[int] = (),
 ) -> Samples:
     """Return samples, row by row: each event that qualifies is once one of the last `max_targets` of a sample."""
     of_data, found = read_rows(data), []
@@ -151,7 +170,7 @@ def samples_of_targets(
         events = [event for event in events if holds(of_data, row, event)]
         for first in range(0, len(events), max_targets):
             targets = events[first : first + max_targets]
-            found.append(of_data.values(row, begin, targets[-1] + 1, len(targets)))
+            found.append(of_data.values(row, begin, targets[-1] + 1, len(targets), kinds=kinds))
     return dict(enumerate(found))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenrank.dataloader import Requests, Targets, TimeWindows
+from evenrank.dataloader import Pools, Requests, Targets, TimeWindows
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
 from tests.laws import data as of_data
@@ -87,9 +87,11 @@ KINDS: dict[str, Kind] = {
             balance,
             order=TimeWindows(every="1w", start=of_data.START, where="action != 3", min_history=1, segment=0.5),
             max_num_candidates=1,
+            pools=Pools(values=(2, 1)),
+            target_features={"weekday": "timestamp_ms // 86400000 % 7"},
         ),
         samples=lambda data, job, epoch: of_data.samples_of_targets(
-            data, lambda rows, row, event: rows.events["action"][event] != 3, min_history=1, week=epoch
+            data, lambda rows, row, event: rows.events["action"][event] != 3, min_history=1, week=epoch, kinds=(2, 1)
         ),
     ),
     "requests": Kind(
