@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
+from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 from types import FrameType
@@ -17,13 +18,15 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from evenrank.core.errors import DataError, StateError
+from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.files import locked
-from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, TimeWindows, build_loader
+from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, Targets, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, Cost, MeasuredCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.ranks.agree import gather_checked
-from evenrank.datasets import read_manifest
+from evenrank.datasets import open_store, read_manifest
+from evenrank.datasets.order import Order
+from evenrank.datasets.slices import moment
 from evenrank.training import load_dmp, save_dmp
 from trainer.config import TrainConfig
 from trainer.monitors import JobLog, Monitors
@@ -134,8 +137,16 @@ class Training:
         self._batches = stack.enter_context(trained)
         self._eval_loader, evaluated = _open(data, task, config, world, balance)
         self._eval_batches = stack.enter_context(evaluated)
-        # The last window of time is evaluated alone.
+        # The last window of time, or that of evaluations, is not trained.
         self._num_epochs = config.epochs if config.time_windows is None else self._loader.num_windows - 1
+        if config.evaluate_window is not None:
+            self._num_epochs = config.evaluate_window
+            self._eval_loader.begin_at(config.evaluate_window)
+            if not len(self._eval_loader):
+                raise ConfigError(
+                    f"evaluate_window {config.evaluate_window} has no targets to evaluate; windows are 0 to "
+                    f"{self._loader.num_windows - 1}, choose another"
+                )
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         self._last_batch: JaggedBatch | None = None
         self.step = self._saved_step = 0  # optimizer steps so far, over all runs of the job
@@ -245,15 +256,17 @@ class Training:
         windows       |   0   |   1   |   2   |   3   |       the last one is evaluated alone
         trained           0       1       2
         evaluated                 1       2       3           by the model that was trained on all windows before it
+                                  3       3       3           with evaluate_window = 3
         """
         # A job that resumes within a window has not begun to iterate over it.
         is_within = self._loader.remaining_batches() < len(self._loader)
-        self._eval_loader.begin_at(self._loader.epoch + is_within)
+        trained, fixed = self._loader.epoch + is_within - 1, self._config.evaluate_window
+        self._eval_loader.begin_at(trained + 1 if fixed is None else fixed)
         self._eval_loader.skip_empty()
         window, (store,) = self._eval_loader.epoch, self._eval_loader.stores
         begin, end = (time.isoformat().removesuffix("+00:00") for time in self._eval_loader.window(window))
         targets = 0 if store.num_targets is None else int(store.num_targets.sum())
-        return {"window": window, "begin": begin, "end": end, "targets": targets}
+        return {"trained": trained, "window": window, "begin": begin, "end": end, "targets": targets}
 
 
 def _find_data(config: TrainConfig) -> Path:
@@ -293,21 +306,31 @@ def balance_config(
     )
 
 
+def _order(config: TrainConfig, data: Path, *, is_trained: bool) -> str | Order:
+    """Return the order of what is trained, or evaluated."""
+    own: dict[str, Any] = {"where": config.where(is_trained=is_trained), "min_history": config.min_history}
+    own |= {"within": config.within, "segment": config.segment} if is_trained else {"within": "time"}
+    if config.time_windows is not None:
+        every, start = config.time_windows, config.time_windows_start
+        if start == "first":  # of all users, so that windows of held-out ones are the same
+            first = TimeWindows(every=every, start=start, where=config.targets, min_history=config.min_history)
+            windows, _ = first.open(data, partial(open_store, split="train"), config.num_candidates)
+            start = moment(windows.start_ms).isoformat()
+        return TimeWindows(every=every, start=start, **own)
+    if config.targets is None and not config.min_history:
+        return "shuffle" if is_trained else "rows"
+    return Targets(**own)
+
+
 def _open(
     data: Path, task: Task, config: TrainConfig, world: World, balance: BalanceConfig
 ) -> tuple[Loader[Any], AbstractContextManager[Any]]:
     """Open what is trained, if `balance` is observed, or evaluated; return its loader and its balanced batches."""
     is_trained, is_exchanged = balance.on_step is not None, config.balance in EXCHANGES
-    split, order = ("train", "shuffle") if is_trained else ("eval", "rows")
-    windows: Any = None
-    if config.time_windows is not None:
-        split = "train"
-        windows = TimeWindows(
-            every=config.time_windows, start=config.time_windows_start, within="shuffle" if is_trained else "time"
-        )
+    split = "train" if is_trained or config.time_windows is not None else "eval"
     read: LoaderConfig = task.read(
         split=split,
-        order=windows or order,
+        order=on_all_ranks(lambda: _order(config, data, is_trained=is_trained)),
         batch_size=config.batch_size,
         max_history_length=config.max_history_length,
         num_workers=config.num_workers,
