@@ -6,8 +6,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain, islice, repeat
 from pathlib import Path
 from types import FrameType
@@ -20,18 +19,17 @@ from torch import Tensor, nn
 
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.files import locked
-from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, Targets, TimeWindows, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, Cost, MeasuredCost, StepMetrics
+from evenrank.dataloader import JaggedBatch
+from evenrank.dataloader.balance import BalanceConfig, Cost, MeasuredCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.ranks.agree import gather_checked
-from evenrank.datasets import open_store, read_manifest
-from evenrank.datasets.order import Order
-from evenrank.datasets.slices import moment
+from evenrank.datasets import read_manifest
 from evenrank.training import load_dmp, save_dmp
 from trainer.config import TrainConfig
+from trainer.data import find_data, open_batches
 from trainer.monitors import JobLog, Monitors
 from trainer.parallel import distribute, make_pipeline, run_pipeline
-from trainer.tasks import Task, ranking
+from trainer.tasks import ranking
 from trainer.world import World, join_world, on_all_ranks
 
 
@@ -121,7 +119,7 @@ class Training:
     def __init__(self, config: TrainConfig, world: World, log: JobLog, stack: ExitStack) -> None:
         self._config, self._world, self._log = config, world, log
         self._path = Path(config.out) / "checkpoint"
-        data = _find_data(config)
+        data = find_data(config)
         manifest = on_all_ranks(lambda: read_manifest(data))
         self._kept = {**config.kept(), "dataset": f"{manifest.dataset} {manifest.content_hash[:16]}"}
         self._stop = stack.enter_context(StopSignals())
@@ -133,9 +131,9 @@ class Training:
         loss = self._monitors.mean_loss
         self._pipeline = make_pipeline(config.pipeline, self._model, self._optimizer, world.device, loss=loss)
         balance = balance_config(config, cost=task.cost)
-        self._loader, trained = _open(data, task, config, world, self._monitors.observe(balance))
+        self._loader, trained = open_batches(data, task, config, world, self._monitors.observe(balance))
         self._batches = stack.enter_context(trained)
-        self._eval_loader, evaluated = _open(data, task, config, world, balance)
+        self._eval_loader, evaluated = open_batches(data, task, config, world, balance)
         self._eval_batches = stack.enter_context(evaluated)
         # The last window of time, or that of evaluations, is not trained.
         self._num_epochs = config.epochs if config.time_windows is None else self._loader.num_windows - 1
@@ -269,23 +267,6 @@ class Training:
         return {"trained": trained, "window": window, "begin": begin, "end": end, "targets": targets}
 
 
-def _find_data(config: TrainConfig) -> Path:
-    """Return the folder of the dataset; without one, rank 0 makes it first."""
-    folder = Path(config.data or Path(config.out) / "synthetic")
-
-    def make() -> None:
-        from evenrank.datasets.distributions import Lognormal, Zipf
-        from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess  # hosts that train lack Polars
-
-        lengths, items = Lognormal(mean=30, std=40, low=1, high=300), Zipf(exponent=1.05, high=2000)
-        synthetic = SyntheticConfig(num_users=1000, lengths=lengths, items=items)
-        preprocess(PreprocessConfig(dataset="synthetic", out=folder, synthetic=synthetic))
-
-    is_missing = config.data is None and not (folder / "manifest.json").exists()  # which is written last
-    on_all_ranks(lambda: make() if is_missing and dist.get_rank() == 0 else None)
-    return folder
-
-
 def balance_config(
     config: TrainConfig, *, cost: Cost, on_step: Callable[[StepMetrics], None] | None = None
 ) -> BalanceConfig:
@@ -304,44 +285,6 @@ def balance_config(
         exchange=config.balance if config.balance in EXCHANGES else EXCHANGES[0],
         on_step=on_step,
     )
-
-
-def _order(config: TrainConfig, data: Path, *, is_trained: bool) -> str | Order:
-    """Return the order of what is trained, or evaluated."""
-    own: dict[str, Any] = {"where": config.where(is_trained=is_trained), "min_history": config.min_history}
-    own |= {"within": config.within, "segment": config.segment} if is_trained else {"within": "time"}
-    if config.time_windows is not None:
-        every, start = config.time_windows, config.time_windows_start
-        if start == "first":  # of all users, so that windows of held-out ones are the same
-            first = TimeWindows(every=every, start=start, where=config.targets, min_history=config.min_history)
-            windows, _ = first.open(data, partial(open_store, split="train"), config.num_candidates)
-            start = moment(windows.start_ms).isoformat()
-        return TimeWindows(every=every, start=start, **own)
-    if config.targets is None and not config.min_history:
-        return "shuffle" if is_trained else "rows"
-    return Targets(**own)
-
-
-def _open(
-    data: Path, task: Task, config: TrainConfig, world: World, balance: BalanceConfig
-) -> tuple[Loader[Any], AbstractContextManager[Any]]:
-    """Open what is trained, if `balance` is observed, or evaluated; return its loader and its balanced batches."""
-    is_trained, is_exchanged = balance.on_step is not None, config.balance in EXCHANGES
-    split = "train" if is_trained or config.time_windows is not None else "eval"
-    read: LoaderConfig = task.read(
-        split=split,
-        order=on_all_ranks(lambda: _order(config, data, is_trained=is_trained)),
-        batch_size=config.batch_size,
-        max_history_length=config.max_history_length,
-        num_workers=config.num_workers,
-        seed=config.seed,
-        device=None if is_exchanged else world.device,
-    )
-    own = None if is_exchanged else balance  # else a Balancer balances
-    loader: Loader[Any] = on_all_ranks(
-        lambda: build_loader(data, read, rank=world.rank, world_size=world.size, balance=own)
-    )
-    return loader, Balancer(loader, balance, device=world.device) if is_exchanged else closing(loader)
 
 
 def set_precision(dense: nn.Module, config: TrainConfig, device: torch.device) -> None:
