@@ -17,12 +17,13 @@ from torchrec import EmbeddingConfig
 import hstu.embeddings
 from evenrank.core.expressions import fraction
 from evenrank.core.settings import rules_of
+from evenrank.dataloader import Cross, LoaderConfig, Pools, Targets
 from evenrank.dataloader.routing import KeyMap
-from evenrank.datasets import open_store
+from evenrank.datasets import open_store, read_manifest
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
 from tests.examples.trainer.test_job import Trained, log_lines, run_job_on_rank, together
 from tests.ranks import RankPool
-from trainer import TrainConfig
+from trainer import TrainConfig, World, ranking
 
 _DAY, _FIRST, _HELD_OUT, _SALT = 86_400, 1_000_000_000, 0.3, 5
 _FILL = hstu.embeddings.fill_rows
@@ -53,11 +54,11 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def yambda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a log of four days, with listens (1), likes (2), skips (4) and other events (0); the last is left out."""
+    """Return a log of five days, with listens (1), likes (2), skips (4) and other events (0); the last is left out."""
     folder, draw = tmp_path_factory.mktemp("yambda"), random.Random(3)
     events = []
     for user in range(14):
-        for time in sorted(draw.randrange(0, 4 * _DAY, 5) for _ in range(draw.randrange(20, 70))):
+        for time in sorted(draw.randrange(0, 5 * _DAY, 5) for _ in range(draw.randrange(20, 70))):
             action = draw.choices((1, 2, 4, 0), (12, 1, 6, 1))[0]
             item = int(30 ** draw.random())
             events.append((user, _FIRST + time, item, action, int(action == 1), draw.randrange(2)))
@@ -154,6 +155,34 @@ def test_losses_are_those_of_one_rank_in_any_balance_routing_and_after_a_crash_w
         for line, expected in zip(log_lines(tmp_path / out, "eval"), lines, strict=True):
             assert line == pytest.approx(expected, abs=1e-3)
     assert whole[0].looked_at >= SHAPE.keys() <= rules_of(TrainConfig).keys()
+
+
+def test_settings_become_tables_tokens_and_what_batches_have(yambda: Path) -> None:
+    config = TrainConfig(**{name: SHAPE[name] for name in SHAPE.keys() - {"embeddings", "min_sharded_rows"}})
+    task = ranking(config, read_manifest(yambda), World(rank=0, size=1, device=torch.device("cpu")))
+    sizes = {"user_id": 14, "is_late": 2, "user_artist": 50, "three": 40, "item_id": 30, "action": 5}
+    sizes |= {"artist_id": 12, "album_id": 24}
+    weights = {name: len(table) for name, table in task.model.state_dict().items() if name.startswith("embeddings.")}
+    assert weights == {f"embeddings.embeddings.table:{name}.weight": size for name, size in sizes.items()}
+    shape: Any = task.dense.config
+    assert shape.contextual == ("user_id", "is_late", "user_artist", "three")
+    assert shape.max_length == 4 + 2 * 15 + 1
+    order = Targets(where=SHAPE["targets"])
+    assert task.read(batch_size=2, order=order) == LoaderConfig(
+        batch_size=2,
+        order=order,
+        user_id=True,
+        max_num_candidates=1,
+        num_tasks=1,
+        label="listen_plus",
+        pools=Pools(values=(1, 2, 4), within=40),
+        item_features=("artist_id", "album_id"),
+        target_features={"hour": "timestamp_ms // 3600000 % 24", "is_late": "timestamp_ms // 3600000 % 24 >= 12"},
+        crosses={
+            "user_artist": Cross(of=("user_id", "artist_id"), size=50),
+            "three": Cross(of=("item_id", "hour", "is_organic"), size=40),
+        },
+    )
 
 
 def test_without_windows_filtered_targets_are_trained_once_and_evaluated(
