@@ -25,7 +25,7 @@ class _Command:
     """What the command says otherwise than the records, and what it has besides."""
 
     dataset: Annotated[str, OneOf((*DATASETS, _ALL)), Option("NAME", panel="Dataset")]
-    """What to preprocess; `all`: every public dataset."""
+    """What to preprocess; `all`: every public dataset that can be downloaded."""
     out: Annotated[Path | None, Option("FOLDER")] = None
     """Folder or URL to write; a dataset there is replaced at the end. Default: out/DATASET."""
     k_core: Events = 1
@@ -62,6 +62,7 @@ def preprocess_command(
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
         evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
         evenrank preprocess --dataset custom --events log.csv --user-column uid
+        evenrank preprocess --dataset yambda-50m --split time:first:300d,gap:30m,eval:1d
         evenrank preprocess --dataset synthetic --item-exponent 1.2 --drift days=3
         evenrank preprocess --dataset synthetic --expand ml-20m:16x32
         evenrank preprocess --config examples/recipes/steam.toml
@@ -81,7 +82,8 @@ def preprocess_command(
         values["delimiter"] = values["delimiter"].replace("\\t", "\t")  # as it is usually typed
     if {"items", "item_exponent"} & values.keys():
         values["items"] = Zipf(exponent=ctx.params["item_exponent"], high=ctx.params["items"])
-    for name in CATALOG if dataset == _ALL else (dataset,):
+    public = [name for name, found in CATALOG.items() if found.can_be_downloaded]
+    for name in public if dataset == _ALL else (dataset,):
         folder = Path("out", name) if out is None else join(out, name) if dataset == _ALL else out
         config = settings_options.make(PreprocessConfig, values, OPTIONS, dataset=name, out=folder)
         added: list[str] = []

@@ -49,7 +49,7 @@ class Arrays:
 
     def known(self, condition: Any) -> Any:
         """Return a comparison, which is false where a value is missing."""
-        return condition
+        return np.asarray(condition)
 
     def is_in(self, value: Any, members: tuple[Any, ...]) -> Any:
         """Return whether values are among the members."""
@@ -223,6 +223,8 @@ class Expression:
                 one = ~one if isinstance(op, ast.NotIn) else one
             else:
                 right = self._evaluate(comparator, columns, way)
-                one, left = way.known(_COMPARISONS[type(op)](left, right)), right
+                is_not = isinstance(op, ast.NotEq)
+                one = way.known((operator.eq if is_not else _COMPARISONS[type(op)])(left, right))
+                one, left = ~one if is_not else one, right
             found = one if found is None else found & one
         return found

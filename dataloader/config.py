@@ -12,9 +12,9 @@ from evenrank.core.rules import PER_RANK, AppliesTo, Bounds, Count, Needs, NonNe
 from evenrank.core.settings import Settings
 from evenrank.dataloader.codes import CodeTable
 from evenrank.dataloader.routing.key_map import KeyMap
+from evenrank.datasets.inference_requests import Requests as Requests
 from evenrank.datasets.mixture import Mixture as Mixture
 from evenrank.datasets.order import ORDERS, Order, resolve_order
-from evenrank.datasets.requests import Requests as Requests
 from evenrank.datasets.schema import ACTION, ITEM_ID, MAX_HISTORY_LENGTH, TIMESTAMP_MS
 from evenrank.datasets.slices import Targets as Targets
 from evenrank.datasets.slices import TimeWindows as TimeWindows

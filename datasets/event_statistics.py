@@ -8,7 +8,7 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import MAX_HISTORY_LENGTH, REMEDY, Manifest
 
 DAY_MS = 86_400_000
-DURATIONS_MS = {"h": DAY_MS // 24, "d": DAY_MS, "w": 7 * DAY_MS}
+DURATIONS_MS = {"m": DAY_MS // 1440, "h": DAY_MS // 24, "d": DAY_MS, "w": 7 * DAY_MS}
 _LEAVE_LAST = "inherent to leave-last, --split time:TIMESTAMP has none"
 _MANY_COLD = 0.1  # share of eval's events from which items without training are worth a warning
 

@@ -72,8 +72,9 @@ class Base:
         if log.time_unit == "row" or log.has_eval_log:
             which = "without times" if log.time_unit == "row" else "with a second one for eval"
             raise ConfigError(f"events of a log {which} cannot be appended; {_AT_ONCE}")
-        others = () if self.config.custom is None else self.config.custom.feature_files
-        num_others = len(others) + (parse_split(self.config.split).file is not None)
+        others = {} if self.config.custom is None else self.config.custom.feature_files
+        num_others = sum(len(files.paths) for files in others.values())
+        num_others += parse_split(self.config.split).file is not None
         old, logs = self.manifest.options, self.manifest.sources[: len(self.manifest.sources) - num_others]
         options = {
             **log.options,
@@ -125,6 +126,8 @@ def read_base(folder: Path, config: PreprocessConfig, rules: Mapping[str, str]) 
     given, default = config.filters, Filters()
     names = ("min_user_events", "min_item_events", "min_length", "max_length")
     lossy = [name for name in names if getattr(given, name) != getattr(default, name)]
+    rule = parse_split(config.split)
+    lossy += ["the split"] * bool(rule.gap_ms or rule.eval_ms)
     hashed = [name for name, of in ids.items() if of.summary.rule not in (DENSE, KEEP)]
     reason = (
         f"{', '.join(lossy)} left out events that may count by now"

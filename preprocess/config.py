@@ -113,7 +113,7 @@ class PreprocessConfig(Settings):
         Path, Option("FOLDER"), AppliesTo(dataset=AllBut((SYNTHETIC, CUSTOM)), expand=AllBut((None,)))
     ] = Path("raw")
     """Folder of the raw files of public datasets, laid out as their archives unpack (FOLDER/ml-20m/ratings.csv), or of
-    the official archives. Missing files are downloaded into it."""
+    the official archives. Missing files are downloaded into it, except those of Yambda."""
     on_error: Annotated[OnError, AppliesTo(dataset=AllBut((SYNTHETIC,)), expand=AllBut((None,)))] = "fail"
     """What to do about rows that cannot be read: `fail`, or `skip` and count them."""
     rejects: Annotated[bool, AppliesTo(on_error=("skip",))] = False
@@ -134,9 +134,10 @@ class PreprocessConfig(Settings):
         Option("RULE", panel="Splits and filters", paths="(?<=^file:).+"),
     ] = "user:0.3"
     """What goes to eval: `user:FRACTION`, that fraction of the users; `leave-last:N`, the last N events of each user;
-    `time:2015`, `time:2015-01-06`, `time:1420070400` or ISO 8601, the events from that time on; `time:last:7d` (or h,
-    w), those of the last 7 days; `file:PATH`, the users in a text file (.txt) or in a table with the log's column of
-    users, or the events of a second log; or `none`."""
+    `time:2015`, `time:2015-01-06`, `time:1420070400` or ISO 8601, the events from that time on; `time:last:7d` (or w,
+    h, m), those of the last 7 days; `time:first:300d`, those later than the first 300 days; `time:...,gap:30m,eval:1d`,
+    those of one day, 30 minutes after such a time, without the others; `file:PATH`, the users in a text file (.txt) or
+    in a table with the log's column of users, or the events of a second log; or `none`."""
     seed: Annotated[
         int,
         Bounds(at_least=0, below=1 << 62),
@@ -157,7 +158,7 @@ class PreprocessConfig(Settings):
     ] = ""
     """Ids of users and items: `dense`, numbered by first appearance, with a vocabulary; `keep`, the integers of the
     log; `hash:N`, a hash below N; `auto`, `dense` or `keep` by their range. For both, or `item=RULE,user=RULE`.
-    Default: `dense` for public datasets, `auto` for custom ones, else `keep`."""
+    Default: `dense` for public datasets but Yambda, `auto` for custom ones, else `keep`."""
     vocabulary: Annotated[Path | None, Option("FOLDER")] = None
     """Earlier dataset, also at a URL, whose ids are kept, for a later log. None: ids begin anew."""
     unknown: Annotated[

@@ -45,6 +45,7 @@ from evenrank.preprocess.build.splits import (
     drop_unknown,
     k_core,
     keep_lengths,
+    leave_out_times,
     parse_split,
     read_listed_users,
 )
@@ -159,7 +160,8 @@ class Job:
                 _LOGGER.warning("%s has these events already, and stays as it is", config.out)
                 return base.manifest
             log, buckets, texts = self._read(engine)
-            num_left = self._filter(log, buckets, engine)
+            facts = SplitFacts(seed=config.seed, limits_ms=log.limits_ms, eval_users=eval_users)
+            num_left = self._filter(log, buckets, facts, engine)
             ids = self._number(buckets, texts, engine)
             pending_summaries = {
                 name: background.submit(
@@ -169,7 +171,7 @@ class Job:
             }
             if config.memory_limit is not None:  # which has no room for both
                 wait(pending_summaries.values())
-            rules = self._rules(log, buckets, num_left, ids, eval_users)
+            rules = self._rules(facts, buckets, num_left, ids)
             splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], rules.items.requested)
@@ -202,9 +204,13 @@ class Job:
             vocabulary_sizes={
                 **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
                 ACTION: source.num_actions or largest[ACTION] + 1,
-                **{name: len(values) + 1 for name, values in labels.items()},
+                **source.context.sizes,
+                **source.item_features.sizes,
             },
-            context_labels={name: (None, *map(str, values)) for name, values in source.context.values.items()},
+            context_labels={
+                **{name: (None, *map(str, values)) for name, values in source.context.values.items()},
+                **{name: () for name in source.context.sizes if name not in labels},
+            },
             ids={
                 **{
                     name: summary if ids[name].size is not None else replace(summary, largest=largest[name])
@@ -255,7 +261,7 @@ class Job:
             base.check_options({"timestamp_unit": source.time_unit})
             limits_ms = log._replace(spans=new).limits_ms
             self.added = f", from {utc_text(limits_ms[0])} to {utc_text(limits_ms[1])}"
-        if new and not self.config.allow_empty:
+        if new and not self.config.allow_empty and not source.counts_from_start:
             check_era(new, source.time_unit)
         audit = {} if base is None else base.manifest.options["audit"]
         skipped = Counter({what: count for what, count in audit.items() if what.endswith("all skipped")})
@@ -265,15 +271,16 @@ class Job:
             engine.memory.take(f"{largest:,} events at a time, of one user or a few", largest=largest)
         return log, buckets, texts
 
-    def _filter(self, log: Log, buckets: Buckets, engine: Engine) -> int:
-        """Leave out what the filters say, and return the number of events that are left."""
+    def _filter(self, log: Log, buckets: Buckets, facts: SplitFacts, engine: Engine) -> int:
+        """Leave out what the filters and the split say, and return the number of events that are left."""
         filters, earlier, counts = self.config.filters, self.earlier, self.counts
         strict = {name: ids for name, ids in earlier.items() if ids.unknown == "drop" and ids.summary.versions}
         known = {name: KeyTable(ids.keys) for name, ids in strict.items()}
+        counts |= (left_out := leave_out_times(buckets, self.rule, facts, engine))
         counts["events of unknown users or items (dropped)"] = num_dropped = drop_unknown(buckets, known, engine)
         counts["events left out by the k-core"] = num_left_out = k_core(buckets, filters, engine)
         counts["users left out by filters"] = keep_lengths(buckets, filters, engine)
-        return sum(run.num_events for run in log.runs) - num_dropped - num_left_out
+        return sum(run.num_events for run in log.runs) - sum(left_out.values()) - num_dropped - num_left_out
 
     def _number(self, buckets: Buckets, texts: Mapping[str, TextValues], engine: Engine) -> dict[str, Ids]:
         """Find the ids of users and items, at the same time."""
@@ -286,9 +293,7 @@ class Job:
         with ThreadPoolExecutor(2) as both:
             return dict(zip(kinds, both.map(number, kinds), strict=True))
 
-    def _rules(
-        self, log: Log, buckets: Buckets, num_left: int, ids: Mapping[str, Ids], eval_users: NDArray[np.int64]
-    ) -> RangeRules:
+    def _rules(self, facts: SplitFacts, buckets: Buckets, num_left: int, ids: Mapping[str, Ids]) -> RangeRules:
         """Return what becomes of the events that are left."""
         source, config = self.source, self.config
         items = FeatureLookup(source.item_features, of="items")
@@ -306,7 +311,7 @@ class Job:
             buckets=buckets,
             num_bits=num_range_bits(num_left, EVENTS_PER_FILE),
             split=self.rule,
-            facts=SplitFacts(seed=config.seed, last_ms=log.limits_ms[1], eval_users=eval_users),
+            facts=facts,
             filters=config.filters,
             requests=config.requests,
             user_ids=ids[USER_ID],
@@ -347,6 +352,9 @@ class Job:
         if not any(split.rows for split in splits.values()):
             raise DataError(f"no users are left{self._losses()}; relax the filters, or the rule for unknown values")
         self.counts |= rules.context.audit() | rules.items.audit()
+        self.counts["rows of features after the first of their item (left out)"] = (
+            self.source.item_features.num_repeated
+        )
         beyond = sum(np.maximum(of_rows - MAX_HISTORY_LENGTH, 0).sum() for of_rows in lengths[TRAIN])
         cut_share = round(beyond / max(1, splits[TRAIN].interactions), 6)
         known = {"split": self.options["split"], "by": self.rule.by, "cut_share": cut_share}

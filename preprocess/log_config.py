@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import AppliesTo, Bounds, Needs, Option, Parsed, Valid, Where
 from evenrank.core.settings import Settings
-from evenrank.datasets.schema import FLOAT, FLOAT_OR_MISSING, ITEM_ID, USER_ID, check_new_names
+from evenrank.datasets.schema import ACTION, FLOAT, FLOAT_OR_MISSING, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
 
 if TYPE_CHECKING:
+    from evenrank.core.expressions import Expression
     from evenrank.datasets.distributions import Distribution
 
 AUTO, DENSE, KEEP, HASH = "auto", "dense", "keep", "hash"  # rules of ids
@@ -32,7 +33,7 @@ _MAX_USERS = 1_000_000_000  # their features are drawn at once
 _MAX_ITEMS = 100_000_000  # whose categories are in memory
 _LIST = "list"
 _EVENT_TYPES = {"int": "int64", "float": FLOAT, "float?": FLOAT_OR_MISSING}
-_FEATURE_TYPES = {"id": "id", _LIST: _LIST, "float": FLOAT}
+_FEATURE_TYPES = {"id": "id", "int": "int64", _LIST: _LIST, "float": FLOAT}
 
 
 class LogColumn(NamedTuple):
@@ -47,10 +48,18 @@ class LogColumn(NamedTuple):
     """Whether events without a value are left out."""
 
 
-class FeatureFile(NamedTuple):
-    """A file of features, its columns of ids and of features, and the names of all columns if it has no header."""
+class Computed(NamedTuple):
+    """A column of events that is computed from columns of the log."""
 
-    path: Path
+    name: str
+    dtype: str  # `int64` or `float32`
+    expression: "Expression"
+
+
+class FeatureFiles(NamedTuple):
+    """Files of features, their column of ids and those of features, and the names of all columns without a header."""
+
+    paths: tuple[Path, ...]
     key: str
     columns: tuple[LogColumn, ...]
     header: tuple[str, ...]
@@ -81,6 +90,17 @@ def parse_column(text: str, *, is_feature: bool) -> LogColumn:
         if number is None or not -(2.0**bits) <= number < 2.0**bits:
             raise ConfigError(f"column {text!r} has the fill {fill!r}, no {kind} below 2^{bits}; give another, or none")
     return LogColumn(name, types[kind], number, fill == "drop")
+
+
+def parse_computed(text: str) -> Computed:
+    """Parse `NAME=EXPRESSION`, of integers, or `NAME:float=EXPRESSION`; raises a ConfigError if it has another form."""
+    from evenrank.core.expressions import Expression  # which loads NumPy
+
+    head, has_expression, expression = text.partition("=")
+    name, _, kind = head.strip().partition(":")
+    if not (has_expression and name) or kind not in ("", "int", "float"):
+        raise ConfigError(f"{text!r} must be NAME[:int|float]=EXPRESSION, such as 'liked=1 if stars >= 4 else 0'")
+    return Computed(name, _EVENT_TYPES[kind or "int"], Expression(expression))
 
 
 def parse_action_map(text: str) -> tuple[str, tuple[Any, ...]]:
@@ -148,13 +168,18 @@ class TabularConfig(Settings):
     """More columns of events: `COLUMN[:int|float][=FILL]`, such as `dwell:int=0`; floats (float32, integers only below
     2^24) unless `int`, which is int64, as labels of classes are. `=drop` leaves out events without a value; with
     `:float?`, they are NaN."""
+    compute: Annotated[tuple[str, ...], Option("NAME=EXPRESSION", parse=tuple)] = ()
+    """Further columns of events, repeatable: `NAME[:int|float]=EXPRESSION` over columns of the log and timestamp_ms,
+    such as "liked=1 if stars >= 4 else 0"; conditions are 1 and 0, comparisons with a missing value false. `action` is
+    that of the event, in place of `action_columns`."""
     label: _Name = ""
-    """One more column of events, of floats unless `:int`, which the manifest names as the label. `LoaderConfig.label`
-    takes this or any other column of events."""
+    """One more column of events, of floats unless `:int`, or a computed one, which the manifest names as the label.
+    `LoaderConfig.label` takes this or any other column of events."""
     weight: Annotated[
         _Name, Valid(lambda text: not text.endswith("?"), "a column without missing values: give =FILL or =drop")
     ] = ""
-    """One more column of events, which the manifest names as the weight, for `LoaderConfig.weight`."""
+    """One more column of events, or a computed one, which the manifest names as the weight, for
+    `LoaderConfig.weight`."""
     delimiter: Annotated[
         str | None,
         Valid(_DELIMITER.fullmatch, "a punctuation mark or a tab, or one repeated"),
@@ -169,14 +194,15 @@ class TabularConfig(Settings):
     )
     """File with features of users, one row per user: `user_column` and `context_columns`."""
     context_columns: Annotated[_Names, Needs("context")] = ()
-    """Columns of `context` that are features: `COLUMN[:id|float|list]`, such as country,age:float; lists are divided by
-    `|`, or JSON."""
+    """Columns of `context` that are features: `COLUMN[:id|int|float|list]`, such as country,age:float; `int` keeps
+    integers, of which 0 is missing; lists are divided by `|`, or JSON."""
     context_header: Annotated[_Names, Needs("context")] = ()
     """All columns of `context` without a header, divided like the events. Default: the first line has them."""
-    item_features: Annotated[Path | None, Needs("item_columns"), Option("FILE")] = None
-    """File with features of items, one row per item: `item_column` and `item_columns`."""
+    item_features: Annotated[tuple[Path, ...], Needs("item_columns"), Option("FILE")] = ()
+    """File with features of items, one row per item, or several: `item_column` and some of `item_columns` each. Of
+    several rows of an item, the first counts."""
     item_columns: Annotated[_Names, Needs("item_features")] = ()
-    """Columns of `item_features` that are features: `COLUMN[:id|float|list]`."""
+    """Columns of `item_features` that are features: `COLUMN[:id|int|float|list]`."""
     item_features_as: Annotated[ItemFeaturesAs, Needs("item_features")] = "events"
     """Where to write features of items. `events`: columns of events; `table`: item_features.parquet, one row per item,
     also with lists."""
@@ -185,7 +211,10 @@ class TabularConfig(Settings):
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
             raise ConfigError("give either timestamp_column or timestamp_unit 'row', for logs in order without times")
         features = [(file.key, *(column.name for column in file.columns)) for file in self.feature_files.values()]
-        for names in (self.needed_columns, *features):
+        computed = [column.name for column in self.computed]
+        if ACTION in computed and self.action_columns:
+            raise ConfigError("compute and action_columns both define the action; give one of them")
+        for names in ((*self.needed_columns, *computed), *features):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
         check_new_names([*chain(*(names for _, *names in features)), *(column.name for column in self.extra_columns)])
@@ -194,37 +223,57 @@ class TabularConfig(Settings):
             raise ConfigError(f"item_columns has {lists[0]!r}, no column of events; set item_features_as 'table'")
 
     @property
-    def extra_columns(self) -> tuple[LogColumn, ...]:
-        """The further columns of events, with label, weight and an action that is a float."""
-        actions = self.action_columns if self.action_map == "float" else ()
-        texts = dict.fromkeys((*actions, *self.event_columns, *filter(None, (self.label, self.weight))))
-        return tuple(parse_column(text, is_feature=False) for text in texts)
+    def computed(self) -> tuple[Computed, ...]:
+        """The computed columns."""
+        return tuple(map(parse_computed, self.compute))
 
     @property
-    def feature_files(self) -> dict[str, FeatureFile]:
+    def given_columns(self) -> tuple[LogColumn, ...]:
+        """The further columns of events that the log has, with label, weight and an action that is a float."""
+        actions, computed = self.action_columns if self.action_map == "float" else (), [c.name for c in self.computed]
+        marks = (text for text in (self.label, self.weight) if text and text not in computed)
+        return tuple(
+            parse_column(text, is_feature=False) for text in dict.fromkeys((*actions, *self.event_columns, *marks))
+        )
+
+    @property
+    def extra_columns(self) -> tuple[LogColumn, ...]:
+        """The further columns of events, also the computed ones."""
+        return (*self.given_columns, *(LogColumn(*c[:2], None) for c in self.computed if c.name != ACTION))
+
+    @property
+    def feature_files(self) -> dict[str, FeatureFiles]:
         """The files with features of users and items, where they are given, by `user_id` and `item_id`."""
         files = {
-            USER_ID: (self.context, self.user_column, self.context_columns, self.context_header),
-            ITEM_ID: (self.item_features, self.item_column, self.item_columns, ()),
+            USER_ID: (() if self.context is None else (self.context,), self.user_column, self.context_columns),
+            ITEM_ID: (self.item_features, self.item_column, self.item_columns),
         }
+        headers = {USER_ID: self.context_header, ITEM_ID: ()}
         return {
-            name: FeatureFile(path, key, tuple(parse_column(text, is_feature=True) for text in columns), header)
-            for name, (path, key, columns, header) in files.items()
-            if path is not None
+            name: FeatureFiles(paths, key, tuple(parse_column(t, is_feature=True) for t in columns), headers[name])
+            for name, (paths, key, columns) in files.items()
+            if paths
         }
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
-        """The columns to read from the event files."""
+        """The columns of the event files that have one purpose each."""
         names = (self.user_column, self.item_column, *filter(None, [self.timestamp_column]))
         actions = () if self.action_map == "float" else self.action_columns
-        return (*names, *actions, *(column.name for column in self.extra_columns))
+        return (*names, *actions, *(column.name for column in self.given_columns))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns of the event files that expressions need."""
+        names = dict.fromkeys(chain(*(column.expression.names for column in self.computed)))
+        return tuple(name for name in names if name != TIMESTAMP_MS)
 
     @property
     def options_of_columns(self) -> dict[str, str]:
         """The options that name them, for messages."""
         marks = {self.label: "--label", self.weight: "--weight"}
         return {
+            **dict.fromkeys(self.inputs, "--compute"),
             **{parse_column(text, is_feature=False).name: "--event-columns" for text in self.event_columns},
             **{parse_column(text, is_feature=False).name: option for text, option in marks.items() if text},
             **dict.fromkeys(self.action_columns, "--action-columns"),

@@ -61,7 +61,7 @@ def preprocess(
     """
     check_not_forked()
     out, before, custom = locate(config.out), own_memory(), config.custom
-    given = [] if custom is None else [*custom.events, custom.context, custom.item_features]
+    given = [] if custom is None else [*custom.events, custom.context, *custom.item_features]
     paths = filter(None, (*given, parse_split(config.split).file))
     _check_out([path for path in paths if not is_url(path)], out)
 
@@ -84,7 +84,7 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
             custom,
             events=tuple(shared(copies.path_of(path)) for path in custom.events),
             context=custom.context and copies.path_of(custom.context),
-            item_features=custom.item_features and copies.path_of(custom.item_features),
+            item_features=tuple(map(copies.path_of, custom.item_features)),
         )
     return replace(
         config,
@@ -101,7 +101,8 @@ def _write(
 
     Return its manifest, and a description of what was appended to it.
     """
-    default = AUTO if config.dataset == CUSTOM else DENSE if config.dataset in CATALOG or config.expand else KEEP
+    public = CATALOG.get(config.dataset)
+    default = AUTO if config.dataset == CUSTOM else public.ids if public else DENSE if config.expand else KEEP
     rules = {USER_ID: default, ITEM_ID: default} | parse_ids(config.ids)
     base, earlier_folder = None, config.vocabulary
     earlier: Mapping[str, EarlierIds] = {}
@@ -216,9 +217,8 @@ def open_source(
         return expand_interactions(opened, expansion, seed=config.seed)
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
-    log = config.custom
-    if config.dataset in CATALOG:
-        public = CATALOG[config.dataset]
+    log, public = config.custom, CATALOG.get(config.dataset)
+    if public is not None:
         raw_dir = config.raw_dir.absolute() if config.engine == "ray" else config.raw_dir
         log = public.log_in(ensure_raw_files(public, raw_dir, show_progress=show_progress))
         rules, known = dict.fromkeys(rules, KEEP), {}  # all ids are integers
@@ -226,7 +226,8 @@ def open_source(
         raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
     second = parse_split(config.split).file
     if second is None or not (files := second_log(second, log)):
-        return read_tabular(log, rules, known, first_ms)
+        counts_from_start = public is not None and public.counts_from_start
+        return replace(read_tabular(log, rules, known, first_ms), counts_from_start=counts_from_start)
     # The file of the split is a log too, whose events have a mark.
     both = read_tabular(replace(log, events=(*log.events, second)), rules, known, first_ms)
     marks = [0] * (len(both.parts) - len(files)) + [1] * len(files)

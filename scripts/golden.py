@@ -102,7 +102,7 @@ def options_of_datasets(folder: Path) -> Iterator[tuple[str, Options]]:
     yield "public", {"dataset": "ml-latest-small", "raw_dir": folder, "split": "leave-last:1"}
 
     flat: Options = {"event_columns": ("dwell", "place:int"), "item_columns": ("category", "price:float")}
-    flat |= {"item_features": folder / "items.csv", "context": folder / "users.csv", "action_map": "stars"}
+    flat |= {"item_features": (folder / "items.csv",), "context": folder / "users.csv", "action_map": "stars"}
     flat["context_columns"] = ("segment", "share:float")
     rich = log("log.csv", **flat | {"context_columns": ("segment", "share:float", "tags:list")})
     for split in ("user:0.3", "leave-last:2", "time:last:3d", "time:2020-01-15", "none"):

@@ -27,13 +27,13 @@ from evenrank.dataloader.collate.gather import (
     gather,
     pad_rows,
 )
+from evenrank.dataloader.collate.item_features import read_item_features
 from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler, Sources
 from evenrank.dataloader.collate.parts import Part, list_parts, predicted_events
 from evenrank.dataloader.collate.pools import EventPools
 from evenrank.dataloader.collate.targets import TargetFeatures
 from evenrank.dataloader.config import LoaderConfig
 from evenrank.datasets.continuous_log import LogSource
-from evenrank.datasets.item_features import read_item_features
 from evenrank.datasets.order import resolve_order
 from evenrank.datasets.schema import FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, Manifest
 from evenrank.datasets.store import SequenceStore

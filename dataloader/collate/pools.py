@@ -98,11 +98,21 @@ class _TakenColumns(Mapping[str, NDArray[Any]]):
             _take(column, self._places, taken)
         return taken
 
+    def at(self, name: str, events: Ints) -> NDArray[Any]:
+        """Return the values of a column of events at some of the places alone."""
+        return self._columns[name][self._places[events]]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+def values_at(store: SequenceStore, name: str, events: Ints) -> NDArray[Any]:
+    """Return the values of a column of events at some of the events of a store, which may be of pools."""
+    columns = store.columns
+    return columns.at(name, events) if isinstance(columns, _TakenColumns) else columns[name][events]
 
 
 @compiled

@@ -11,6 +11,7 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.expressions import Expression
 from evenrank.dataloader.collate.gather import Ints, StoreRows
+from evenrank.dataloader.collate.pools import values_at
 from evenrank.dataloader.config import LoaderConfig
 from evenrank.datasets.schema import FLOAT, ITEM_ID, Schema
 
@@ -85,7 +86,8 @@ class TargetFeatures:
         values = np.empty(len(targets), dtype=np.int64)
         for store, rows, samples in groups:
             is_event = any(column.name == source and column.kind == "event" for column in store.manifest.columns)
-            of_store = store.columns[source][targets[samples] if is_event else store.rows_of(rows)]
+            events, columns = targets[samples], store.columns
+            of_store = values_at(store, source, events) if is_event else columns[source][store.rows_of(rows)]
             if source == name and name in store.column_maps:
                 of_store = store.column_maps[name].inverse(of_store)
             values = values.astype(np.result_type(values, of_store), copy=False)

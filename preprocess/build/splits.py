@@ -4,7 +4,10 @@ user:0.3         30 % of the users are in `eval`; which ones depends on their id
 leave-last:2     the last 2 events of each user are predicted from the earlier ones
 time:2015-01-06  events from this time on are predicted from the earlier ones; also a year, a month, ISO 8601 in UTC, or
                  a number since 1970 of seconds, milliseconds, ..., by its size
-time:last:7d     events less than 7 days (d; weeks w, hours h) older than the log's last event are predicted
+time:last:7d     events less than 7 days (d; weeks w, hours h, minutes m) older than the log's last event are predicted
+time:first:300d  events at least 300 days later than the log's first event are predicted
+time:...,gap:30m,eval:1d
+                 events of the first 30 minutes from that time on are left out, and what follows one day after them
 file:PATH        the users that a file lists are in `eval`; or, if it is a second log (a file, folder or pattern), the
                  events of that log are predicted
 none             everything is in `train`
@@ -41,8 +44,9 @@ from evenrank.preprocess.read.values import id_checks, raw_id, with_ids
 TRAIN, EVAL = "train", "eval"
 IN_EVAL = "evenrank in_eval"  # column of events, if eval has its own log: 1 in that log, else 0
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
-_UNKNOWN, _RARE, _LENGTH = 1, 2, 3  # reasons to leave out events
-_LAST = re.compile("last:([1-9][0-9]{0,8})([hdw])")
+_UNKNOWN, _RARE, _LENGTH, _GAP, _LATE = 1, 2, 3, 4, 5  # reasons to leave out events
+_DURATION = "([1-9][0-9]{0,8}[mhdw])"
+_TIME = re.compile(f"((first|last):{_DURATION}|.+?)(?:,gap:{_DURATION})?(?:,eval:{_DURATION})?")
 _NUMBER = re.compile("(?![0-9]{4}$|(?:19|20)[0-9]{6}$)[0-9]+")  # neither 2015 nor 20150106
 
 
@@ -52,6 +56,24 @@ def drop_unknown(buckets: Buckets, known: Mapping[str, KeyTable], engine: Engine
         return 0
     drop = partial(_leave_out, buckets, known, 0, _MAX_EVENTS, _UNKNOWN)
     return sum(count for _, count in engine.map(drop, range(len(buckets)), stage="finding unknown values"))
+
+
+def leave_out_times(buckets: Buckets, rule: "SplitRule", facts: "SplitFacts", engine: Engine) -> dict[str, int]:
+    """Leave out events in the gap of a split by time, and after its eval; return their numbers, for the audit."""
+    counts = dict.fromkeys(("events in the gap of the split (left out)", "events after eval (left out)"), 0)
+    if rule.gap_ms or rule.eval_ms:
+        begin_ms = rule.first_ms(facts)
+        leave_out = partial(_leave_out_times, buckets, begin_ms, rule.gap_ms, rule.eval_ms or MAX_TIMESTAMP_MS)
+        for _, of_bucket in engine.map(leave_out, range(len(buckets)), stage="leaving out times"):
+            counts = {what: counts[what] + count for what, count in zip(counts, of_bucket, strict=True)}
+    return counts
+
+
+def _leave_out_times(buckets: Buckets, begin_ms: int, gap_ms: int, eval_ms: int, index: int) -> tuple[int, int]:
+    times = buckets.read(index, (TIMESTAMP_MS,))[TIMESTAMP_MS] - begin_ms
+    is_in_gap = (times >= 0) & (times < gap_ms)
+    num_in_gap = buckets.keep(index, ~is_in_gap, reason=_GAP)
+    return num_in_gap, buckets.keep(index, times[~is_in_gap] < gap_ms + eval_ms, reason=_LATE)
 
 
 def k_core(buckets: Buckets, filters: Filters, engine: Engine) -> int:
@@ -110,7 +132,7 @@ class SplitFacts:
     """What a rule depends on besides the sequences."""
 
     seed: int
-    last_ms: int  # time of the last event of the log, before filters
+    limits_ms: tuple[int, int]  # times of the first and the last event of the log, before filters
     eval_users: NDArray[np.int64]  # keys of those in the file of `file:PATH`
 
 
@@ -122,7 +144,9 @@ class SplitRule:
     fraction: float = 0  # of the users
     count: int = 0  # of the last events
     begin_ms: int = 0  # time of the first late event
-    from_end: bool = False  # whether that counts from the last event of the log
+    origin: str = ""  # `first` or `last`: event of the log from which that counts; empty: from 1970
+    gap_ms: int = 0  # how long late events are left out
+    eval_ms: int = 0  # after that, how long they are in `eval`; 0: all of them
     file: Path | None = None  # with the users of `eval`, or its events
     remedy: str | None = None  # of a split without rows, if that is an error
 
@@ -130,6 +154,10 @@ class SplitRule:
     def has_targets(self) -> bool:
         """Whether a number of last events of the rows in `eval` are to be predicted."""
         return self.by in ("last", "time")
+
+    def first_ms(self, facts: SplitFacts) -> int:
+        """Return the time of the first late event."""
+        return self.begin_ms + {"": 0, "first": facts.limits_ms[0], "last": facts.limits_ms[1]}[self.origin]
 
     def divide(self, sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
         """Return the rows of each split."""
@@ -150,7 +178,7 @@ class SplitRule:
             has_history = sequences.lengths > self.count
             train = replace(sequences, ends=sequences.ends - np.where(has_history, self.count, 0))
         elif self.file is None:
-            is_before = sequences.events[TIMESTAMP_MS] < self.begin_ms + facts.last_ms * self.from_end
+            is_before = sequences.events[TIMESTAMP_MS] < self.first_ms(facts)
             train = sequences.take_events(is_before[sequences.order])
         else:  # the events of a second log are predicted from those of the first one before them, all of `train`
             is_target = sequences.events[IN_EVAL][sequences.order] == 1
@@ -173,12 +201,15 @@ def parse_split(text: str, *, has_eval_log: bool = False) -> SplitRule:
             return SplitRule(by="user", fraction=fraction)
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_EVENTS:
             return SplitRule(by="last", count=count)
-        if kind == "time":
-            last = _LAST.fullmatch(value)
-            begin_ms = -int(last[1]) * DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
-            if last or 0 <= begin_ms <= MAX_TIMESTAMP_MS:
-                remedy = "choose a time between them"
-                return SplitRule(by="time", begin_ms=begin_ms, from_end=last is not None, remedy=remedy)
+        if kind == "time" and (found := _TIME.fullmatch(value)):
+            begin, origin, begin_text, gap, length = found.groups(default="")
+            begin_ms = _duration_ms(begin_text) if origin else _milliseconds(begin)
+            begin_ms = 1 - begin_ms if origin == "last" else begin_ms
+            if origin or 0 <= begin_ms <= MAX_TIMESTAMP_MS:
+                gap_ms, eval_ms, remedy = _duration_ms(gap), _duration_ms(length), "choose a time between them"
+                return SplitRule(
+                    by="time", begin_ms=begin_ms, origin=origin, gap_ms=gap_ms, eval_ms=eval_ms, remedy=remedy
+                )
         if kind == "file" and value:
             if has_eval_log:
                 remedy = "give a second log with other events"
@@ -191,8 +222,13 @@ def parse_split(text: str, *, has_eval_log: bool = False) -> SplitRule:
         pass
     raise ConfigError(
         f"invalid split {text!r}; expected user:FRACTION (0 to 1), leave-last:N (N from 1 to 2^31-1), "
-        "time:TIME (2015, 2015-01-06, ISO 8601 or seconds, 1970 to 9999), time:last:7d (or h, w), file:PATH or none"
+        "time:TIME (2015, 2015-01-06, ISO 8601 or seconds, 1970 to 9999), time:last:7d (or w, h, m), time:first:7d, "
+        "each perhaps with ,gap:30m and ,eval:1d, file:PATH or none"
     )
+
+
+def _duration_ms(text: str) -> int:
+    return int(text[:-1]) * DURATIONS_MS[text[-1]] if text else 0
 
 
 def _milliseconds(text: str) -> int:
@@ -256,5 +292,5 @@ def read_listed_users(path: Path, column: str, kind: IdKind) -> tuple[NDArray[np
     else:
         table = open_table(path, [column])
     ids = [raw_id(table, column, "text").alias(USER_ID), raw_id(table, column, kind).alias("of kind")]
-    users = with_ids(table, column).read_distinct(USER_ID, ids, id_checks(table, column, "text"))
+    users, _ = with_ids(table, column).read_distinct(USER_ID, ids, id_checks(table, column, "text"))
     return keys_of(users.get_column("of kind").drop_nulls()), len(users)

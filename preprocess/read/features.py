@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import EVENTS, FLOAT, ITEM_ID, USER_ID, Column, IdKind, IdSummary, Schema, SourceFile
-from evenrank.preprocess.log_config import TabularConfig, TimestampUnit
+from evenrank.preprocess.log_config import LogColumn, TabularConfig, TimestampUnit
 from evenrank.preprocess.read.keys import KeyTable, keys_of
-from evenrank.preprocess.read.table import EventPart
+from evenrank.preprocess.read.table import EventPart, Table
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.values import (
     CASTS,
@@ -37,11 +38,22 @@ _OPTIONS = {USER_ID: ("--user-column", "--context-columns"), ITEM_ID: ("--item-c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """Features of users or items: ids, 0 if missing, else 1..n; lists of ids from 1; or floats."""
+    """Features of users or items: ids, 0 if missing, else 1..n or as in the file; lists of ids from 1; or floats."""
 
     keys: NDArray[np.int64]  # of the users or items, distinct: [n]
     rows: pl.DataFrame  # of the same: a column Int64, List(Int64) or Float32 per feature
-    values: Mapping[str, pl.Series]  # per feature of ids: those of the ids 1, 2, ...
+    values: Mapping[str, pl.Series]  # per feature of ids that are numbered: those of the ids 1, 2, ...
+    num_repeated: int = 0  # rows that are left out, as an earlier one is of the same item
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Largest id + 1 per feature of ids."""
+        kept = (c for c in self.rows.iter_columns() if c.dtype == pl.Int64 and c.name not in self.values)
+        largest = {column.name: int(column.to_numpy().max(initial=0)) for column in kept}
+        return {
+            **{name: len(values) + 1 for name, values in self.values.items()},
+            **{n: m + 1 for n, m in largest.items()},
+        }
 
     @property
     def columns(self) -> Schema:
@@ -65,26 +77,56 @@ def read_features(config: TabularConfig, name: str, kind: IdKind) -> Features:
         return NO_FEATURES
     names, separator = [column.name for column in file.columns], config.delimiter if file.header else None
     options = dict.fromkeys(names, _OPTIONS[name][1]) | {file.key: _OPTIONS[name][0]}
-    table = open_table(file.path, [file.key, *names], separator=separator, columns=file.header, options=options)
-    table = with_ids(table, file.key)
-    selected, checks = [raw_id(table, file.key, kind).alias(name)], id_checks(table, file.key, "text")
-    for column in file.columns:
+    frames, values, num_repeated = list[pl.DataFrame](), dict[str, pl.Series](), 0
+    for path in file.paths:
+        optional = names if len(file.paths) > 1 else ()
+        given = {"separator": separator, "columns": file.header, "options": options, "optional": optional}
+        table = with_ids(open_table(path, [file.key, *names], **given), file.key)  # type: ignore[arg-type]
+        own = [column for column in file.columns if column.name in table.dtypes]
+        frame, of_file, num_others = _read_file(table, name, kind, file.key, own)
+        frames, values, num_repeated = [*frames, frame], values | of_file, num_repeated + num_others
+    for column_name in names:
+        if (count := sum(column_name in frame.columns for frame in frames)) != 1:
+            raise DataError(
+                f"column {column_name!r} ({_OPTIONS[name][1]}) is in {count} of {len(frames)} files of features of "
+                f"{name.removesuffix('_id')}s, first {file.paths[0]}; it must be in one"
+            )
+    rows = reduce(lambda left, right: left.join(right, on=name, how="full", coalesce=True), frames).select(name, *names)
+    if len(frames) > 1:  # of those that some file lacks
+        rows = rows.with_columns(
+            pl.col(pl.Int64, pl.Float32).fill_null(0), pl.col(pl.List(pl.Int64)).fill_null(pl.lit([]))
+        )
+    keys: NDArray[np.int64] = rows.drop_in_place(name).to_numpy()
+    return Features(keys=keys, rows=rows, values=values, num_repeated=num_repeated)
+
+
+def _read_file(
+    table: Table, name: str, kind: IdKind, key: str, columns: Sequence[LogColumn]
+) -> tuple[pl.DataFrame, dict[str, pl.Series], int]:
+    """Return the keys of users or items, as column `name`, with some encoded features, and the values of these.
+
+    Also return how many rows are left out, as an earlier one is of the same item.
+    """
+    selected, checks = [raw_id(table, key, kind).alias(name)], id_checks(table, key, "text")
+    for column in columns:
         value = pl.col(column.name)
-        if column.dtype == FLOAT:
+        if column.dtype in (FLOAT, "int64"):
             value, of_column = as_declared(table, column, "scale it down")
             checks |= of_column
+        if column.dtype == "int64":
+            checks[f"{column.name} must not be negative"] = value >= 0
         selected.append(value.alias(column.name))
-    raw = table.read_distinct(name, selected, checks)
-    check_json_keys([table], [column.name for column in file.columns if not raw.get_column(column.name).count()])
-    columns, values = [], {}
-    for column in file.columns:
+    raw, num_others = table.read_distinct(name, selected, checks, keeps_first=name == ITEM_ID)
+    check_json_keys([table], [column.name for column in columns if not raw.get_column(column.name).count()])
+    encoded, values = [pl.Series(name, keys_of(raw.get_column(name)))], {}
+    for column in columns:
         feature = raw.get_column(column.name)
         if column.dtype == "list":
-            feature, values[column.name] = _encode_lists(file.path, feature)
-        elif column.dtype != FLOAT:
-            feature, values[column.name] = _encode(_sortable(file.path, feature))
-        columns.append(feature)
-    return Features(keys=keys_of(raw.get_column(name)), rows=pl.DataFrame(columns), values=values)
+            feature, values[column.name] = _encode_lists(table.path, feature)
+        elif column.dtype == "id":
+            feature, values[column.name] = _encode(_sortable(table.path, feature))
+        encoded.append(feature)
+    return pl.DataFrame(encoded), values, num_others
 
 
 def _encode(values: pl.Series) -> tuple[pl.Series, pl.Series]:
@@ -195,6 +237,7 @@ class Interactions:
     has_item_table: bool = False  # whether features of items are a table, not columns of events
     num_actions: int | None  # None if the largest action is only known once all events are read
     time_unit: TimestampUnit = "ms"  # of the raw times; with `row`, those of events are undefined
+    counts_from_start: bool = False  # whether times count from the start of the log, not from 1970
     events: Schema = EVENTS  # columns of events, without sizes of vocabularies
     has_eval_log: bool = False  # whether events have a further column, IN_EVAL
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest

@@ -11,9 +11,10 @@ import polars as pl
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ACTION, EVENTS, ITEM_ID, TIMESTAMP_MS, USER_ID, IdKind, event_column
 from evenrank.preprocess.log_config import KEEP, TabularConfig, parse_action_map, parse_column
+from evenrank.preprocess.read.computed import as_computed, with_computed
 from evenrank.preprocess.read.features import Interactions, read_features
 from evenrank.preprocess.read.places import find_files, source_files
-from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table
+from evenrank.preprocess.read.table import FAULT, EventPart, Events, Piece, Table, Types
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.times import PER_SECOND, as_time, decide_unit, least_ms
 from evenrank.preprocess.read.values import (
@@ -53,7 +54,7 @@ def read_tabular(
     files, columns = find_files(config.events), {USER_ID: config.user_column, ITEM_ID: config.item_column}
     opener = partial(
         open_table,
-        needed=config.needed_columns,
+        needed=dict.fromkeys((*config.needed_columns, *config.inputs)),
         separator=config.delimiter,
         columns=config.columns,
         options=config.options_of_columns,
@@ -68,17 +69,19 @@ def read_tabular(
             column = f"{config.timestamp_column}, which is of type {types[0]}"
             raise ConfigError(f"timestamp_unit {config.timestamp_unit!r} does not apply to {column}; leave it out")
     first_ms = {**first_ms, **least_ms(tables, config.timestamp_column, config.timestamp_unit)}
-    check_json_keys(tables, [column.name for column in config.extra_columns if column[2:] != (None, False)])
+    may_lack = [column.name for column in config.given_columns if column[2:] != (None, False)]
+    check_json_keys(tables, dict.fromkeys((*may_lack, *config.inputs)))
+    tables, inputs = with_computed(config, tables)
 
     fixed: dict[str, IdKind] = {**known, **{name: "int64" for name in columns if rules[name] == KEEP}}
     judged = {name: column for name, column in columns.items() if name not in fixed}
-    reading = _Rows(config=config, ids=columns, first_ms=first_ms, is_row=rules[ITEM_ID] == KEEP)
+    reading = _Rows(config=config, ids=columns, first_ms=first_ms, is_row=rules[ITEM_ID] == KEEP, inputs=inputs)
     found = id_kinds(tables, judged, lambda table: reading.describe(table).of_values)
     kinds = {name: fixed.get(name) or found[name] for name in columns}
     may_differ = [name for name in columns if kinds[name] != "text" and (name in known or rules[name] != KEEP)]
     guessed = {name: columns[name] for name in may_differ}
     reading = replace(reading, kinds=kinds, guessed=guessed, described={})
-    others = [file.path for file in config.feature_files.values()]
+    others = [path for files_of in config.feature_files.values() for path in files_of.paths]
     names = [*((path, file.source) for path, file in files.items()), *((path, path.name) for path in others)]
 
     def part(table: Table) -> EventPart:
@@ -92,7 +95,7 @@ def read_tabular(
         files=(*files, *others),
         context=read_features(config, USER_ID, kinds[USER_ID]),
         item_features=read_features(config, ITEM_ID, kinds[ITEM_ID]),
-        has_item_table=config.item_features is not None and config.item_features_as == "table",
+        has_item_table=bool(config.item_features) and config.item_features_as == "table",
         num_actions=_num_actions(config),
         time_unit=config.timestamp_unit,
         events=(*EVENTS, *(event_column(column.name, column.dtype) for column in config.extra_columns)),
@@ -101,7 +104,7 @@ def read_tabular(
             "events": [path.name for path in config.events],
             "delimiter": next((table.separator for table in tables if table.separator is not None), None),
             "context": None if config.context is None else config.context.name,
-            "item_features": None if config.item_features is None else config.item_features.name,
+            "item_features": [path.name for path in config.item_features],
         },
         id_kinds=kinds,
     )
@@ -121,6 +124,7 @@ class _Rows:
     ids: Mapping[str, str]  # columns
     first_ms: Mapping[str, int]
     is_row: bool  # whether ids of items are rows of a table
+    inputs: Types  # of columns that expressions need
     kinds: Mapping[str, IdKind] = field(default_factory=dict)  # of ids, once they are known
     guessed: Mapping[str, str] = field(default_factory=dict)  # columns of ids that may turn out to be of another kind
     described: dict[object, _Described] = field(default_factory=dict)  # by types: files are many, types few
@@ -134,13 +138,18 @@ class _Rows:
         if config.timestamp_unit != "row":
             time, of_time = as_time(table, config.timestamp_column, config.timestamp_unit)
         action, of_action = _action(config, table)
-        values, of_values = [action.cast(pl.Int32, strict=False).alias(ACTION), time], of_time | of_action
-        for extra in config.extra_columns:
-            value, of_column = as_declared(table, extra)
-            values.append(value)
+        columns, of_values = {ACTION: action, TIMESTAMP_MS: time}, of_time | of_action
+        for given in config.given_columns:
+            columns[given.name], of_column = as_declared(table, given)
             of_values |= of_column
-            if config.weight and extra == parse_column(config.weight, is_feature=False):
-                of_values[f"{extra.name} is a negative weight"] = value >= 0
+        for computed in config.computed:
+            columns[computed.name], of_column = as_computed(computed, table.dtypes[computed.name])
+            of_values |= of_column
+        if config.weight:
+            name = parse_column(config.weight, is_feature=False).name
+            of_values[f"{name} is a negative weight"] = columns[name] >= 0
+        columns[ACTION] = columns[ACTION].cast(pl.Int32, strict=False)
+        values = [column.alias(name) for name, column in columns.items()]
         ids, checks = [], of_values
         for name, kind in self.kinds.items():
             ids.append(raw_id(table, self.ids[name], kind).alias(name))
@@ -151,7 +160,7 @@ class _Rows:
 
     def read(self, table: Table, piece: Piece) -> Iterator[Events]:
         """Yield the events of a piece of a file."""
-        for rows in table.read(_numbers(self.config, self.kinds), piece):
+        for rows in table.read(_numbers(self.config, self.kinds, self.inputs), piece):
             typed = replace(table, dtypes=rows.frame.schema)
             columns, checks, of_values = self.describe(typed)
             events = rows.check(columns, checks)
@@ -161,20 +170,24 @@ class _Rows:
             yield events
 
 
-def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind]) -> dict[str, pl.DataType]:
+def _numbers(config: TabularConfig, kinds: Mapping[str, IdKind], inputs: Types) -> Types:
     """Return the types of the columns that are probably numbers in plain digits, also if a file has text."""
     of_action = pl.Int64() if config.action_map == "" else pl.Float64()
     is_text = {config.user_column: kinds[USER_ID] == "text", config.item_column: kinds[ITEM_ID] == "text"}
     is_text[config.timestamp_column] = config.timestamp_unit not in PER_SECOND
     is_text |= dict.fromkeys(config.action_columns, config.action_map.startswith("values:"))
-    numbers = {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
-    numbers |= {column.name: pl.Float64() for column in config.extra_columns if column.dtype != "int64"}
+    is_text |= {name: True for name, dtype in inputs.items() if dtype == pl.String()}
+    numbers = dict(inputs)
+    numbers |= {name: of_action if name in config.action_columns else pl.Int64() for name in config.needed_columns}
+    numbers |= {column.name: pl.Float64() for column in config.given_columns if column.dtype != "int64"}
     return {name: dtype for name, dtype in numbers.items() if not is_text.get(name)}
 
 
 def _num_actions(config: TabularConfig) -> int | None:
     name, values = parse_action_map(config.action_map)
     of_map = {**{scale: 5 * steps for scale, steps in _PER_STAR.items()}, "bins": len(values) + 1, "float": 1}
+    if any(column.name == ACTION for column in config.computed):
+        return None
     if len(config.action_columns) != 1:
         return 1 << len(config.action_columns)
     return of_map.get(name, len(values) or None)

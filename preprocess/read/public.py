@@ -8,24 +8,32 @@ import hashlib
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import locked, opener_of_own_files
-from evenrank.preprocess.log_config import TabularConfig
+from evenrank.preprocess.log_config import DENSE, KEEP, TabularConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublicArchive:
-    """An archive that can be downloaded and unpacked."""
+    """An archive that can be downloaded and unpacked, or a folder of files that the user downloads."""
 
     url: str
     md5: str | None  # of the archive, in hexadecimal; None if its host changes it from time to time
     log: TabularConfig  # whose files are paths relative to `folder`
+    computed: Mapping[str, Any] = field(default_factory=dict)  # further options of the log, whose check loads NumPy
+    ids: str = DENSE  # the default rule
+    counts_from_start: bool = False  # whether times count from the start of the log, not from 1970
+
+    @property
+    def can_be_downloaded(self) -> bool:
+        """Whether there is an archive."""
+        return self.archive != self.folder
 
     @property
     def archive(self) -> str:
@@ -39,13 +47,16 @@ class PublicArchive:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that are needed: those of events, then that of the users' features."""
-        return tuple(map(str, filter(None, (*self.log.events, self.log.context))))
+        """The files that are needed: those of events, then those of features."""
+        return tuple(map(str, filter(None, (*self.log.events, self.log.context, *self.log.item_features))))
 
     def log_in(self, folder: Path) -> TabularConfig:
         """Return the log with the files in a folder."""
         context = None if self.log.context is None else folder / self.log.context
-        return replace(self.log, events=tuple(folder / path for path in self.log.events), context=context)
+        events, items = ([folder / path for path in paths] for paths in (self.log.events, self.log.item_features))
+        return replace(
+            self.log, events=tuple(events), context=context, item_features=tuple(items), **dict(self.computed)
+        )
 
 
 _RATINGS = TabularConfig(
@@ -101,6 +112,30 @@ def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> PublicA
     return PublicArchive(url=url, md5=md5, log=log)
 
 
+def _yambda(size: str) -> PublicArchive:
+    log = TabularConfig(
+        events=(Path(f"raw/{size}/multi_event.parquet"),),
+        user_column="uid",
+        item_column="item_id",
+        timestamp_column="timestamp",
+        timestamp_unit="s",
+        event_columns=("is_organic:int", "played_ratio_pct:int=0", "track_length_seconds:int=0"),
+        item_features=tuple(Path(f"shared_metadata/{name}_item_mapping.parquet") for name in ("artist", "album")),
+        item_columns=("artist_id:int", "album_id:int"),
+        item_features_as="table",
+    )
+    listened = "event_type == 'listen' and played_ratio_pct >= 50"
+    action = f"1 if {listened} else 4 if event_type == 'listen' else 2 if event_type == 'like' else 0"
+    return PublicArchive(
+        url="https://huggingface.co/datasets/yandex/yambda",
+        md5=None,
+        log=log,
+        computed={"compute": (f"action={action}", f"listen_plus={listened}"), "label": "listen_plus"},
+        ids=KEEP,
+        counts_from_start=True,
+    )
+
+
 CATALOG: dict[str, PublicArchive] = {
     dataset.folder.lower(): dataset
     for dataset in (
@@ -114,6 +149,8 @@ CATALOG: dict[str, PublicArchive] = {
         _kuairand("27K", md5="3e3c799a24e2d23a4d2c757fbf9adf59", parts=("_part1", "_part2")),
     )
 }
+
+CATALOG |= {f"yambda-{size}": _yambda(size) for size in ("50m", "500m", "5b")}
 
 # Datasets without an archive: drawn from distributions, and read from files that the user describes.
 SYNTHETIC = "synthetic"
@@ -139,6 +176,9 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
 
     if is_complete():
         return folder
+    if not dataset.can_be_downloaded:
+        missing = next(folder / name for name in dataset.files if not (folder / name).is_file())
+        raise DataError(f"there is no {missing}; put {' and '.join(dataset.files)} of {dataset.url} into {folder}")
     with contextlib.ExitStack() as stack:
         if not raw_dir.exists():
             stack.callback(_remove_empty, raw_dir)

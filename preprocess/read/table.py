@@ -189,8 +189,13 @@ class Table:
                 break
         return found.head(limit)
 
-    def read_distinct(self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
-        """Return the distinct rows with a `key`, a column of ids; none may be malformed, fail a check or share it."""
+    def read_distinct(
+        self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr], *, keeps_first: bool = False
+    ) -> tuple[pl.DataFrame, int]:
+        """Return the distinct rows with a `key`, a column of ids; none may be malformed, fail a check or share it.
+
+        With `keeps_first`, the first row of each key is returned, and also how many others there are.
+        """
         parts = []
         for rows in self.read():
             part = rows.check(columns, checks)
@@ -204,10 +209,13 @@ class Table:
         distinct = pl.concat(parts).drop_nulls(key)  # null is text, which no event has if its ids are integers
         if distinct.get_column(key).is_duplicated().any():
             distinct = distinct.unique(maintain_order=True)
+        num_rows = len(distinct)
+        if keeps_first:
+            distinct = distinct.unique(key, keep="first", maintain_order=True)
         ids, of = distinct.get_column(key), key.removesuffix("_id")
         for repeated in ids.filter(ids.is_duplicated()):
             raise DataError(f"{self.path}: {of} {repeated} appears twice with different values; keep one row per {of}")
-        return distinct
+        return distinct, num_rows - len(distinct)
 
 
 def show_column(column: str, options: Mapping[str, str]) -> str:

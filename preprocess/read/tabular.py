@@ -54,6 +54,7 @@ def open_table(
     folders: _Folders = MappingProxyType({}),
     log_bytes: int = 0,
     options: _Options = MappingProxyType({}),
+    optional: Collection[str] = (),
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
@@ -70,13 +71,14 @@ def open_table(
         folders: columns that its folders add, as `find_files` returns them.
         log_bytes: of all files of the log, by which it is divided into pieces.
         options: those of the command line that name columns, for messages.
+        optional: needed columns that the file may lack.
     """
     file_format = checked_format(path)
     if file_format != TEXT and (columns or separator):
         raise DataError(
             f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
         )
-    remedy, names = "choose one of them", {*needed} - folders.keys()
+    remedy, names = "choose one of them", {*needed} - folders.keys() - {*optional}
     present: Sequence[str]
     parse: _Parse = _parse_json
     schema: Mapping[str, pl.DataType] = {}  # text has none
@@ -104,6 +106,7 @@ def open_table(
             parse = partial(parse_delimited, separator=separator, columns=present)
             if not columns:
                 remedy += " or, if that is no header, give --columns (of --context, --context-header)"
+        needed = [name for name in needed if name in present or name not in optional]
         own = _own_columns(path, present, needed, folders, options, remedy)
         from_folders = [name for name in needed if name not in own]
         constants = [pl.lit(folders[name], dtype=pl.String).alias(name) for name in from_folders]

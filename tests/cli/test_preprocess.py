@@ -47,14 +47,15 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "action_columns": (NAMES, CUSTOM, {}),
     "action_map": ("values:a,b", CUSTOM, {"action_columns": ["a"]}),
     "event_columns": (["a:int=0", "b"], CUSTOM, {}),
+    "compute": (["a=1 if b in (1, 2) else 0", "c:float=b"], CUSTOM, {}),
     "label": ("a:int", CUSTOM, {}),
     "weight": ("a", CUSTOM, {}),
     "context": ("users.csv", CUSTOM, {"context_columns": NAMES}),
     "context_columns": (NAMES, CUSTOM, {"context": "users.csv"}),
     "context_header": (NAMES, CUSTOM, {"context": "users.csv", "context_columns": NAMES}),
-    "item_features": ("items.csv", CUSTOM, {"item_columns": NAMES}),
-    "item_columns": (NAMES, CUSTOM, {"item_features": "items.csv"}),
-    "item_features_as": ("events", CUSTOM, {"item_features": "items.csv", "item_columns": NAMES}),
+    "item_features": (["items.csv", "a,b.csv"], CUSTOM, {"item_columns": NAMES}),
+    "item_columns": (NAMES, CUSTOM, {"item_features": ["items.csv"]}),
+    "item_features_as": ("events", CUSTOM, {"item_features": ["items.csv"], "item_columns": NAMES}),
     "users": (20_000, DRAWN, {}),
     "items": (50_000, DRAWN, {}),
     "lengths": ("histogram:path=data,column=length", DRAWN, {}),
@@ -68,6 +69,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "custom": {"events": ["log.csv"]},
     "expanded": {"dataset": "synthetic", "expand": "ml-1m:2x2"},
 }
+REPEATED = {"events": ["x"], "item_features": ["x"], "compute": ["x=y"], "contextual": ["x=zipf"]}  # other values, too
 OTHERS: dict[type, Any] = {bool: False, int: 7, float: 0.7, list: ["x"]}  # values that differ from those above
 APP = typer.Typer(add_completion=False)
 APP.command()(preprocess_command)
@@ -81,7 +83,7 @@ def flag(name: str) -> str:
 
 def on_command_line(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
-        repeated = value if name in ("events", "contextual") else [value]
+        repeated = value if name in REPEATED else [value]
         for one in repeated:
             yield from [flag(name)] if value is True else (flag(name), shown(one))
 
@@ -140,7 +142,7 @@ def test_an_option_in_a_file_is_the_same_as_on_the_command_line(name: str, here:
     given = parse(options, FILE, ())
     assert json.loads(json.dumps(given[name], default=str)) == value
     assert parse(options, FILE, options.keys()) == given
-    other = {"events": ["x"], "contextual": ["x=zipf"]}.get(name, OTHERS.get(type(value), "x"))
+    other = REPEATED.get(name, OTHERS.get(type(value), "x"))
     Path("other.toml").write_text(f"{name} = {json.dumps(other)}\n")
     context = COMMAND.make_context("preprocess", [*on_command_line(options), "--config", "other.toml"])
     check_options(context)
@@ -188,8 +190,9 @@ def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
     (here / "sub").mkdir()
     values = parse(options, Path("sub", "log.toml"), options)
     assert (values["split"], values["events"]) == ("file:sub/users,x.txt", [Path("sub/a.csv"), Path("/b.csv")])
-    names = ("out", "context", "vocabulary", "item_features", "label")  # the label is a column
-    assert " ".join(str(values[name]) for name in names) == "sub/out sub/users.csv sub/../old sub/items.csv file:x"
+    assert values["item_features"] == [Path("sub/items.csv")]
+    names = ("out", "context", "vocabulary", "label")  # the label is a column
+    assert " ".join(str(values[name]) for name in names) == "sub/out sub/users.csv sub/../old file:x"
     options = {"dataset": "synthetic", "lengths": "histogram:column=length,path=a", "split": "file:/users.txt"}
     values = parse(options, Path("sub", "log.toml"), options)
     assert (values["lengths"], values["split"]) == ("histogram:column=length,path=sub/a", "file:/users.txt")

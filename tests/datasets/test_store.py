@@ -38,6 +38,9 @@ class Reversed:
             raise self.error
         return self.num_embeddings - 1 - keys
 
+    def inverse(self, rows: NDArray[Any], /) -> NDArray[Any]:
+        return self(rows)
+
     def describe(self) -> Mapping[str, Any]:
         return {"size": self.num_embeddings}
 

@@ -157,6 +157,10 @@ ROWS = [
     targets("...within must be one of shuffle, time, user, got 'row'", within="row"),
     windows([[1]], "with where or min_history, samples have one target, got ...", where="action == 1", max_targets=2),
     windows([[1]], "no event in the split ...", start="first", min_history=1),
+    windows([[1]], "no event in the split ...", where="action > 5"),
+    config(
+        lambda _: Targets(where="action > 5").open(store_of([]), lambda store: store, 1), "no event in the split ..."
+    ),
     windows([[0, 0], [0]], "the dataset has no times of events; windows of time need them..."),
     windows([[]], "the dataset has no events in its split 'train'..."),
     foreign({"user_id": "uid"}, "columns must name the column of item_id, they have user_id"),

@@ -63,7 +63,7 @@ def decode(dataset: Path, rows: list[dict[str, Any]], *, features: bool = False)
     for name in {*rows[:1][0]} if rows and features else {"user_id", "item_id"}.intersection(*rows[:1]):
         if (dataset / f"vocabulary_{name}.parquet").exists():
             values: Any = read_vocabulary(dataset, name)
-        elif (values := labels.get(name)) is None:
+        elif not (values := labels.get(name)):
             continue
         for row in rows:
             ids = row[name]

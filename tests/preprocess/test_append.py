@@ -25,7 +25,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {"split": "user:0.5", "ids": "item=keep,user=dense"},
     "file": {"split": "file:users.txt", "allow_empty": True},
 }
-_FEATURES = {"context": Path("users.csv"), "item_features": Path("items.csv")}
+_FEATURES = {"context": Path("users.csv"), "item_features": (Path("items.csv"),)}
 _COLUMNS = {"context_columns": ("city",), "item_columns": ("brand",), "action_columns": ("action",)}
 _LOG = {"event_columns": ("price:float?",), **_FEATURES, **_COLUMNS}
 

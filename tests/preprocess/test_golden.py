@@ -48,8 +48,8 @@ _At = Callable[[str], str]  # where a file is
 def _config(options: dict[str, Any], out: str, at: _At) -> PreprocessConfig:
     given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in options.items()}
     log = _COLUMNS | {name: value for name, value in given.items() if name in _OF_LOG}
-    log |= {name: Path(at(log[name])) for name in ("context", "item_features") if name in log}
-    log["events"] = tuple(Path(at(path)) for path in log["events"])
+    log |= {name: tuple(Path(at(path)) for path in log[name]) for name in ("events", "item_features") if name in log}
+    log |= {"context": Path(at(log["context"]))} if "context" in log else {}
     others: dict[str, Any] = {"dataset": "custom", "out": Path(out), "split": "none", "allow_empty": True}
     others |= {n: _RULES[n](**v) if n in _RULES else v for n, v in given.items() if n not in _OF_LOG}
     others |= {name: Path(at(others[name])) for name in ("vocabulary", "raw_dir") if name in others}

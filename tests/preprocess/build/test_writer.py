@@ -84,7 +84,7 @@ def test_the_bytes_do_not_depend_on_how_the_work_is_divided(
     pl.DataFrame({"item": range(100, 400), "price": np.arange(100, 400) / 4}).write_csv("items.csv")
     pl.DataFrame({"user": range(0, 400, 2), "age": np.arange(200) % 5}).write_parquet("users.parquet")
     of_users = {"context": Path("users.parquet"), "context_columns": ("age",)}
-    of_items = {"item_features": Path("items.csv"), "item_columns": ("price:float",)}
+    of_items = {"item_features": (Path("items.csv"),), "item_columns": ("price:float",)}
     log = {**of_users, **of_items, "item_features_as": place_of_features}
     rules: dict[str, Any] = {"filters": filters, "requests": RequestRule(seconds=10), "ids": "dense"}
     config = of_log(here / "out", Path("log.csv"), log=log, on_error="skip", rejects=True, split="user:0.3", **rules)

@@ -63,7 +63,7 @@ def test_two_texts_with_one_key_are_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_change_of_the_table_is_another_content_and_replaces_the_dataset(tmp_path: Path) -> None:
     path, log, hashes = tmp_path / "items.jsonl", write_log(tmp_path / "log.csv", [("ann", "x", 0)]), []
-    features = {"item_features": path, "item_columns": ("price:float",), "item_features_as": "table"}
+    features = {"item_features": (path,), "item_columns": ("price:float",), "item_features_as": "table"}
     for price in (1.5, 2, 1.5):
         path.write_text(json.dumps({"item": "x", "price": price}) + "\n")
         hashes.append(number(tmp_path / "out", log, log=features).content_hash)

@@ -127,5 +127,7 @@ def test_a_process_ends_cleanly_although_a_call_has_not_returned() -> None:
 def test_programs_that_leave_their_groups_to_the_interpreter_end_cleanly(runs: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.dataloader.balance.ranks.exit_program", str(runs), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    output = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True, text=True
+    ).stdout
     assert output == "0 " * 8 * runs  # of two ranks of each of four kinds
