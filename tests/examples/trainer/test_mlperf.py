@@ -1,7 +1,10 @@
 """Jobs of the shape of MLPerf's recommender: pools, features of targets and items, held-out users, a fixed window."""
 
+import dataclasses
 import math
 import random
+import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,69 +19,54 @@ from torchrec import EmbeddingConfig
 
 import hstu.embeddings
 from evenrank.core.expressions import fraction
-from evenrank.core.settings import rules_of
 from evenrank.dataloader import Cross, LoaderConfig, Pools, Targets
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import open_store, read_manifest
-from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
-from tests.examples.trainer.test_job import Trained, log_lines, run_job_on_rank, together
+from evenrank.preprocess import PreprocessConfig, preprocess
+from tests.examples.trainer.test_job import SETTINGS, Trained, log_lines, run_job_on_rank, together
 from tests.ranks import RankPool
 from trainer import TrainConfig, World, ranking
 
-_DAY, _FIRST, _HELD_OUT, _SALT = 86_400, 1_000_000_000, 0.3, 5
+_DAY, _HELD_OUT, _SALT = 86_400, 0.3, 5
 _FILL = hstu.embeddings.fill_rows
-SHAPE: dict[str, Any] = {
-    "targets": "action in (1, 4)",
+RECIPE = tomllib.loads((Path(__file__).parents[3] / "examples" / "recipes" / "mlperf-yambda.toml").read_text())
+SMALL: dict[str, Any] = {
+    **SETTINGS,
     "min_history": 3,
-    "label": "listen_plus",
-    "pools": (1, 2, 4),
     "pools_within": 40,
     "max_history_length": 15,
-    "item_features": ("artist_id", "album_id"),
-    "target_features": ("hour=timestamp_ms // 3600000 % 24", "is_late=timestamp_ms // 3600000 % 24 >= 12:2"),
-    "crosses": ("user_artist=user_id,artist_id:50", "three=item_id,hour,is_organic:40"),
-    "user_id": True,
-    "time_windows": "1d",
-    "time_windows_start": "first",
+    "target_features": [*RECIPE["target_features"], "is_late=timestamp_ms // 3600000 % 24 >= 12:2"],
+    "crosses": [re.sub(r":\d+$", ":50", cross) for cross in RECIPE["crosses"]],
     "evaluate_window": 2,
     "held_out": _HELD_OUT,
     "held_out_salt": _SALT,
-    "within": "user",
-    "embeddings": "sharded",
     "min_sharded_rows": 10,
-    "pipeline": "sparse-dist",
     "learning_rate": 0.01,
+    "dropout": 0.0,
     "log_every": 1,
 }
+SHAPE = RECIPE | SMALL
 
 
 @pytest.fixture(scope="module")
 def yambda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a log of five days, with listens (1), likes (2), skips (4) and other events (0); the last is left out."""
-    folder, draw = tmp_path_factory.mktemp("yambda"), random.Random(3)
+    """Return a log of five days, of which the last is not in the split `train`."""
+    folder, draw = tmp_path_factory.mktemp("raw"), random.Random(3)
     events = []
-    for user in range(14):
+    for user in draw.sample(range(30), 14):
         for time in sorted(draw.randrange(0, 5 * _DAY, 5) for _ in range(draw.randrange(20, 70))):
-            action = draw.choices((1, 2, 4, 0), (12, 1, 6, 1))[0]
-            item = int(30 ** draw.random())
-            events.append((user, _FIRST + time, item, action, int(action == 1), draw.randrange(2)))
-    names = ["uid", "timestamp", "item_id", "action", "listen_plus", "is_organic"]
-    pl.DataFrame(events, schema=names, orient="row").write_parquet(folder / "events.parquet")
-    items = {"item_id": range(30), "artist_id": [item % 11 for item in range(30)]}
-    items |= {"album_id": [item * 7 % 23 for item in range(30)]}
-    pl.DataFrame(items).write_parquet(folder / "items.parquet")
-    log = TabularConfig(
-        events=(folder / "events.parquet",),
-        user_column="uid",
-        timestamp_column="timestamp",
-        timestamp_unit="s",
-        action_columns=("action",),
-        event_columns=("listen_plus:int", "is_organic:int"),
-        item_features=folder / "items.parquet",
-        item_columns=("artist_id", "album_id"),
-        item_features_as="table",
-    )
-    preprocess(PreprocessConfig(dataset="custom", out=folder / "data", custom=log, split="time:last:1d"))
+            kind = draw.choices(("listen", "like", "dislike"), (18, 1, 1))[0]
+            ratio, item = draw.choice((0, 60, 90)) if kind == "listen" else None, int(30 ** draw.random())
+            events.append((user, time, item, draw.randrange(2), ratio, ratio, kind))
+    names = ["uid", "timestamp", "item_id", "is_organic", "played_ratio_pct", "track_length_seconds", "event_type"]
+    for place in ("raw/50m", "shared_metadata"):
+        (folder / "yambda" / place).mkdir(parents=True)
+    frame = pl.DataFrame(events, schema=names, orient="row")
+    frame.write_parquet(folder / "yambda/raw/50m/multi_event.parquet")
+    for name, factor, size in (("artist", 1, 11), ("album", 7, 23)):
+        items = pl.DataFrame({"item_id": range(30), f"{name}_id": [item * factor % size for item in range(30)]})
+        items.write_parquet(folder / f"yambda/shared_metadata/{name}_item_mapping.parquet")
+    preprocess(PreprocessConfig(dataset="yambda-50m", raw_dir=folder, out=folder / "data", split="time:last:1d"))
     return folder / "data"
 
 
@@ -88,7 +76,7 @@ def _run_by_key(rank: int, world_size: int, options: dict[str, Any], crash_at: i
     def fill(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int) -> None:
         size = table.num_embeddings
         keys = np.arange(first_row, first_row + len(rows))
-        if options.get("routing") and table.feature_names != ["action"]:
+        if options["routing"] != "continuous" and table.feature_names != ["action"]:
             keys = KeyMap(num_embeddings=size, world_size=world_size, mode=options["routing"]).inverse(keys)
         whole = rows.detach().new_empty(size, table.embedding_dim)
         _FILL(whole, table, first_row=0, seed=seed)
@@ -122,7 +110,7 @@ def test_losses_are_those_of_one_rank_in_any_balance_routing_and_after_a_crash_w
         parts: list[Trained] = ranks.run(num_ranks, _run_by_key, job, crash_at)
         return parts
 
-    whole = train("whole", 1, balance="none")
+    whole = train("whole", 1, balance="none", routing="continuous")
     samples, losses = together(whole)
     trained = Counter(window for window, _ in _targets(yambda, is_trained=True))
     counts = Counter(epoch for of_step in samples.values() for epoch, _ in of_step)
@@ -139,11 +127,11 @@ def test_losses_are_those_of_one_rank_in_any_balance_routing_and_after_a_crash_w
     assert all(0 < line["auc"] < 1 and not math.isnan(line["normalized_entropy"]) for line in lines)
 
     in_window = len({step for step, of_step in samples.items() if of_step[0][0] == 0}) + 3
-    routed: dict[str, Any] = {"routing": "hash_roundrobin", "checkpoint_every": in_window - 1}
+    often: dict[str, Any] = {"checkpoint_every": in_window - 1}
     runs = [
-        train("exchanged", 2, balance="all-to-all", routing="hash_roundrobin"),
-        train("parts", 2, in_window, balance="none", **routed),
-        train("parts", 2, balance="no-exchange", **routed),
+        train("exchanged", 2, balance="all-to-all"),
+        train("parts", 2, in_window, balance="none", **often),
+        train("parts", 2, balance="no-exchange", **often),
     ]
     for number, parts in enumerate(runs):
         of_steps, of_losses = together(parts)
@@ -154,21 +142,30 @@ def test_losses_are_those_of_one_rank_in_any_balance_routing_and_after_a_crash_w
     for out in ("exchanged", "parts"):
         for line, expected in zip(log_lines(tmp_path / out, "eval"), lines, strict=True):
             assert line == pytest.approx(expected, abs=1e-3)
-    assert whole[0].looked_at >= SHAPE.keys() <= rules_of(TrainConfig).keys()
 
 
 def test_settings_become_tables_tokens_and_what_batches_have(yambda: Path) -> None:
-    config = TrainConfig(**{name: SHAPE[name] for name in SHAPE.keys() - {"embeddings", "min_sharded_rows"}})
-    task = ranking(config, read_manifest(yambda), World(rank=0, size=1, device=torch.device("cpu")))
-    sizes = {"user_id": 14, "is_late": 2, "user_artist": 50, "three": 40, "item_id": 30, "action": 5}
-    sizes |= {"artist_id": 12, "album_id": 24}
+    manifest = read_manifest(yambda)
+    task = ranking(TrainConfig(**SHAPE), manifest, World(rank=0, size=3, device=torch.device("cpu")))
+    hours = ("user_x_hour", "item_x_hour", "artist_x_hour")
+    crosses = ("user_x_artist", "user_x_album", *hours, "user_x_is_organic", "user_x_artist_x_hour")
+    sharded = {"user_id": manifest.vocabulary_sizes["user_id"], "item_id": 30, "artist_id": 11, "album_id": 23}
+    sharded |= dict.fromkeys(crosses, 50)
+    names = {f"embeddings.sharded.embeddings.table:{name}.weight": size for name, size in sharded.items()}
+    names |= {f"embeddings.replicated.embeddings.table:{name}.weight": n for name, n in (("action", 5), ("is_late", 2))}
     weights = {name: len(table) for name, table in task.model.state_dict().items() if name.startswith("embeddings.")}
-    assert weights == {f"embeddings.embeddings.table:{name}.weight": size for name, size in sizes.items()}
+    assert weights == names
     shape: Any = task.dense.config
-    assert shape.contextual == ("user_id", "is_late", "user_artist", "three")
-    assert shape.max_length == 4 + 2 * 15 + 1
-    order = Targets(where=SHAPE["targets"])
-    assert task.read(batch_size=2, order=order) == LoaderConfig(
+    assert shape.contextual == ("user_id", "is_late", *crosses)
+    assert shape.max_length == 9 + 2 * 15 + 1
+    hour, order = "timestamp_ms // 3600000 % 24", Targets(where=SHAPE["targets"])
+    read = task.read(batch_size=2, order=order)
+    assert read.crosses.keys() == {*crosses}
+    assert read.crosses["user_x_artist_x_hour"] == Cross(of=("user_id", "artist_id", "hour"), size=50)
+    assert read.key_maps == {
+        name: KeyMap(num_embeddings=size, world_size=3, mode="hash_roundrobin") for name, size in sharded.items()
+    }
+    assert dataclasses.replace(read, crosses={}, key_maps={}) == LoaderConfig(
         batch_size=2,
         order=order,
         user_id=True,
@@ -177,11 +174,7 @@ def test_settings_become_tables_tokens_and_what_batches_have(yambda: Path) -> No
         label="listen_plus",
         pools=Pools(values=(1, 2, 4), within=40),
         item_features=("artist_id", "album_id"),
-        target_features={"hour": "timestamp_ms // 3600000 % 24", "is_late": "timestamp_ms // 3600000 % 24 >= 12"},
-        crosses={
-            "user_artist": Cross(of=("user_id", "artist_id"), size=50),
-            "three": Cross(of=("item_id", "hour", "is_organic"), size=40),
-        },
+        target_features={"hour": hour, "is_late": f"{hour} >= 12"},
     )
 
 
