@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.expressions import Expression
-from evenrank.core.rules import AllBut, AppliesTo, Bounds, Count, NonNegative, OneOf, Parsed, Where
+from evenrank.core.rules import AllBut, AppliesTo, Bounds, Count, NonNegative, OneOf, Option, Parsed, Where
 from evenrank.core.settings import Settings, rules_of
 from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE, STRATEGIES
 
@@ -19,6 +19,7 @@ SHARDED = AppliesTo(embeddings=("sharded",))
 BALANCED = AppliesTo(balance=AllBut(("none",)))
 WINDOWS = AppliesTo(time_windows=AllBut((None,)))
 FILTERED = AppliesTo(time_windows=AllBut((None,)), targets=AllBut((None,)), min_history=AllBut((0,)))
+_FEATURE, _COLUMNS = (Option(f"NAME={of}:ROWS", parse=tuple) for of in ("EXPRESSION", "COLUMN,..."))
 _CROSS = re.compile(r"(\w+)=(\w+(?:,\w+)*):(\d{1,18})")
 _TARGET_FEATURE = re.compile(r"(\w+)=([^=].*?)(?::(\d{1,18}))?")
 
@@ -84,11 +85,11 @@ class TrainConfig(Settings):
     """Shuffle the targets, ordered by user, only within segments of this share of an epoch or window."""
     user_id: Annotated[bool, KEPT] = False
     """Put the user's id in front of the history, as a token."""
-    target_features: Annotated[tuple[Annotated[str, Parsed(parse_target_feature)], ...], KEPT] = ()
-    """NAME=EXPRESSION:ROWS. Put a feature of the target in front of the history, as a token, with a table of so many
+    target_features: Annotated[tuple[Annotated[str, Parsed(parse_target_feature)], ...], KEPT, _FEATURE] = ()
+    """Repeatable. Put a feature of the target in front of the history, as a token, with a table of so many
     rows, such as `hour=timestamp_ms // 3600000 % 24:24`. Without ROWS it is no token, but crosses may name it."""
-    crosses: Annotated[tuple[Annotated[str, Parsed(parse_cross)], ...], KEPT] = ()
-    """NAME=COLUMN,...:ROWS. Put a hash of several columns of the target in front of the history, as a token, such as
+    crosses: Annotated[tuple[Annotated[str, Parsed(parse_cross)], ...], KEPT, _COLUMNS] = ()
+    """Repeatable. Put a hash of several columns of the target in front of the history, as a token, such as
     `user_artist=user_id,artist_id:10000000`."""
     item_features: Annotated[tuple[str, ...], KEPT] = ()
     """Features of items, ids of the dataset's table, whose embeddings are added to those of items."""
