@@ -160,6 +160,8 @@ class HSTUConfig(Settings):
     """
     contextual: tuple[str, ...] = ()
     """Features whose values are tokens in front of the history, such as `user_id`, in this order."""
+    item_features: tuple[str, ...] = ()
+    """Features of items, one value per item, whose embeddings are added to those of the items."""
     interleave_actions: bool = True
     """Each action is a token of its own after its item; otherwise actions are not read."""
     embedding_dim: Count = 128

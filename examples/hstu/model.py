@@ -33,11 +33,12 @@ def arrange(embeddings: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> T
 
 
 def tables(vocabulary_sizes: Mapping[str, int], config: HSTUConfig) -> list[EmbeddingConfig]:
-    """Return a table for each feature that becomes tokens, for `torchrec.EmbeddingCollection`.
+    """Return a table for each feature that becomes tokens or a part of them, for `torchrec.EmbeddingCollection`.
 
     `vocabulary_sizes` has the rows of each table by feature, as a dataset's manifest.
     """
-    if missing := set(config.features) - vocabulary_sizes.keys():
+    features = (*config.features, *config.item_features)
+    if missing := set(features) - vocabulary_sizes.keys():
         known = ", ".join(vocabulary_sizes)
         raise ConfigError(f"no vocabulary size of {min(missing)!r}; known are those of {known}")
     return [
@@ -48,7 +49,7 @@ def tables(vocabulary_sizes: Mapping[str, int], config: HSTUConfig) -> list[Embe
             embedding_dim=config.embedding_dim,
             feature_names=[key],
         )
-        for key in config.features
+        for key in features
     ]
 
 
@@ -87,7 +88,7 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tenso
         ConfigError: the batch lacks a feature, or samples can have more than `max_length` tokens.
     """
     features, known = batch.features, batch.features.keys()
-    if missing := [key for key in config.features if key not in known]:
+    if missing := [key for key in (*config.features, *config.item_features) if key not in known]:
         raise ConfigError(f"the model needs the feature {missing[0]!r}; batches have {', '.join(known)}")
     limits = batch.length_limits or {}
     if (longest := sum(limits.get(key, 0) for key in config.features)) > config.max_length:
@@ -229,6 +230,7 @@ class RankingHead(nn.Module):
         layout = lay_out(batch, self.config, predicts_history=num_labels > batch.num_candidates)
         # What a sharded module returns has arrived as soon as one of its methods has been called. It has no [].
         vectors = {name: jagged.values() for name, jagged in embeddings.items()}
+        vectors[ITEM_ID] = sum((vectors[name] for name in self.config.item_features), vectors[ITEM_ID])
         tokens = self.encoder(arrange(vectors, layout.places), layout.sequences)
         # Labels are those of the last items: of the candidates, or of all.
         labeled = layout.last_items(num_labels, batch.labels.length_per_key()[0])

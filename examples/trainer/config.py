@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.rules import AllBut, AppliesTo, Bounds, Count, NonNegative, OneOf, Parsed
+from evenrank.core.expressions import Expression
+from evenrank.core.rules import AllBut, AppliesTo, Bounds, Count, NonNegative, OneOf, Option, Parsed, Where
 from evenrank.core.settings import Settings, rules_of
 from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE, STRATEGIES
 
@@ -16,6 +17,11 @@ PIPELINES = ("none", "sparse-dist", "prefetch")
 
 SHARDED = AppliesTo(embeddings=("sharded",))
 BALANCED = AppliesTo(balance=AllBut(("none",)))
+WINDOWS = AppliesTo(time_windows=AllBut((None,)))
+FILTERED = AppliesTo(time_windows=AllBut((None,)), targets=AllBut((None,)), min_history=AllBut((0,)))
+_FEATURE, _COLUMNS = (Option(f"NAME={of}:ROWS", parse=tuple) for of in ("EXPRESSION", "COLUMN,..."))
+_CROSS = re.compile(r"(\w+)=(\w+(?:,\w+)*):(\d{1,18})")
+_TARGET_FEATURE = re.compile(r"(\w+)=([^=].*?)(?::(\d{1,18}))?")
 
 
 def _parse_window(text: str) -> tuple[int, int]:
@@ -23,6 +29,33 @@ def _parse_window(text: str) -> tuple[int, int]:
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigError(f"profile must be START:STOP, steps from 0 on, such as 100:110, got {text!r}")
     return int(found[1]), int(found[2])
+
+
+class OfTarget(NamedTuple):
+    """A feature of the target, or a cross, as it is written in an option."""
+
+    name: str
+    of: str
+    """An expression, or columns divided by commas."""
+    rows: int
+    """Of its table; 0: it has none, and is a part of crosses alone."""
+
+
+def parse_cross(text: str) -> OfTarget:
+    """Return a cross; a ConfigError unless it is NAME=COLUMN,...:ROWS."""
+    if (found := _CROSS.fullmatch(text)) is None or not int(found[3]):
+        form = "NAME=COLUMN,...:ROWS, such as user_artist=user_id,artist_id:10000000"
+        raise ConfigError(f"crosses must be {form}, got {text!r}")
+    return OfTarget(found[1], found[2], int(found[3]))
+
+
+def parse_target_feature(text: str) -> OfTarget:
+    """Return a feature of the target; a ConfigError unless it is NAME=EXPRESSION or NAME=EXPRESSION:ROWS."""
+    if (found := _TARGET_FEATURE.fullmatch(text)) is None:
+        form = "NAME=EXPRESSION or NAME=EXPRESSION:ROWS, such as hour=timestamp_ms // 3600000 % 24:24"
+        raise ConfigError(f"target_features must be {form}, got {text!r}")
+    Expression(found[2])
+    return OfTarget(found[1], found[2], int(found[3] or 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +70,36 @@ class TrainConfig(Settings):
     """One task: events with at least this action are positive."""
     num_tasks: Annotated[Count, KEPT] = 1
     """Number of tasks. Above 1, each of the low bits of an action is a task."""
+    label: Annotated[str | None, KEPT, AppliesTo(num_tasks=(1,))] = None
+    """Column of events with integers that are the labels, in place of actions: positive from positive_action on."""
     max_num_candidates: Annotated[Count | None, KEPT] = None
     """Only the last events of a sample are targets, at most so many, each predicted from the events before all
-    of them. Default: all events of the history; with --time-windows, 10."""
+    of them. Default: all events of the history; with --time-windows, 10; where a sample must have one target, 1."""
+    targets: Annotated[str | None, Parsed(Expression), KEPT] = None
+    """Condition of the events that are targets, each once per epoch, such as `action in (1, 4)`. Default: all."""
+    min_history: Annotated[NonNegative, KEPT] = 0
+    """How many earlier events of its user a target has at least."""
+    within: Annotated[Literal["shuffle", "time", "user"], KEPT, FILTERED] = "shuffle"
+    """Order of the targets of an epoch or window: `user`, those of a user one after the other; `time`; `shuffle`."""
+    segment: Annotated[float, Bounds(above=0, at_most=1), KEPT, AppliesTo(within=("shuffle",))] = 1.0
+    """Shuffle the targets, ordered by user, only within segments of this share of an epoch or window."""
     user_id: Annotated[bool, KEPT] = False
     """Put the user's id in front of the history, as a token."""
+    target_features: Annotated[tuple[Annotated[str, Parsed(parse_target_feature)], ...], KEPT, _FEATURE] = ()
+    """Repeatable. Put a feature of the target in front of the history, as a token, with a table of so many
+    rows, such as `hour=timestamp_ms // 3600000 % 24:24`. Without ROWS it is no token, but crosses may name it."""
+    crosses: Annotated[tuple[Annotated[str, Parsed(parse_cross)], ...], KEPT, _COLUMNS] = ()
+    """Repeatable. Put a hash of several columns of the target in front of the history, as a token, such as
+    `user_artist=user_id,artist_id:10000000`."""
+    item_features: Annotated[tuple[str, ...], KEPT] = ()
+    """Features of items, ids of the dataset's table, whose embeddings are added to those of items."""
     max_history_length: Annotated[Count, KEPT] = 512
     """Events per sample; longer histories keep their newest."""
+    pools: Annotated[tuple[int, ...], KEPT] = ()
+    """Actions of histories, of each of which the newest are kept, max_history_length in all. Default: the newest
+    events, whatever their action."""
+    pools_within: Annotated[Count, KEPT, AppliesTo(pools=Where("ACTION", bool))] = 20_000
+    """Look at so many events before the target, of all actions."""
     balance: Annotated[str, OneOf(BALANCES)] = "no-exchange"
     """How samples get to the ranks that train them: with `no-exchange` each rank reads what it trains; a Balancer moves
     them by `all-to-all` or by `all-gather`; `none`: each rank trains its share, unbalanced."""
@@ -85,6 +141,8 @@ class TrainConfig(Settings):
     """All tables on each rank, or large ones sharded."""
     min_sharded_rows: Annotated[Count, KEPT, SHARDED] = 1000
     """Sharded tables: those with at least so many rows are sharded."""
+    routing: Annotated[Literal["continuous", "hash_roundrobin"], KEPT, SHARDED] = "continuous"
+    """Which rank has a row of a sharded table: ranges of ids, as they are or permuted."""
     pipeline: Annotated[str, OneOf(PIPELINES)] = "none"
     """TorchRec's training pipeline; `prefetch` on GPUs only."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -94,8 +152,17 @@ class TrainConfig(Settings):
     time_windows: Annotated[str | None, KEPT] = None
     """Train the events of a window of time, such as 6h, 1d or 1w, then those of the next one, each once, and
     evaluate on the window that follows. Default: train all events in any order."""
-    time_windows_start: Annotated[str | None, KEPT, AppliesTo(time_windows=AllBut((None,)))] = None
-    """The begin of the first window, in ISO 8601; earlier events are only in histories. Default: the first event."""
+    time_windows_start: Annotated[str | None, KEPT, WINDOWS] = None
+    """The begin of the first window, in ISO 8601; earlier events are only in histories. `first`: the first target.
+    Default: the first event."""
+    evaluate_window: Annotated[Count | None, KEPT, WINDOWS] = None
+    """Train the windows before this one, numbered from 0, and evaluate on it each time. Default: train all but the
+    last, and evaluate on the window that follows the one that is trained."""
+    held_out: Annotated[float | None, Bounds(above=0, below=1), KEPT, WINDOWS] = None
+    """Share of users who are not trained, by a hash of their id; only they are evaluated. Default: train and evaluate
+    all users."""
+    held_out_salt: Annotated[NonNegative, KEPT, AppliesTo(held_out=AllBut((None,)))] = 0
+    """Of the hash: another salt holds out other users."""
     max_steps: Count | None = None
     """End after this many steps, if the epochs have more."""
     learning_rate: Annotated[float, Bounds(at_least=0)] = 1e-3
@@ -128,7 +195,8 @@ class TrainConfig(Settings):
     @property
     def num_candidates(self) -> int:
         """The most targets of a sample of ranking; 0: its whole history."""
-        return self.max_num_candidates or (0 if self.time_windows is None else 10)
+        needs_one = self.targets or self.min_history or self.held_out or self.target_features or self.crosses
+        return self.max_num_candidates or (1 if needs_one else 0 if self.time_windows is None else 10)
 
     @property
     def profile_window(self) -> tuple[int, int] | None:
@@ -136,5 +204,14 @@ class TrainConfig(Settings):
         return None if self.profile is None else _parse_window(self.profile)
 
     def kept(self) -> dict[str, Any]:
-        """Return the settings that a job must keep when it resumes."""
-        return {name: getattr(self, name) for name, rules in rules_of(type(self)).items() if KEPT in rules}
+        """Return the settings that a job must keep when it resumes, as JSON has them."""
+        values = {name: getattr(self, name) for name, rules in rules_of(type(self)).items() if KEPT in rules}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def where(self, *, is_trained: bool) -> str | None:
+        """Return the condition of the targets that are trained, or evaluated."""
+        conditions = [] if self.targets is None else [f"({self.targets})"]
+        if self.held_out is not None:
+            hashed = f"fraction(user_id, {self.held_out_salt})"
+            conditions.append(f"{hashed} {'<' if is_trained else '>='} {1 - self.held_out}")
+        return " and ".join(conditions) or None

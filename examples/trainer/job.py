@@ -6,7 +6,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain, islice, repeat
 from pathlib import Path
 from types import FrameType
@@ -17,18 +17,19 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from evenrank.core.errors import DataError, StateError
+from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.core.files import locked
-from evenrank.dataloader import JaggedBatch, Loader, LoaderConfig, TimeWindows, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, Cost, MeasuredCost, StepMetrics
+from evenrank.dataloader import JaggedBatch
+from evenrank.dataloader.balance import BalanceConfig, Cost, MeasuredCost, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.ranks.agree import gather_checked
 from evenrank.datasets import read_manifest
 from evenrank.training import load_dmp, save_dmp
 from trainer.config import TrainConfig
+from trainer.data import find_data, open_batches
 from trainer.monitors import JobLog, Monitors
 from trainer.parallel import distribute, make_pipeline, run_pipeline
-from trainer.tasks import Task, ranking
+from trainer.tasks import ranking
 from trainer.world import World, join_world, on_all_ranks
 
 
@@ -118,7 +119,7 @@ class Training:
     def __init__(self, config: TrainConfig, world: World, log: JobLog, stack: ExitStack) -> None:
         self._config, self._world, self._log = config, world, log
         self._path = Path(config.out) / "checkpoint"
-        data = _find_data(config)
+        data = find_data(config)
         manifest = on_all_ranks(lambda: read_manifest(data))
         self._kept = {**config.kept(), "dataset": f"{manifest.dataset} {manifest.content_hash[:16]}"}
         self._stop = stack.enter_context(StopSignals())
@@ -130,12 +131,20 @@ class Training:
         loss = self._monitors.mean_loss
         self._pipeline = make_pipeline(config.pipeline, self._model, self._optimizer, world.device, loss=loss)
         balance = balance_config(config, cost=task.cost)
-        self._loader, trained = _open(data, task, config, world, self._monitors.observe(balance))
+        self._loader, trained = open_batches(data, task, config, world, self._monitors.observe(balance))
         self._batches = stack.enter_context(trained)
-        self._eval_loader, evaluated = _open(data, task, config, world, balance)
+        self._eval_loader, evaluated = open_batches(data, task, config, world, balance)
         self._eval_batches = stack.enter_context(evaluated)
-        # The last window of time is evaluated alone.
+        # The last window of time, or that of evaluations, is not trained.
         self._num_epochs = config.epochs if config.time_windows is None else self._loader.num_windows - 1
+        if config.evaluate_window is not None:
+            self._num_epochs = config.evaluate_window
+            self._eval_loader.begin_at(config.evaluate_window)
+            if not len(self._eval_loader):
+                raise ConfigError(
+                    f"evaluate_window {config.evaluate_window} has no targets to evaluate; windows are 0 to "
+                    f"{self._loader.num_windows - 1}, choose another"
+                )
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         self._last_batch: JaggedBatch | None = None
         self.step = self._saved_step = 0  # optimizer steps so far, over all runs of the job
@@ -245,32 +254,17 @@ class Training:
         windows       |   0   |   1   |   2   |   3   |       the last one is evaluated alone
         trained           0       1       2
         evaluated                 1       2       3           by the model that was trained on all windows before it
+                                  3       3       3           with evaluate_window = 3
         """
         # A job that resumes within a window has not begun to iterate over it.
         is_within = self._loader.remaining_batches() < len(self._loader)
-        self._eval_loader.begin_at(self._loader.epoch + is_within)
+        trained, fixed = self._loader.epoch + is_within - 1, self._config.evaluate_window
+        self._eval_loader.begin_at(trained + 1 if fixed is None else fixed)
         self._eval_loader.skip_empty()
         window, (store,) = self._eval_loader.epoch, self._eval_loader.stores
         begin, end = (time.isoformat().removesuffix("+00:00") for time in self._eval_loader.window(window))
         targets = 0 if store.num_targets is None else int(store.num_targets.sum())
-        return {"window": window, "begin": begin, "end": end, "targets": targets}
-
-
-def _find_data(config: TrainConfig) -> Path:
-    """Return the folder of the dataset; without one, rank 0 makes it first."""
-    folder = Path(config.data or Path(config.out) / "synthetic")
-
-    def make() -> None:
-        from evenrank.datasets.distributions import Lognormal, Zipf
-        from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess  # hosts that train lack Polars
-
-        lengths, items = Lognormal(mean=30, std=40, low=1, high=300), Zipf(exponent=1.05, high=2000)
-        synthetic = SyntheticConfig(num_users=1000, lengths=lengths, items=items)
-        preprocess(PreprocessConfig(dataset="synthetic", out=folder, synthetic=synthetic))
-
-    is_missing = config.data is None and not (folder / "manifest.json").exists()  # which is written last
-    on_all_ranks(lambda: make() if is_missing and dist.get_rank() == 0 else None)
-    return folder
+        return {"trained": trained, "window": window, "begin": begin, "end": end, "targets": targets}
 
 
 def balance_config(
@@ -291,34 +285,6 @@ def balance_config(
         exchange=config.balance if config.balance in EXCHANGES else EXCHANGES[0],
         on_step=on_step,
     )
-
-
-def _open(
-    data: Path, task: Task, config: TrainConfig, world: World, balance: BalanceConfig
-) -> tuple[Loader[Any], AbstractContextManager[Any]]:
-    """Open what is trained, if `balance` is observed, or evaluated; return its loader and its balanced batches."""
-    is_trained, is_exchanged = balance.on_step is not None, config.balance in EXCHANGES
-    split, order = ("train", "shuffle") if is_trained else ("eval", "rows")
-    windows: Any = None
-    if config.time_windows is not None:
-        split = "train"
-        windows = TimeWindows(
-            every=config.time_windows, start=config.time_windows_start, within="shuffle" if is_trained else "time"
-        )
-    read: LoaderConfig = task.read(
-        split=split,
-        order=windows or order,
-        batch_size=config.batch_size,
-        max_history_length=config.max_history_length,
-        num_workers=config.num_workers,
-        seed=config.seed,
-        device=None if is_exchanged else world.device,
-    )
-    own = None if is_exchanged else balance  # else a Balancer balances
-    loader: Loader[Any] = on_all_ranks(
-        lambda: build_loader(data, read, rank=world.rank, world_size=world.size, balance=own)
-    )
-    return loader, Balancer(loader, balance, device=world.device) if is_exchanged else closing(loader)
 
 
 def set_precision(dense: nn.Module, config: TrainConfig, device: torch.device) -> None:

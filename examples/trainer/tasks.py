@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
-from evenrank.dataloader import Loader, LoaderConfig
+from evenrank.dataloader import Cross, Loader, LoaderConfig, Pools
 from evenrank.dataloader.balance import Cost
-from evenrank.datasets.schema import USER_ID, Manifest
+from evenrank.dataloader.routing import KeyMap
+from evenrank.datasets.schema import ACTION, USER_ID, Manifest
 from evenrank.training import (
     BinaryAUC,
     ClassificationMetrics,
@@ -23,7 +24,7 @@ from evenrank.training import (
     label_bits,
 )
 from hstu import Embeddings, HSTUConfig, HSTURanking, at_least, tables
-from trainer.config import TrainConfig
+from trainer.config import OfTarget, TrainConfig, parse_cross, parse_target_feature
 from trainer.parallel import Pipeline, run_pipeline
 from trainer.world import World
 
@@ -56,8 +57,9 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     # A batch has whole actions for one task, and their low bits for several.
     is_single = config.num_tasks == 1
     targets = at_least(config.positive_action) if is_single else partial(label_bits, num_tasks=config.num_tasks)
-    shape = _shape(config, manifest)
-    embeddings = _embeddings(config, tables(manifest.vocabulary_sizes, shape))
+    shape, own_sizes = _shape(config, manifest), {name: rows for name, _, rows in _of_target(config)}
+    configs = tables({**manifest.vocabulary_sizes, **own_sizes}, shape)
+    embeddings = _embeddings(config, configs)
     model = HSTURanking(embeddings, shape, num_tasks=config.num_tasks, targets=targets)
 
     def evaluate(pipeline: Pipeline[Any], loader: Loader[Any], batches: Iterable[Any]) -> dict[str, float]:
@@ -83,7 +85,18 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
 
     return Task(
         read=partial(
-            LoaderConfig, user_id=config.user_id, max_num_candidates=config.num_candidates, num_tasks=config.num_tasks
+            LoaderConfig,
+            user_id=config.user_id,
+            max_num_candidates=config.num_candidates,
+            num_tasks=config.num_tasks,
+            label=config.label,
+            pools=Pools(values=config.pools, within=config.pools_within) if config.pools else None,
+            item_features=config.item_features,
+            target_features={name: of for name, of, _ in map(parse_target_feature, config.target_features)},
+            crosses={
+                name: Cross(of=tuple(of.split(",")), size=rows) for name, of, rows in map(parse_cross, config.crosses)
+            },
+            key_maps=_key_maps(config, configs, world),
         ),
         model=model,
         dense=model.dense,
@@ -103,10 +116,12 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
 
 def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
     single = (name for name, dtype in manifest.contextual.items() if dtype == "int64")  # ids with one value
-    contextual = (*((USER_ID,) if config.user_id else ()), *single)
+    made = (name for name, _, rows in _of_target(config) if rows)
+    contextual = (*((USER_ID,) if config.user_id else ()), *single, *made)
     return HSTUConfig(
         max_length=len(contextual) + 2 * config.max_history_length + config.num_candidates,
         contextual=contextual,
+        item_features=config.item_features,
         embedding_dim=config.embedding_dim,
         hidden=config.hidden,
         heads=config.heads,
@@ -116,6 +131,22 @@ def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
         attention=config.attention,
         recompute=config.recompute,
     )
+
+
+def _of_target(config: TrainConfig) -> list[OfTarget]:
+    return [*map(parse_target_feature, config.target_features), *map(parse_cross, config.crosses)]
+
+
+def _key_maps(config: TrainConfig, configs: list[EmbeddingConfig], world: World) -> dict[str, KeyMap]:
+    """Return the maps of sharded tables. Actions, which are labels too, cannot have one."""
+    if config.routing == "continuous":
+        return {}
+    sizes = {table.feature_names[0]: table.num_embeddings for table in configs}
+    return {
+        name: KeyMap(num_embeddings=size, world_size=world.size, mode=config.routing)
+        for name, size in sizes.items()
+        if size >= config.min_sharded_rows and name != ACTION
+    }
 
 
 def _embeddings(config: TrainConfig, configs: list[EmbeddingConfig]) -> nn.Module:

@@ -77,6 +77,16 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
         lambda: TrainConfig(balance="none", compare_every=5),
         "TrainConfig: compare_every=5 applies to options other than balance='none', not to ...; leave it out",
     ),
+    (lambda: TrainConfig(crosses=("a=user_id,b",)), "crosses must be NAME=COLUMN,...:ROWS, ..., got 'a=user_id,b'"),
+    (lambda: TrainConfig(crosses=("a=b:0",)), "crosses must be NAME=COLUMN,...:ROWS, ..., got 'a=b:0'"),
+    (
+        lambda: TrainConfig(target_features=("hour:24",)),
+        "target_features must be NAME=EXPRESSION or NAME=EXPRESSION:ROWS, such as ..., got 'hour:24'",
+    ),
+    (lambda: TrainConfig(target_features=("h=a //:24",)), "'a //' is no expression; write one such as ..."),
+    (lambda: TrainConfig(pools_within=9), "...pools_within=9 applies to pools=ACTION, not to pools=(); leave it out"),
+    (lambda: TrainConfig(segment=0.5), "TrainConfig: segment=0.5 applies to within='shuffle', not to time_windows=..."),
+    (lambda: TrainConfig(held_out=0.1), "TrainConfig: held_out=0.1 applies to time_windows, not to ...; leave it out"),
 ]
 
 

@@ -124,7 +124,11 @@ def _features(out: Path) -> dict[Any, tuple[Any, ...]]:
     return {item: tuple(features) for item, *features in values}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.toml")))
+def test_every_recipe_is_read_here_or_trained_by_the_tests_of_the_trainer() -> None:
+    assert {path.stem for path in RECIPES.glob("*.toml")} == {*CASES, "mlperf-yambda"}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_a_recipe_reads_the_layout_that_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = CASES[name]
     for file, content in case["files"].items():

@@ -59,7 +59,9 @@ class CrashError(Exception):
     """Stands for anything that ends a job in the middle of an epoch."""
 
 
-def _run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, signal_at: int = 0) -> Trained:
+def run_job_on_rank(
+    rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, signal_at: int = 0
+) -> Trained:
     """Run a job with options that differ from `SETTINGS` on this rank.
 
     After step `crash_at` it dies on all ranks; after step `signal_at` the last rank receives SIGTERM.
@@ -106,7 +108,7 @@ def _check_no_setting_is_ignored(options: dict[str, Any], looked_at: set[str]) -
             check_use(rules, dataclasses.asdict(TrainConfig(**SETTINGS | options)), [name])
 
 
-def _together(parts: list[Trained]) -> tuple[dict[int, list[tuple[int, int]]], dict[int, float]]:
+def together(parts: list[Trained]) -> tuple[dict[int, list[tuple[int, int]]], dict[int, float]]:
     """Return the samples of all ranks and the loss, by step."""
     steps = parts[0].samples.keys()
     samples = {step: sorted(sample for part in parts for sample in part.samples[step]) for step in steps}
@@ -132,7 +134,7 @@ def test_a_job_has_the_losses_of_one_rank_and_resumes_on_others(
     def train(out: str, num_ranks: int, max_steps: int, balance: str = "none") -> Any:
         more = {"epochs": 2, "learning_rate": 0.01, "log_every": 1, "balance": balance, **options}
         job = _settings(tmp_path / out, small_dataset, batch_size=12 // num_ranks, max_steps=max_steps, **more)
-        return _together(ranks.run(num_ranks, _run, job))
+        return together(ranks.run(num_ranks, run_job_on_rank, job))
 
     samples, losses = train("whole", 1, 21)
     parts = [train("parts", 2, 4), train("parts", 3, 20, "no-exchange"), train("parts", 1, 21)]
@@ -157,14 +159,16 @@ def test_a_signal_ends_all_ranks_and_the_next_run_goes_on_bit_for_bit_and_evalua
 
     def run(out: str, *stops: int) -> list[Trained]:
         options = {"batch_size": 12, "eval_every": 4, "max_steps": 8, "epochs": 2, **random, **SHARDED}
-        parts: list[Trained] = ranks.run(2, _run, _settings(tmp_path / out, small_dataset, **options), *stops)
+        parts: list[Trained] = ranks.run(
+            2, run_job_on_rank, _settings(tmp_path / out, small_dataset, **options), *stops
+        )
         return parts
 
-    samples, losses = _together(run("whole"))
+    samples, losses = together(run("whole"))
     for signal_at, steps in ((3, [1, 2, 3, 4]), (7, [5, 6, 7, 8]), (0, []), (0, [])):
         parts = run("parts", 0, signal_at)
         of_steps = {step: samples[step] for step in steps}, {step: losses[step] for step in steps}
-        assert _together(parts) == of_steps
+        assert together(parts) == of_steps
         assert [part.stopped_by for part in parts] == [[signal.SIGTERM if signal_at else None]] * 2
         if signal_at == 3:
             assert log_lines(tmp_path / "parts", "eval") == []
@@ -186,12 +190,14 @@ def test_an_evaluation_has_the_metrics_of_its_steps_and_changes_no_training(
 ) -> None:
     def job(out: str, **more: Any) -> list[Trained]:
         of_all = {"batch_size": 8, "eval_every": 3, "max_steps": 7}
-        parts: list[Trained] = ranks.run(2, _run, _settings(tmp_path / out, small_dataset, **of_all, **options, **more))
+        parts: list[Trained] = ranks.run(
+            2, run_job_on_rank, _settings(tmp_path / out, small_dataset, **of_all, **options, **more)
+        )
         return parts
 
     whole, bounded = job("whole"), job("bounded", eval_steps=2)
     _check_no_setting_is_ignored(options, whole[0].looked_at)
-    assert _together(bounded) == _together(whole)
+    assert together(bounded) == together(whole)
     assert len(whole[0].evaluated[0]) > 2
     store = open_store(small_dataset, "eval")
     most = options.get("max_num_candidates", 40)
@@ -220,11 +226,11 @@ def test_each_window_of_time_is_evaluated_before_it_is_trained_also_after_a_cras
 ) -> None:
     more = {"time_windows": "1w", "max_num_candidates": 2}
     options = _settings(tmp_path / "whole", small_dataset, batch_size=16, **more)
-    parts = ranks.run(2, _run, options)
+    parts = ranks.run(2, run_job_on_rank, options)
     _check_no_setting_is_ignored(options, parts[0].looked_at)
     store, lines = open_store(small_dataset), log_lines(tmp_path / "whole", "eval")
     windows = windows_of(store, 2, every="1w")
-    samples, _ = _together(parts)
+    samples, _ = together(parts)
     times = store.columns["timestamp_ms"]
     begins = [windows.times(window)[0].timestamp() * 1000 for window in range(1, windows.count)]
     assert [line["window"] for line in lines] == list(range(1, windows.count))
@@ -238,28 +244,40 @@ def test_each_window_of_time_is_evaluated_before_it_is_trained_also_after_a_cras
         assert line["targets"] == is_in.sum()
     died_at = lines[0]["step"] + 2
     options |= {"out": str(tmp_path / "parts"), "checkpoint_every": died_at - 1}
-    first, _ = _together(ranks.run(2, _run, options, died_at))
-    rest, _ = _together(ranks.run(3, _run, options))
+    first, _ = together(ranks.run(2, run_job_on_rank, options, died_at))
+    rest, _ = together(ranks.run(3, run_job_on_rank, options))
     done = [first[step] for step in range(1, died_at)]
     assert sorted(chain(*done, *rest.values())) == sorted(chain(*samples.values()))
     assert [line["window"] for line in log_lines(tmp_path / "parts", "eval")] == [line["window"] for line in lines]
 
 
 def _run_differently(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    _run(rank, world_size, {**options, "eval_steps": 2 + rank})
+    run_job_on_rank(rank, world_size, {**options, "eval_steps": 2 + rank})
 
 
 def test_a_mistake_is_an_error_of_one_line_on_all_ranks(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     make_small_dataset(tmp_path / "other", seed=8)
-    ranks.run(2, _run, _settings(tmp_path / "out", small_dataset, max_steps=1))
+    ranks.run(2, run_job_on_rank, _settings(tmp_path / "out", small_dataset, max_steps=1))
     ends = "this job has 2; choose another --out, or the settings of that job"
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (_run, {"data": str(tmp_path / "other")}, "load one that save_dmp wrote, of this model and optimizer"),
-        (_run, {"positive_action": 2}, f"was saved with positive_action = 1, {ends}"),
-        (_run, {"out": str(tmp_path / "new"), "data": "missing"}, "missing is not a dataset: no such folder"),
-        (_run, {"out": "/dev/null/out"}, "Not a directory"),
+        (
+            run_job_on_rank,
+            {"data": str(tmp_path / "other")},
+            "load one that save_dmp wrote, of this model and optimizer",
+        ),
+        (run_job_on_rank, {"positive_action": 2}, f"was saved with positive_action = 1, {ends}"),
+        (
+            run_job_on_rank,
+            {"out": str(tmp_path / "new"), "data": "missing"},
+            "missing is not a dataset: no such folder",
+        ),
+        (run_job_on_rank, {"out": "/dev/null/out"}, "Not a directory"),
         (_run_differently, {}, "eval_steps differs between ranks: 2 on rank 0, 3 on rank 1"),
-        (_run, {"out": str(tmp_path)}, f"{tmp_path} is in use by another job; wait for it, or choose another folder"),
+        (
+            run_job_on_rank,
+            {"out": str(tmp_path)},
+            f"{tmp_path} is in use by another job; wait for it, or choose another folder",
+        ),
     ]
     with _lock(tmp_path):
         for job, options, message in cases:
@@ -272,7 +290,7 @@ def test_steps_are_measured_on_all_ranks_compared_and_profiled(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
     options = {"batch_size": 8, "log_every": 1, "epochs": 2, "compare_every": 3, "eval_every": 5, "profile": "2:4"}
-    ranks.run(2, _run, _settings(tmp_path, small_dataset, checkpoint_every=7, refit_every=6, **options))
+    ranks.run(2, run_job_on_rank, _settings(tmp_path, small_dataset, checkpoint_every=7, refit_every=6, **options))
     first, *others = [parse_line(line) for line in (tmp_path / "balance.jsonl").read_bytes().splitlines()]
     records = [record for record in others if isinstance(record, LogRecord)]
     assert isinstance(first, RunRecord)
@@ -290,7 +308,7 @@ def test_steps_are_measured_on_all_ranks_compared_and_profiled(
     trace = json.loads((tmp_path / "profile" / "steps-2-4.trace.json").read_text())
     spans = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep#")}
     assert spans == {"ProfilerStep#2", "ProfilerStep#3"}
-    ranks.run(1, _run, _settings(tmp_path, small_dataset, max_steps=len(records) + 2, log_every=2, epochs=3))
+    ranks.run(1, run_job_on_rank, _settings(tmp_path, small_dataset, max_steps=len(records) + 2, log_every=2, epochs=3))
     assert sorted(path.name for path in tmp_path.glob("balance*")) == ["balance-2.jsonl", "balance.jsonl"]
 
 
