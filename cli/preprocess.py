@@ -62,7 +62,7 @@ def preprocess_command(
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
         evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
         evenrank preprocess --dataset custom --events log.csv --user-column uid
-        evenrank preprocess --dataset yambda-50m --split time:first:300d,gap:30m,eval:1d
+        evenrank preprocess --dataset yambda-50m --split time:first:300d,gap:30m
         evenrank preprocess --dataset synthetic --item-exponent 1.2 --drift days=3
         evenrank preprocess --dataset synthetic --expand ml-20m:16x32
         evenrank preprocess --config examples/recipes/steam.toml

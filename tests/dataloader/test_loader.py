@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torchdata.nodes import Loader as NodeLoader
@@ -19,8 +20,10 @@ from torchdata.nodes import Mapper, Prefetcher
 from evenrank.core.errors import DataError, RankError, StateError
 from evenrank.dataloader import (
     CodeTable,
+    Cross,
     LoaderConfig,
     Negatives,
+    Pools,
     RandomBatches,
     SequenceBatch,
     StreamConfig,
@@ -32,14 +35,15 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import open_store
+from evenrank.datasets.schema import DataFile, read_manifest, sha256_of
 from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import all_ids, ids_of
-from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns
+from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns, write_manifest
 from tests.ranks import RankPool
 
 CODES = random_codes(501, levels=2, codebook_size=8)
-CODED = partial(LoaderConfig, codes=CODES)
+CODED, ONE_TARGET = partial(LoaderConfig, codes=CODES), partial(LoaderConfig, max_num_candidates=1)
 KEY_MAP = KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")
 ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
 # Another valid value of each setting.
@@ -61,6 +65,12 @@ CHANGES: dict[Any, dict[str, Any]] = {
         "key_maps": {"segment": KEY_MAP},
         "codes": dataclasses.replace(CODES, codes=CODES.codes[::-1].copy()),
         **dict.fromkeys(("label_offsets", "history_labels", "candidate_feature", "draw_alternatives"), True),
+    },
+    ONE_TARGET: {
+        "pools": Pools(values=(1,)),
+        "item_features": ("genre",),
+        "target_features": {"hour": "timestamp_ms // 3600000 % 24"},
+        "crosses": {"pair": Cross(of=("user_id", "item_id"), size=9)},
     },
     StreamConfig: {"lanes": 9, "window_rows": 9, "poll_seconds": 9},
     RandomBatches: {"num_workers": 2, "num_tasks": 2},
@@ -84,17 +94,23 @@ def _compare(*invariants: Mapping[str, Any]) -> None:
     check_settings([{**of_rank, "rank": rank} for rank, of_rank in enumerate(invariants)])
 
 
-def test_ranks_may_differ_in_no_setting_of_training(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_may_differ_in_no_setting_of_training(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new setting is compared unless it is listed as one that may differ; add another value of it above."""
+    folder, file = copy_dataset(small_dataset, tmp_path / "data"), tmp_path / "data" / "items.parquet"
+    pq.write_table(pa.table({"item_id": [1, 2], "genre": [3, 4]}), file)
+    table = DataFile(path=file.name, rows=2, sha256=sha256_of(file))
+    write_manifest(dataclasses.replace(read_manifest(folder), item_features=table), folder)
     known = {name for changes in CHANGES.values() for name in changes}
     for settings in (LoaderConfig, StreamConfig):
         # The sizes of codebooks are compared with the codes.
         assert {field.name for field in dataclasses.fields(settings)} - known <= {"codebook_sizes"}
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # for pin_memory
     for record, changes in CHANGES.items():
-        first = _invariants(small_dataset, record, {})
+        first = _invariants(folder, record, {})
         for name, value in changes.items():
-            other = pickle.loads(pickle.dumps(_invariants(small_dataset, record, {name: value})))
+            other = pickle.loads(pickle.dumps(_invariants(folder, record, {name: value})))
             if name in MAY_DIFFER:
                 _compare(first, other)
             else:
