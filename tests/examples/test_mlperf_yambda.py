@@ -57,8 +57,8 @@ class Event(NamedTuple):
     weight: int
 
 
-def _preprocess(folder: Path, rows: Sequence[Row], mappings: Mapping[str, Sequence[tuple[int, int]]]) -> Path:
-    """Write the files of Yambda, with artists and albums as (id, item), and preprocess them."""
+def write_log(folder: Path, rows: Sequence[Row], mappings: Mapping[str, Sequence[tuple[int, int]]]) -> Path:
+    """Write the files of Yambda, with artists and albums as (id, item)."""
     of_log, shared = folder / "yambda/raw/50m", folder / "yambda/shared_metadata"
     for path in (of_log, shared):
         path.mkdir(parents=True)
@@ -70,18 +70,23 @@ def _preprocess(folder: Path, rows: Sequence[Row], mappings: Mapping[str, Sequen
     for name, pairs in mappings.items():
         mapping = pl.DataFrame(pairs, schema={f"{name}_id": pl.UInt32, "item_id": pl.UInt32}, orient="row")
         mapping.write_parquet(shared / f"{name}_item_mapping.parquet")
+    return folder
+
+
+def _preprocess(folder: Path, rows: Sequence[Row], mappings: Mapping[str, Sequence[tuple[int, int]]]) -> Path:
+    write_log(folder, rows, mappings)
     preprocess(PreprocessConfig(dataset="yambda-50m", raw_dir=folder, out=folder / "out", split="none"))
     return folder
 
 
-def _draw(num_users: int, median: int, days: int) -> tuple[list[Row], dict[str, list[tuple[int, int]]]]:
+def draw_log(num_users: int, median: int, days: int) -> tuple[list[Row], dict[str, list[tuple[int, int]]]]:
     """Draw a log with the kinds and lengths of Yambda, but more likes; a third of the events have the time before."""
     draw, num_items, rows = random.Random(5), 9 * num_users, list[Row]()
     for user in draw.sample(range(3 * num_users), num_users):
         time = draw.randrange(0, DAY, 5)
         num_events = min(max(5, round(draw.lognormvariate(0, 1.067) * median)), 10 * median)
         for _ in range(num_events):
-            time += draw.choice([0, 5, 2 * days * DAY // (3 * num_events) // 5 * 15])
+            time += draw.choice([0, 5, draw.randrange(0, 6 * days * DAY // num_events, 5)])
             kind = draw.choices(KINDS, (85, 11, 2, 1, 1))[0]
             ratio = draw.choice([*range(40, 60), 100, None]) if kind == "listen" else None
             item = min(int(num_items ** draw.random()), num_items - 1)
@@ -92,9 +97,9 @@ def _draw(num_users: int, median: int, days: int) -> tuple[list[Row], dict[str, 
     return rows, {"artist": draw.sample(artists, len(artists)), "album": draw.sample(albums, len(albums))}
 
 
-def _fraction(user: int) -> float:
-    """Return the hash of a user, by the finalizer of SplitMix64."""
-    word = (user + 0x9E3779B97F4A7C15 + SALT) % WORDS
+def fraction_of(user: int, salt: int) -> float:
+    """Return the hash of a user and a salt, by the finalizer of SplitMix64."""
+    word = (user + 0x9E3779B97F4A7C15 + salt) % WORDS
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % WORDS
     word = (word ^ word >> 27) * 0x94D049BB133111EB % WORDS
     return ((word ^ word >> 31) >> 11) / 2**53
@@ -186,15 +191,15 @@ def _check(
     loaders = [build_loader(folder / "out", config, rank=r, world_size=ranks, balance=balance) for r in range(ranks)]
     for loader in loaders:
         loader.begin_at(window)
-    steps, size = [*zip(*map(_batches, loaders), strict=True)], config.batch_size * ranks
-    for number, step in enumerate(steps):
+    first, size = 0, config.batch_size * ranks
+    for step in zip(*map(_batches, loaders), strict=True):
         found = [sample for batch in step for sample in batch]
         ids = [sample for sample, _ in found]
-        first = number * size
         assert (ids if balance is None else sorted(ids)) == [*range(first, min(first + size, len(targets)))]
         for sample, values in found:
             assert values == reading.sample(*targets[sample])
-    assert len(steps) == -(-len(targets) // size)
+        first += len(found)
+    assert first == len(targets)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,7 @@ def test_samples_are_those_of_a_plain_reading(
     tmp_path: Path, num_users: int, median: int, days: int, windows: Sequence[int], ways: Sequence[tuple[int, Any]]
 ) -> None:
     """Of users that are trained, and of those that are held out, whose windows begin with the first target of all."""
-    folder = _preprocess(tmp_path, *_draw(num_users, median, days))
+    folder = _preprocess(tmp_path, *draw_log(num_users, median, days))
     within, length = (20_000, 4086) if num_users == 1000 else (40, 12)
     plain, lengths = Reading.of(folder, CONFIG), set[int]()
     order = TimeWindows(every="1d", start="first", where=LISTENS, min_history=5, within="user")
@@ -219,7 +224,7 @@ def test_samples_are_those_of_a_plain_reading(
     of_windows = defaultdict[int, list[Place]](list)
     for user, place in plain.targets(5):
         of_windows[(plain.users[user][place].time - first) // DAY].append((user, place))
-    held_out = {user for user in plain.users if _fraction(user) >= HELD_OUT}
+    held_out = {user for user in plain.users if fraction_of(user, SALT) >= HELD_OUT}
     assert 0.04 < len(held_out) / num_users < 0.2
     assert max(of_windows) < everybody.num_windows
     order = replace(order, start=everybody.window(0)[0].isoformat())
@@ -228,13 +233,14 @@ def test_samples_are_those_of_a_plain_reading(
         reading = replace(plain, config=replace(CONFIG, pools=pools, max_history_length=length))
         for where, is_held_out in ((TRAINED, False), (EVALUATED, True)):
             targets = [target for target in of_windows[window] if (target[0] in held_out) == is_held_out]
+            assert targets
             lengths |= {len(reading.history(*target)) for target in targets[:50]}
             _check(reading, folder, replace(order, where=where), window, targets, way)
     assert len(lengths) > 5
 
 
 def test_samples_come_by_time_or_shuffled_within_segments_of_users(tmp_path: Path) -> None:
-    folder = _preprocess(tmp_path, *_draw(30, 30, 3))
+    folder = _preprocess(tmp_path, *draw_log(30, 30, 3))
     reading, order = Reading.of(folder, CONFIG), TimeWindows(every="1w", start="first", where=LISTENS, min_history=5)
     targets = reading.targets(5)
     by_time = sorted(targets, key=lambda target: reading.users[target[0]][target[1]].time)
