@@ -30,7 +30,7 @@ ARTISTS = np.arange(NUM_ITEMS) * 7 % 23
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
-def _rows(batch: SequenceBatch) -> dict[str, list[list[float]]]:
+def _rows(batch: SequenceBatch) -> dict[str, Any]:
     """Return the rows of each key."""
     fields = (batch.features, batch.float_features, batch.labels)
     return {key: rows_of(field, key) for field in fields if field is not None for key in list(field.keys())}
