@@ -31,6 +31,7 @@ from evenrank.datasets import ORDERS, open_store, read_manifest
 from evenrank.datasets.distributions import Uniform
 from evenrank.training import StepTimer
 from tests.cli.programs import printed as evenrank
+from tests.examples.test_mlperf_yambda import draw_log, fraction_of, write_log
 from tests.pages import code_of, commands, page, section, single_rank
 from tests.registrations import restored
 
@@ -275,6 +276,31 @@ def _windows_of_time(names: dict[str, Any]) -> Iterator[Any]:
     loader = names["open_windows"]("shuffle")  # as of the next day
     loader.begin_after(names["saved"])
     assert loader.epoch == last
+
+
+@runs("how-to/mlperf-yambda.md", "Samples")
+def _windows_of_yambda(names: dict[str, Any]) -> Iterator[Any]:
+    """Users are trained or held out, and all of these are evaluated in each of the windows but the last."""
+    write_log(Path("data"), *draw_log(150, 60, 500))
+    (line,) = commands(section(page("how-to/mlperf-yambda.md"), "Data"))
+    evenrank(*line.replace("5b", "50m").split()[1:])
+    Path("out/yambda-5b").symlink_to("yambda-50m")
+    trained, evaluated = set[int](), set[int]()
+
+    def users(batch: Any) -> set[int]:
+        return set(batch.features["user_id"].values().tolist())
+
+    names |= {
+        "train": lambda batch: trained.update(users(batch)),
+        "print": lambda *values: names["printed"].append(values),
+    }
+    names["evaluate"] = lambda held_out: evaluated.update(*map(users, held_out))
+    yield
+    assert max(fraction_of(user, 0) for user in trained) < 0.9 <= min(fraction_of(user, 0) for user in evaluated)
+    assert [window for window, _ in names["printed"]] == [*range(names["last"])]
+    assert names["last"] == 299
+    features = next(iter(names["loader"])).features
+    assert {"user_x_artist", "user_x_artist_x_hour", "hour", "artist_id", "album_id"} < {*features.keys()}
 
 
 @runs("how-to/continuous-logs.md", "A log that grows")

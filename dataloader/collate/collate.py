@@ -99,11 +99,11 @@ class Collate:
     def of(self, manifest: Manifest) -> "Collate":
         """Return this collate for another dataset; a ConfigError if it lacks a column."""
         config, columns, targets = self.config, manifest.columns, None
-        if config.pools is not None and not any(
-            column.name == config.pools.column and column.kind == "event" and column.dtype != FLOAT
-            for column in columns
-        ):
-            raise ConfigError(f"pools are of {config.pools.column!r}, no column of events of integers of the dataset")
+        kinds = [column.name for column in columns if column.kind == "event" and column.dtype != FLOAT]
+        if config.pools is not None and config.pools.column not in kinds:
+            raise ConfigError(
+                f"pools are of {config.pools.column!r}, no column of events of integers; there are {', '.join(kinds)}"
+            )
         if config.target_features or config.crosses:
             targets = TargetFeatures.create(config, columns, self.item_tables)
         item_types = {name: FLOAT if table.dtype == FLOAT else "int64" for name, table in self.item_tables.items()}

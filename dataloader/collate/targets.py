@@ -44,12 +44,15 @@ class TargetFeatures:
         for name, expression in made.expressions.items():
             if (kind := expression.kind(dict.fromkeys(known, "number"))) == "text":
                 raise ConfigError(f"target_features {name!r} is a {kind}; it must be a number or a condition")
-        known |= {name: np.dtype(type_) for name, type_ in made.types(schema).items()}
+        known |= {name: np.dtype(type_) for name, type_ in made.types(schema).items() if name in made.expressions}
         for name, cross in config.crosses.items():
             for column in cross.of:
                 if column not in known or known[column].kind not in "biu":
                     there = ", ".join(each for each, dtype in known.items() if dtype.kind in "biu")
-                    raise ConfigError(f"cross {name!r} is of {column!r}, which has no integers; there are {there}")
+                    raise ConfigError(
+                        f"cross {name!r} is of {column!r}, which has no integers; there are {there}; add others by "
+                        "item_features or target_features"
+                    )
         return made
 
     def types(self, schema: Schema) -> dict[str, str]:

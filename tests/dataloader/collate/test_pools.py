@@ -30,7 +30,7 @@ ARTISTS = np.arange(NUM_ITEMS) * 7 % 23
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
-def _rows(batch: SequenceBatch) -> dict[str, list[list[float]]]:
+def _rows(batch: SequenceBatch) -> dict[str, Any]:
     """Return the rows of each key."""
     fields = (batch.features, batch.float_features, batch.labels)
     return {key: rows_of(field, key) for field in fields if field is not None for key in list(field.keys())}
@@ -192,9 +192,16 @@ def test_floats_of_items_are_float_features(tmp_path: Path) -> None:
     ("options", "line"),
     [
         ({"max_num_candidates": 2}, "'hour' is a feature of one target, got max_num_candidates=2; set it to 1"),
-        ({"pools": Pools(values=(1,), column="age")}, "pools are of 'age', no column of events of integers"),
+        (
+            {"pools": Pools(values=(1,), column="age")},
+            "pools are of 'age', no column of events of integers; there are item_id, a",
+        ),
         ({"item_features": ("genre",)}, "the dataset has no feature of items 'genre'; known: artist, tempo"),
         ({"crosses": {"c": Cross(of=("genre",), size=2)}}, "cross 'c' is of 'genre', which has no integers; there are"),
+        (
+            {"crosses": {"c": Cross(of=("hour",), size=2), "d": Cross(of=("c",), size=2)}},
+            "cross 'd' is of 'c', which has no integers; there are user_id",
+        ),
         ({"target_features": {"x": "genre > 1"}}, "'genre > 1' needs the column 'genre'; there are user_id"),
         ({"target_features": {"item_id": "organic"}}, "'item_id' is the name of two features of batches"),
     ],
