@@ -11,6 +11,7 @@ unbalanced = { balance = "none" }
 """
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ class Run(Settings):
         """All that the figures of the run depend on but the machine, as JSON can have it."""
         settings = dataclasses.asdict(self.settings)
         settings = {name: value for name, value in settings.items() if name not in _NOT_MEASURED}
-        return {"gpus": self.gpus, "workload": dataclasses.asdict(self.workload), "settings": settings}
+        conditions = {"gpus": self.gpus, "workload": dataclasses.asdict(self.workload), "settings": settings}
+        return dict(json.loads(json.dumps(conditions)))
 
     def path(self, out: Path) -> Path:
         """Return where the row of the run is kept."""
