@@ -94,4 +94,5 @@ docs-serve: $(INSTALLED)-docs
 bench: $(INSTALLED)-test
 	@$(BIN)/python scripts/bench/planner.py
 	@$(BIN)/python scripts/bench/loader.py
+	@$(BIN)/python scripts/bench/pools.py
 	@$(BIN)/python scripts/bench/preprocess.py
