@@ -18,7 +18,7 @@ from evenrank.dataloader.collate.gather import Ints, StoreRows
 from evenrank.dataloader.config import Pools
 from evenrank.datasets.store import SequenceStore, Slices
 
-_BLOCK = 256  # events; at most so many are counted one by one at each end of a range
+_BLOCK = 128  # events; at most so many are counted one by one at each end of a range
 _MAX_KINDS = 1 << 10  # values of a table of kinds
 _SLICE = 1 << 20  # events that are counted at once, per value
 
@@ -119,10 +119,11 @@ def values_at(store: SequenceStore, name: str, events: Ints) -> NDArray[Any]:
 def _count_blocks(column: NDArray[Any], values: Ints, first: int, end: int, blocks: Ints) -> None:
     for block in range(first, end):
         blocks[block + 1] = blocks[block]
-        for index in range(block * _BLOCK, (block + 1) * _BLOCK):
-            for kind in range(len(values)):
-                if column[index] == values[kind]:
-                    blocks[block + 1, kind] += 1
+        for kind in range(len(values)):
+            count = 0
+            for index in range(block * _BLOCK, (block + 1) * _BLOCK):
+                count += column[index] == values[kind]
+            blocks[block + 1, kind] += count
 
 
 @compiled
@@ -135,11 +136,10 @@ def _count(
         for sign, place in ((1, ends[sample]), (-1, begins[sample])):
             block = place // _BLOCK
             for kind in range(len(values)):
-                found[kind] += sign * blocks[block, kind]
-            for index in range(block * _BLOCK, place):
-                for kind in range(len(values)):
-                    if column[index] == values[kind]:
-                        found[kind] += sign
+                count = blocks[block, kind]
+                for index in range(block * _BLOCK, place):  # which compiles to vector instructions
+                    count += column[index] == values[kind]
+                found[kind] += sign * count
         out[sample] = min(np.minimum(found, shares).sum(), limit)
 
 

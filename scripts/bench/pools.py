@@ -10,7 +10,8 @@ time, and seven crosses. Batches of 128, on 2 worker threads; rows take turns.
     share of 8           what rank 0 of 8 reads of its share, shuffled, and what it reads balanced, with no exchange
     by sample            NumPy slices and xxhash, sample by sample, then joined into batches; a fraction of the samples
 
-    samples_per_s, and x_by_sample, relative to the builder; x_unbalanced, the time relative to an unbalanced share
+    samples_per_s; cpu_us of all threads, per sample; x_by_sample, samples_per_s relative to the builder's;
+    x_unbalanced, the CPU time relative to that of an unbalanced share
 """
 
 import argparse
@@ -156,18 +157,20 @@ def measure(store: SequenceStore, folder: Path, samples: int, runs: int) -> list
     ways = {"by user": ours("rows"), "shuffled": ours("shuffle"), "share of 8": ours("shuffle", 8)}
     ways |= {"share of 8, balanced": ours("shuffle", 8, BALANCE), "by sample": by_sample}
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_us: dict[str, list[float]] = {name: [] for name in ways}
     for run in range(runs + 1):
         for name, way in ways.items():
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             count = way()
             if run:  # the first compiles, counts and reads what is not in memory
                 rates[name].append(count / (time.perf_counter() - begin))
+                cpu_us[name].append(1e6 * (time.process_time() - cpu) / count)
     rows: list[Row] = []
     for name, of_way in rates.items():
         ratios = [rate / plain for rate, plain in zip(of_way, rates["by sample"], strict=True)]
-        rows.append({"loader": name, "samples_per_s": of_way, "x_by_sample": ratios})
-    both = zip(rates["share of 8"], rates["share of 8, balanced"], strict=True)
-    rows[3]["x_unbalanced"] = [plain / balanced for plain, balanced in both]
+        rows.append({"loader": name, "samples_per_s": of_way, "cpu_us": cpu_us[name], "x_by_sample": ratios})
+    both = zip(cpu_us["share of 8"], cpu_us["share of 8, balanced"], strict=True)
+    rows[3]["x_unbalanced"] = [balanced / plain for plain, balanced in both]
     return rows
 
 
