@@ -28,7 +28,7 @@ TESTED = torch_releases()
 DEFAULT = runpy.run_path(str(ROOT / "scripts" / "install.py"))["DEFAULT"]
 # The tests of the sdist that run: some of each kind that needs neither processes nor a browser.
 TESTS = ("tests/core", "tests/datasets", "tests/dataloader/collate", "tests/dataloader/balance/partition")
-TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
+TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "xxhash")
 # Examples show how to train with them.
 TRAINERS = ("accelerate", "lightning", "transformers")
 # Not needed for training.
