@@ -1,5 +1,6 @@
 """`read_item_features`: the features of items that no row stores, as arrays by item."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def read_item_features(source: SequenceStore | StreamSource, names: Sequence[str
 
     Raises:
         ConfigError: the dataset has no table of item features, or not this feature, or one with several values.
-        DataError: the table cannot be read.
+        DataError: the table cannot be read, or is not the one of the manifest.
     """
     manifest = source.manifest
     if (file := manifest.item_features) is None:
@@ -41,6 +42,10 @@ def read_item_features(source: SequenceStore | StreamSource, names: Sequence[str
         assert place is not None  # because stores in memory have no table of features
         path = place / file.path
         with open_file(path) as opened, wrap_parquet_errors(str(path)):
+            # What is verified is what is read, even if the file is replaced meanwhile.
+            if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+                raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
+            opened.seek(0)
             table = pq.read_table(opened)
     check_columns([ITEM_ID], table.column_names, path, REMEDY)
     known = [name for name in table.column_names if name != ITEM_ID]

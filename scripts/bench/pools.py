@@ -33,7 +33,7 @@ from evenrank.dataloader import Cross, LoaderConfig, Pools, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.datasets import SequenceStore
-from evenrank.datasets.schema import DataFile, Manifest
+from evenrank.datasets.schema import DataFile, Manifest, sha256_of
 from evenrank.datasets.store import Slices
 from report import Row, emit, machine, show
 
@@ -93,7 +93,7 @@ def make_store(folder: Path, users: int, samples: int) -> SequenceStore:
         dataset="yambda",
         extra_events={"is_organic": "int64"},
         vocabulary_sizes={"item_id": NUM_ITEMS, "user_id": users, "action": 5},
-        item_features=DataFile(path="items.parquet", rows=NUM_ITEMS, sha256="0" * 64),
+        item_features=DataFile(path="items.parquet", rows=NUM_ITEMS, sha256=sha256_of(folder / "items.parquet")),
     )
     store = SequenceStore(manifest=manifest, split="train", offsets=offsets, columns=columns, source=folder)
     targets = np.flatnonzero((kinds == LISTENED) | (kinds == SKIPPED))

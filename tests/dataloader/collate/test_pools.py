@@ -13,14 +13,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import Cross, LoaderConfig, Pools, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import SequenceStore
-from evenrank.datasets.schema import DataFile
+from evenrank.datasets.schema import DataFile, sha256_of
 from evenrank.datasets.store import Slices
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import STORE
@@ -57,7 +57,7 @@ def _store(lengths: list[int], seed: int, folder: Path | None = None) -> Sequenc
             "tempo": (ARTISTS[1:] / 4).astype(np.float32),
         }
         pq.write_table(pa.table(table), folder / "features.parquet")
-        file = DataFile(path="features.parquet", rows=NUM_ITEMS - 1, sha256="0" * 64)
+        file = DataFile(path="features.parquet", rows=NUM_ITEMS - 1, sha256=sha256_of(folder / "features.parquet"))
     sizes = {"item_id": NUM_ITEMS, "user_id": 100}
     manifest = replace(STORE.manifest, extra_events={"organic": "int64"}, vocabulary_sizes=sizes, item_features=file)
     store = replace(STORE, manifest=manifest, offsets=offsets, columns=columns, source=folder)
@@ -214,3 +214,10 @@ def test_features_that_cannot_be_made_are_refused(tmp_path: Path, options: dict[
     without = replace(store, manifest=replace(store.manifest, item_features=None))
     with pytest.raises(ConfigError, match="the dataset has no table of features of items; preprocess it with"):
         build_loader(without, CONFIG, rank=0, world_size=1)
+
+
+def test_a_table_that_is_not_the_one_of_the_manifest_is_refused(tmp_path: Path) -> None:
+    store = _store([5], 4, tmp_path)
+    pq.write_table(pa.table({"item_id": [1], "artist": [2]}), tmp_path / "features.parquet")
+    with pytest.raises(DataError, match=r"features.parquet does not have the SHA-256 in its manifest; preprocess"):
+        build_loader(store, CONFIG, rank=0, world_size=1)
