@@ -42,11 +42,10 @@ def read_item_features(source: SequenceStore | StreamSource, names: Sequence[str
         assert place is not None  # because stores in memory have no table of features
         path = place / file.path
         with open_file(path) as opened, wrap_parquet_errors(str(path)):
-            # What is verified is what is read, even if the file is replaced meanwhile.
-            if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+            content = opened.read()
+            if hashlib.sha256(content).hexdigest() != file.sha256:
                 raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
-            opened.seek(0)
-            table = pq.read_table(opened)
+            table = pq.read_table(pa.BufferReader(content))
     check_columns([ITEM_ID], table.column_names, path, REMEDY)
     known = [name for name in table.column_names if name != ITEM_ID]
     features = {}
