@@ -134,7 +134,7 @@ def test_on_a_gpu_a_large_cache_is_released(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="evenrank"):
         after = watch.check()
     assert HALF in caplog.text
-    assert (after.unallocated < GIB, after.free > start.free - 2 * GIB) == (True, True)
+    assert after.unallocated < GIB <= torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
 
 
 ADVICE = "load a checkpoint of an earlier step, as the weights may have been trained with it since"
