@@ -69,6 +69,7 @@ def plan(data: Path, drawn: StochasticLength) -> Row:
 
 
 def main() -> None:
+    """Train, plan and show the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--alphas", type=float, nargs="+", default=[2, 1.8, 1.7, 1.6])
