@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import (
     LoaderConfig,
     Negatives,
@@ -188,28 +187,6 @@ def test_a_stream_draws_what_other_loaders_draw(small_dataset: Path) -> None:
     stream = build_stream_loader(small_dataset, LOADED, rank=0, world_size=1)
     assert samples(stored) == samples(stream)
     assert samples(stored) == samples(stream)  # of the next epoch
-
-
-@pytest.mark.parametrize(
-    ("newest", "longest", "line"),
-    [
-        (
-            65,
-            64,
-            "stochastic_length keeps the newest 65 events, but cuts histories to 22; lower newest, or raise alpha or",
-        ),
-        (
-            23,
-            64,
-            "stochastic_length keeps the newest 23 events, but cuts histories to 22; lower newest, or raise alpha or",
-        ),
-        (1, 0, "stochastic_length keeps the newest 1 events, but cuts histories to 0; lower newest, or raise alpha or"),
-    ],
-)
-def test_more_newest_events_than_histories_keep_are_refused(newest: int, longest: int, line: str) -> None:
-    drawn = StochasticLength(alpha=1.5, newest=newest)
-    with pytest.raises(ConfigError, match=line):
-        LoaderConfig(batch_size=1, max_history_length=longest, stochastic_length=drawn)
 
 
 def test_powers_that_floats_miss_are_whole() -> None:
