@@ -7,7 +7,8 @@ Jobs of one process, with the settings of ml-20m.toml, take turns; alpha 2 train
 
     tokens, gflop           of an epoch of the model, mean over seeds and epochs
     step_ms                 median of the epochs of a seed
-    auc, normalized_entropy after the last epoch, of whole histories
+    auc, normalized_entropy of whole histories, of the best of 4 epochs by each
+    last_auc                after the last epoch
     ratio, ratio_whole      heaviest rank over the lower bound, mean over steps, as they are planned, and as they are
                             if they are planned with the lengths of whole histories
 """
@@ -37,12 +38,14 @@ def train(data: Path, out: Path, *options: str) -> Row:
     jobs = [sys.executable, "-P", str(script), "--config", str(config), "--data", str(data), "--out", str(out)]
     subprocess.run([*jobs, *options], check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    steps, last = [line for line in lines if line["kind"] == "train"], lines[-1]
+    steps, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
     return {
         "tokens": fmean(line["tokens"] for line in steps),
         "gflop": fmean(line["tflops"] * line["step_ms"] for line in steps),  # of each interval, which are equally long
         "step_ms": median(line["step_ms"] for line in steps),
-        **{name: last[name] for name in ("auc", "normalized_entropy")},
+        "auc": max(line["auc"] for line in evaluations),
+        "normalized_entropy": min(line["normalized_entropy"] for line in evaluations),
+        "last_auc": evaluations[-1]["auc"],
     }
 
 

@@ -34,7 +34,10 @@ def _store(lengths: list[int], seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     store = store_of_items([rng.integers(1, NUM_ITEMS, length).tolist() for length in lengths], size=NUM_ITEMS)
     num_events = int(store.offsets[-1])
-    of_events = {"action": rng.integers(0, 3, num_events).astype(np.int32), "timestamp_ms": np.arange(num_events)}
+    of_events: dict[str, Any] = {
+        "action": rng.integers(0, 3, num_events).astype(np.int32),
+        "timestamp_ms": np.arange(num_events),
+    }
     return replace(store, columns={**store.columns, **of_events})
 
 
