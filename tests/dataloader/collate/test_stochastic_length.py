@@ -143,6 +143,7 @@ def test_lengths_have_the_mean_of_the_formula_and_events_equal_chances(newest: i
         assert (abs(times_kept[: length - newest] - len(cut) * chance) < 4 * spread).all()
 
 
+ONE: Any = {"rank": 0, "world_size": 1}
 LOADED = LoaderConfig(
     batch_size=8,
     max_history_length=40,
@@ -182,12 +183,32 @@ def test_steps_are_planned_with_the_lengths_that_are_drawn(small_dataset: Path, 
     assert loads() == first
 
 
+@pytest.mark.parametrize(("batch_size", "window"), [(8, 1), (2, 24)])
+def test_steps_are_even_by_the_lengths_that_are_drawn_and_not_by_those_of_whole_histories(
+    batch_size: int, window: int
+) -> None:
+    """Of 2 ranks: the sum of the heaviest loads of an epoch, over that of equal ones."""
+    store = _store([*np.random.default_rng(0).integers(4, 200, 96).tolist()])
+    config = replace(LOADED, batch_size=batch_size, max_history_length=200)
+    balance, collate = BalanceConfig(cost=item_tokens, window=window), build_loader(store, config, **ONE).collate
+
+    def heaviest(planned: LoaderConfig) -> float:
+        loaders = [build_loader(store, planned, rank=rank, world_size=2, balance=balance) for rank in range(2)]
+        for loader in loaders:
+            loader.begin_at(3)
+        steps = [[collate(np.array(ids_of(b)), epoch=3) for b in step] for step in zip(*loaders, strict=True)]
+        loads = np.array([[int(b.features["item_id"].lengths().sum()) for b in step] for step in steps])
+        return float(loads.max(axis=1).sum() / loads.sum() * 2)
+
+    assert heaviest(config) < 1.02 < 1.05 < heaviest(replace(config, stochastic_length=None))
+
+
 def test_a_stream_draws_what_other_loaders_draw(small_dataset: Path) -> None:
     def samples(loader: Any) -> dict[int, list[int]]:
         return {i: row for b in loader for i, row in zip(ids_of(b), rows_of(b.features, "item_id"), strict=False)}
 
-    stored = build_loader(small_dataset, LOADED, rank=0, world_size=1)
-    stream = build_stream_loader(small_dataset, LOADED, rank=0, world_size=1)
+    stored = build_loader(small_dataset, LOADED, **ONE)
+    stream = build_stream_loader(small_dataset, LOADED, **ONE)
     assert samples(stored) == samples(stream)
     assert samples(stored) == samples(stream)  # of the next epoch
 
