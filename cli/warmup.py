@@ -82,7 +82,17 @@ def _preprocess(folder: Path) -> None:
 
 def _train(folder: Path) -> None:
     """Lay out an exchange, and load steps of synthetic data, packed and not, if they could be made."""
-    from evenrank.dataloader import Cross, LoaderConfig, Negatives, Pools, Requests, Targets, TimeWindows, build_loader
+    from evenrank.dataloader import (
+        Cross,
+        LoaderConfig,
+        Negatives,
+        Pools,
+        Requests,
+        StochasticLength,
+        Targets,
+        TimeWindows,
+        build_loader,
+    )
     from evenrank.dataloader.balance import BalanceConfig
     from evenrank.dataloader.balance.exchange.exchange import warm_up
 
@@ -92,6 +102,8 @@ def _train(folder: Path) -> None:
         orders = (Targets(), TimeWindows(every="1w"), Requests())
         made: dict[str, Any] = {
             "pools": Pools(values=(1,)),
+            "stochastic_length": StochasticLength(alpha=1),
+            "negatives": Negatives(count=1),
             "crosses": {"pair": Cross(of=("user_id", "item_id"), size=9)},
         }
         configs = [LoaderConfig(batch_size=2), LoaderConfig(batch_size=2, max_num_candidates=1, **made)]

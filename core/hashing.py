@@ -11,6 +11,7 @@ from evenrank.core.compiled import compiled
 
 MIX_SHIFTS = 30, 27, 31
 MIX_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -29,6 +30,12 @@ def mix_word(word: np.uint64) -> np.uint64:
     word = (word ^ (word >> np.uint64(MIX_SHIFTS[0]))) * np.uint64(MIX_MULTIPLIERS[0])
     word = (word ^ (word >> np.uint64(MIX_SHIFTS[1]))) * np.uint64(MIX_MULTIPLIERS[1])
     return word ^ (word >> np.uint64(MIX_SHIFTS[2]))
+
+
+@compiled
+def draw_unit(word: np.uint64, number: int) -> float:
+    """Return draw `number`, from 0, of the generator with the state `word`, in [0, 1), inside a compiled loop."""
+    return float(np.int64(mix_word(word + np.uint64(number + 1) * GOLDEN) >> np.uint64(11))) * 2.0**-53
 
 
 @compiled

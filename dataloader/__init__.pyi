@@ -2,7 +2,7 @@ from .batches.batch import JaggedBatch, LossKey, SemanticIdBatch, SequenceBatch,
 from .batches.padding import PaddedBatches, pad_batch
 from .codes import CodeTable
 from .collate.jagged import JaggedCollate, jagged
-from .config import Cross, LoaderConfig, Mixture, Negatives, Pools, Requests, Targets, TimeWindows
+from .config import Cross, LoaderConfig, Mixture, Negatives, Pools, Requests, StochasticLength, Targets, TimeWindows
 from .elastic_sampler import ElasticLoader, ElasticSampler
 from .loader import Loader, build_loader
 from .log_loader import LogLoader
@@ -32,6 +32,7 @@ __all__ = [
     "Requests",
     "SemanticIdBatch",
     "SequenceBatch",
+    "StochasticLength",
     "StreamConfig",
     "StreamLoader",
     "Targets",

@@ -1,5 +1,6 @@
 """`LoaderConfig`, `Negatives`: the settings of loaders, with their defaults and checks."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,26 @@ class Pools(Settings):
     of all of them."""
     within: Count = 20_000
     """Look at so many events before the candidates, of all kinds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StochasticLength(Settings):
+    """Settings of histories of which a random part is trained, another one in each epoch.
+
+    Of histories up to N = `max_history_length` events, those of n > N^(alpha / 2) are whole with probability
+    N^alpha / n^2, else cut to N^(alpha / 2) events (Zhai et al., "Actions speak louder than words", 2024). Drawn by the
+    sample, the epoch and the loader's seed.
+    """
+
+    alpha: Annotated[float, Bounds(at_least=1, at_most=2)]
+    """2: all histories are whole; the lower, the fewer events are trained."""
+    newest: NonNegative = 0
+    """The newest events of a history that is cut, all of which it keeps; the others are drawn uniformly, without
+    replacement, and stay in the order of time."""
+
+    def limit(self, max_history_length: int) -> float:
+        """Return the events of a history that is cut, before rounding down: N^(alpha / 2)."""
+        return round(math.pow(max_history_length, self.alpha / 2), 9)  # 1024^0.7, by floats, is below 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +146,8 @@ class LoaderConfig(Settings):
     for the same events as `action`. Columns of floats are in `float_features`."""
     pools: Annotated[Pools | None, _NO_CODES] = None
     """Make histories of the newest events of some kinds. None: of the newest events."""
+    stochastic_length: StochasticLength | None = None
+    """Cut long histories to events that are drawn anew in each epoch. None: train them whole, as for evaluation."""
     item_features: Annotated[tuple[str, ...], _NO_CODES] = ()
     """Features of items, of the dataset's `item_features.parquet`, for the same events as `item_id`; 0 for items
     without a row. No row stores them: they are looked up when batches are made."""
@@ -177,8 +200,13 @@ class LoaderConfig(Settings):
                 f"{next(iter(made))!r} is a feature of one target, got max_num_candidates={self.max_num_candidates}; "
                 "set it to 1"
             )
-        if self.pools is not None and (self.negatives is not None or self.pools.column in self.key_maps):
-            raise ConfigError("pools go with neither negatives nor a key map of their column; leave one out")
+        if self.pools is not None and self.pools.column in self.key_maps:
+            raise ConfigError("pools do not go with a key map of their column; leave one out")
+        if (drawn := self.stochastic_length) is not None and drawn.newest > drawn.limit(self.max_history_length):
+            raise ConfigError(
+                f"stochastic_length keeps the newest {drawn.newest} events, but cuts histories to "
+                f"{int(drawn.limit(self.max_history_length))}; lower newest, or raise alpha or max_history_length"
+            )
         if self.negatives and not self.max_num_candidates and self.labels:
             raise ConfigError("negatives are for items that are predicted, not actions; set max_num_candidates to 1")
 

@@ -303,6 +303,28 @@ def _windows_of_yambda(names: dict[str, Any]) -> Iterator[Any]:
     assert {"user_x_artist", "user_x_artist_x_hour", "hour", "artist_id", "album_id"} < {*features.keys()}
 
 
+@runs("how-to/models/stochastic-length.md")
+def _stochastic_length(names: dict[str, Any]) -> Iterator[Any]:
+    """Only what is trained is cut, to the length that the page names where histories are longer."""
+    text = page("how-to/models/stochastic-length.md").read_text()
+    (limit,) = re.findall(r"events, here (\d+), is whole", text)
+    yield {"max_history_length=512": "max_history_length=50", "newest=64": "newest=8"}
+    cut, whole = int(50**0.8), open_store(names["path"]).lengths
+    lengths = dict(
+        zip(
+            itertools.chain(*map(_ids, names["trained"])),
+            itertools.chain(*map(_lengths, names["trained"])),
+            strict=True,
+        )
+    )
+    assert int(limit) == int(512**0.8)
+    assert {kept for sample, kept in lengths.items() if kept < min(whole[sample], 50)} == {cut}
+    _check_once([*lengths], names)
+    held_out = open_store(names["path"], "eval").lengths
+    for batch in names["held_out"]:
+        assert _lengths(batch) == [min(held_out[sample], 50) for sample in _ids(batch)]
+
+
 @runs("how-to/continuous-logs.md", "A log that grows")
 def _a_log(names: dict[str, Any]) -> Iterator[Any]:
     """A second job continues where the first one has saved."""

@@ -31,6 +31,8 @@ from evenrank.dataloader.collate.item_features import read_item_features
 from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler, Sources
 from evenrank.dataloader.collate.parts import Part, list_parts, predicted_events
 from evenrank.dataloader.collate.pools import EventPools
+from evenrank.dataloader.collate.selection import Selection, select_events
+from evenrank.dataloader.collate.stochastic_length import EventDraws
 from evenrank.dataloader.collate.targets import TargetFeatures
 from evenrank.dataloader.config import LoaderConfig
 from evenrank.datasets.continuous_log import LogSource
@@ -67,7 +69,8 @@ class Collate:
     parts: tuple[Part, ...]
     table: CodeTable | None = None
     sampler: NegativeSampler | None = None
-    pools: EventPools | None = None
+    selections: tuple[Selection, ...] = ()
+    """Of the events of histories, one after the other."""
     targets: TargetFeatures | None = None
     item_tables: Mapping[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
     """Features of items, [items] each; with a KeyMap of items, of rows of their table."""
@@ -84,13 +87,17 @@ class Collate:
         table, negatives = config.codes, config.negatives
         if table is not None and not isinstance(table, CodeTable):
             table = read_codes(table, config.codebook_sizes)
-        items, pools = config.key_maps.get(ITEM_ID), config.pools
+        items, selections = config.key_maps.get(ITEM_ID), list[Selection]()
+        if config.pools is not None:
+            selections.append(EventPools(config.pools, config.max_history_length))
+        if config.stochastic_length is not None:
+            selections.append(EventDraws(config.stochastic_length, config.max_history_length))
         made = cls(
             config=config,
             parts=(),
             table=table,
             sampler=None if negatives is None else NegativeSampler.create(negatives, sources, items),
-            pools=None if pools is None else EventPools(pools, config.max_history_length),
+            selections=tuple(selections),
             item_tables=_read_item_tables(config, sources),
             has_requests=resolve_order(config.order).has_requests,
         )
@@ -149,9 +156,9 @@ class Collate:
         events = np.concatenate(without_code)
         return np.flatnonzero(np.searchsorted(events, first_shown) < np.searchsorted(events, store.ends))
 
-    def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
+    def lengths(self, groups: Sequence[StoreRows], key: DrawKey) -> SampleLengths:
         """Return how long the rows of these samples are in a batch, without making it."""
-        _, spans, fields = self._find(groups, num_samples)
+        _, spans, fields = self._find(groups, key, has_values=False)
         of_keys = {(field, name): values.lengths for field, keys in fields.items() for name, values in keys.items()}
         num_candidates = np.zeros_like(spans.ends) if self.table is not None else spans.ends - spans.history_ends
         return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
@@ -173,7 +180,7 @@ class Collate:
         its id, `seed` and `epoch`. Tensors are placed in `memory`.
         """
         num_samples = len(sample_ids)
-        groups, spans, jagged = self._find(groups, num_samples, DrawKey(seed, epoch, sample_ids))
+        groups, spans, jagged = self._find(groups, DrawKey(seed, epoch, sample_ids), has_values=True)
         values: dict[str, NDArray[Any]] = {}
         lengths: dict[str, NDArray[np.int64]] = {}
         for field, keys in jagged.items():
@@ -216,29 +223,30 @@ class Collate:
         ]
 
     def _find(
-        self, groups: Sequence[StoreRows], num_samples: int, key: DrawKey | None = None
+        self, groups: Sequence[StoreRows], key: DrawKey, *, has_values: bool
     ) -> tuple[Sequence[StoreRows], HistorySpans, dict[str, dict[str, KeyValues]]]:
         """Return the samples' histories and candidates, and their values by field and key, in the order of batches.
 
-        They are those of the groups that are returned. Without a key to draw with, only lengths are right.
+        They are those of the groups that are returned. Without `has_values`, only lengths are right.
         """
-        config = self.config
-        if self.pools is not None:
-            has_values = key is not None or any(part.of_event == "place" for part in self.parts)
-            groups = self.pools.select(groups, config.max_num_candidates, has_values=has_values)
+        config, num_samples = self.config, len(key.sample_ids)
+        takes = has_values or any(part.of_event == "place" for part in self.parts)
+        for selection in self.selections:
+            groups = select_events(selection, groups, key, config.max_num_candidates, has_values=takes)
         spans = find_spans(groups, num_samples, config.max_history_length, config.max_num_candidates)
-        made = {} if self.targets is None or key is None else self.targets.values(groups, spans.history_ends)
+        made = self.targets.values(groups, spans.history_ends) if has_values and self.targets is not None else {}
+        of_values = key if has_values else None
         fields: dict[str, dict[str, KeyValues]] = {}
         for part in self.parts:
             if part.of_event == "target":
                 each = np.arange(num_samples), np.ones(num_samples, dtype=np.int64)
                 values = KeyValues("", *each, 1, array=made.get(part.key))
             else:
-                values = self._values_of(part, groups, spans, key)
+                values = self._values_of(part, groups, spans, of_values)
             fields.setdefault(part.field, {})[part.key] = values
         if self.sampler is not None:
             begin, end, limit = predicted_events(config)
-            fields |= self.sampler.values(groups, getattr(spans, begin), getattr(spans, end), limit, key)
+            fields |= self.sampler.values(groups, getattr(spans, begin), getattr(spans, end), limit, of_values)
         return groups, spans, fields
 
     def _values_of(

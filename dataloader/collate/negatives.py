@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.core.hashing import mix_word
+from evenrank.core.hashing import GOLDEN, draw_unit
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
+from evenrank.dataloader.collate.selection import stored_events
 from evenrank.dataloader.config import Negatives
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.continuous_log import LogSource
@@ -34,7 +35,6 @@ Floats = NDArray[np.float32]
 Sources = Sequence[SequenceStore | StreamSource | LogSource]
 
 NEGATIVES, LOG_Q = "negatives", "log_q"
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
 _ATTEMPTS = 64
 _MAX_ITEMS = 1 << 31  # 36 bytes each
 _MIN_SLOTS = 1 << 13  # of a table of the items of a sample; so many fit into the second-level cache
@@ -114,8 +114,8 @@ class NegativeSampler:
         if key:
             words = (key._replace(epoch=0) if self.settings.fixed else key).words()
             for store, of_store, samples in groups:
-                of_store = store.rows_of(of_store)
-                places = (store.columns[ITEM_ID], samples, begins, ends, starts, store.offsets, of_store)
+                of_store, own = store.rows_of(of_store), stored_events(store, ITEM_ID)
+                places = (store.columns[ITEM_ID], samples, begins, ends, starts, own, store.offsets, of_store)
                 shares = (width, self.settings.num_hard, self.settings.exclude_own)
                 _draw(*places, words, *shares, self.tables, items, negative, positive)
         drawn = KeyValues(ITEM_ID, rows, widths, width, array=items)
@@ -175,7 +175,7 @@ def _slot(item: int, own: Ints, before: int, slots: Ints) -> int:
 
     Slots hold 1 + before + the item's index in `own`; up to `before` they are free, left from earlier samples.
     """
-    slot = int((np.uint64(item) * _GOLDEN) >> np.uint64(32)) & (len(slots) - 1)
+    slot = int((np.uint64(item) * GOLDEN) >> np.uint64(32)) & (len(slots) - 1)
     while slots[slot] > before and own[slots[slot] - before - 1] != item:
         slot = (slot + 1) & (len(slots) - 1)
     return slot
@@ -188,8 +188,7 @@ def _is_own(item: int, own: Ints, before: int, slots: Ints) -> bool:
 
 @compiled
 def _draw_item(word: np.uint64, number: int, cells: Ints, thresholds: NDArray[np.float64]) -> int:
-    mixed = mix_word(word + np.uint64(number + 1) * _GOLDEN)
-    place = float(np.int64(mixed >> np.uint64(11))) * (2.0**-53 * len(cells))
+    place = draw_unit(word, number) * len(cells)
     cell = min(int(place), len(cells) - 1)
     item, other = cells[cell, 0], cells[cell, 1]
     return int(item if place - cell < thresholds[cell] else other)  # both are loaded: a conditional move, not a jump
@@ -202,6 +201,7 @@ def _draw(
     begins: Ints,
     ends: Ints,
     starts: Ints,
+    all_items: Ints,
     offsets: Ints,
     rows: Ints,
     words: NDArray[np.uint64],
@@ -225,11 +225,11 @@ def _draw(
         if index % 64 == 0:  # fetches the cache lines of many samples at a time; see _copy_elements
             for row in rows[index : index + 64]:
                 for event in range(offsets[row], offsets[row + 1], 8):
-                    touched ^= column[event]
+                    touched ^= all_items[event]
         sample, row = sample_indices[index], rows[index]
         for event in range(begins[sample], ends[sample]):
             out_positive[starts[sample] + event - begins[sample]] = log_q[column[event]]
-        own = column[offsets[row] : offsets[row + 1] if exclude_own else offsets[row]]
+        own = all_items[offsets[row] : offsets[row + 1] if exclude_own else offsets[row]]
         for event in range(len(own)):
             slots[_slot(own[event], own, before, slots)] = before + event + 1
         word, first, last = words[sample], sample * width, (sample + 1) * width

@@ -6,17 +6,16 @@ together            1 4 1         the newest three of all values
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.dataloader.collate.gather import Ints, StoreRows
+from evenrank.dataloader.collate.gather import DrawKey, HistorySpans, Ints
+from evenrank.dataloader.collate.selection import FindPlaces
 from evenrank.dataloader.config import Pools
-from evenrank.datasets.store import SequenceStore, Slices
+from evenrank.datasets.store import SequenceStore
 
 _BLOCK = 128  # events; at most so many are counted one by one at each end of a range
 _MAX_KINDS = 1 << 10  # values of a table of kinds
@@ -36,40 +35,21 @@ class EventPools:
     def __reduce__(self) -> tuple[Any, ...]:
         return EventPools, (self._pools, self._limit)  # what was counted is counted again
 
-    def select(self, groups: Sequence[StoreRows], max_num_candidates: int, *, has_values: bool) -> list[StoreRows]:
-        """Return the samples with no other events than those of their histories, and their candidates.
+    @property
+    def within(self) -> int:
+        """The events before the candidates that are looked at."""
+        return self._pools.within
 
-        Each group's store gets slices in place of rows: those of arrays that are taken from its columns when they are
-        asked for, with `has_values`; without, only lengths are known.
+    def choose(self, store: SequenceStore, spans: HistorySpans, key: DrawKey) -> tuple[Ints, FindPlaces]:
+        """Return how many events of each of m histories are of the kinds, [m], and what finds them."""
+        column, sizes = store.columns[self._pools.column], np.empty_like(spans.begins)
+        begins, ends, blocks = spans.begins, spans.history_ends, self._blocks(column)
+        _count(column, self._values, blocks, begins, ends, self._shares, self._limit, sizes)
 
-        Raises:
-            IndexError: a row has fewer events than candidates.
-        """
-        return [self._select(*group, max_num_candidates, has_values=has_values) for group in groups]
+        def find_places(begins: Ints, out: Ints) -> None:
+            _find_places(column, self._values, spans.history_ends, spans.ends, begins, sizes, self._shares, out)
 
-    def _select(
-        self, store: SequenceStore, rows: Ints, samples: Ints, max_num_candidates: int, *, has_values: bool
-    ) -> StoreRows:
-        begins, ends = store.begins[rows], store.ends[rows]
-        num_candidates = np.full(len(rows), max_num_candidates, dtype=np.int64)
-        if store.num_targets is not None:
-            num_candidates = np.minimum(num_candidates, store.num_targets[rows])
-        history_ends = ends - num_candidates
-        if (history_ends < begins).any():
-            raise IndexError(f"a row has fewer events than {max_num_candidates} candidates; it is not a sample")
-        column = store.columns[self._pools.column]
-        firsts = np.maximum(begins, history_ends - self._pools.within)
-        sizes = np.empty(len(rows), dtype=np.int64)
-        _count(column, self._values, self._blocks(column), firsts, history_ends, self._shares, self._limit, sizes)
-        out_ends = np.cumsum(sizes + num_candidates)
-        slices = Slices(store.rows_of(rows), out_ends - sizes - num_candidates, out_ends)
-        made = replace(store, slices=slices, num_targets=num_candidates.astype(np.int32))
-        if has_values:
-            places = np.empty(int(out_ends[-1]) if len(out_ends) else 0, dtype=np.int64)
-            _find_places(column, self._values, history_ends, ends, slices.begins, sizes, self._shares, places)
-            events = {each.name for each in store.manifest.columns if each.kind == "event"}
-            made = replace(made, columns=_TakenColumns(store.columns, events, places))
-        return StoreRows(made, np.arange(len(rows)), samples)
+        return sizes, find_places
 
     def _blocks(self, column: NDArray[Any]) -> Ints:
         """Return how often each value is in the column before each block: int64 [blocks + 1, values]."""
@@ -80,39 +60,6 @@ class EventPools:
                 _count_blocks(column, self._values, first, min(first + _SLICE // _BLOCK, len(blocks) - 1), blocks)
             known = counts[key] = weakref.ref(column, lambda _: counts.pop(key, None)), blocks
         return known[1]
-
-
-class _TakenColumns(Mapping[str, NDArray[Any]]):
-    """The columns of a store, those of events taken at some places when they are asked for."""
-
-    def __init__(self, columns: Mapping[str, NDArray[Any]], events: set[str], places: Ints) -> None:
-        self._columns, self._events, self._places = columns, events, places
-        self._taken: dict[str, NDArray[Any]] = {}
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        if name not in self._events:
-            return self._columns[name]
-        if (taken := self._taken.get(name)) is None:
-            column = self._columns[name]
-            taken = self._taken[name] = np.empty(len(self._places), dtype=column.dtype)
-            _take(column, self._places, taken)
-        return taken
-
-    def at(self, name: str, events: Ints) -> NDArray[Any]:
-        """Return the values of a column of events at some of the places alone."""
-        return self._columns[name][self._places[events]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-
-def values_at(store: SequenceStore, name: str, events: Ints) -> NDArray[Any]:
-    """Return the values of a column of events at some of the events of a store, which may be of pools."""
-    columns = store.columns
-    return columns.at(name, events) if isinstance(columns, _TakenColumns) else columns[name][events]
 
 
 @compiled
@@ -180,9 +127,3 @@ def _find_places(
             out[place - 1] = index if is_taken else out[place - 1]
             place -= is_taken
             left[kind] -= is_taken
-
-
-@compiled
-def _take(column: NDArray[Any], places: Ints, out: NDArray[Any]) -> None:
-    for index in range(len(places)):
-        out[index] = column[places[index]]

@@ -11,7 +11,7 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.expressions import Expression
 from evenrank.dataloader.collate.gather import Ints, StoreRows
-from evenrank.dataloader.collate.pools import values_at
+from evenrank.dataloader.collate.selection import values_at
 from evenrank.dataloader.config import LoaderConfig
 from evenrank.datasets.schema import FLOAT, ITEM_ID, Schema
 

@@ -27,7 +27,7 @@ from evenrank.dataloader.balance.partition.strategies import Assignment, real_ro
 from evenrank.dataloader.balance.plan import assign_to_steps, in_rows, plan_steps
 from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
-from evenrank.dataloader.collate.gather import SampleLengths
+from evenrank.dataloader.collate.gather import DrawKey, SampleLengths
 from evenrank.dataloader.sampling.steps import Iteration, KnownLengths, StepSampler, StepSamples, StepShape
 from evenrank.dataloader.sampling.windows import WindowedOrder, Windows
 from evenrank.dataloader.state.resume_point import Left, ResumePoint, SkippedSamples
@@ -106,7 +106,7 @@ class BalancedStepSampler(StepSampler):
         schedule = iteration.schedule
         if schedule.num_steps == 0:
             return {}
-        known = self._known(iteration.rows(schedule.positions_of_all(range(1))), self._balance.cost)
+        known = self._known(iteration.keys(schedule.positions_of_all(range(1))), self._balance.cost)
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._balance.max_tokens_per_rank is None:
             digest.update(self._plan(known, schedule, range(1), 0).rank_of.tobytes())
@@ -126,9 +126,9 @@ class BalancedStepSampler(StepSampler):
         return self._costs.after(self._costs.decisions(point.first_step + step), left)
 
     def _sample(self, iteration: Iteration, steps: range, cost: Cost, *, is_measured: bool) -> list[StepSamples]:
-        sample_ids = iteration.rows(iteration.schedule.positions_of_all(steps))
-        started = time.perf_counter()
-        known = self._known(sample_ids, cost, with_lengths=is_measured)
+        key = iteration.keys(iteration.schedule.positions_of_all(steps))
+        sample_ids, started = key.sample_ids, time.perf_counter()
+        known = self._known(key, cost, with_lengths=is_measured)
         plan = self._plan(known, iteration.schedule, steps, iteration.point.epoch)
         counts = np.count_nonzero(plan.is_real, axis=(1, 2))
         # Step by step, samples first.
@@ -165,12 +165,12 @@ class BalancedStepSampler(StepSampler):
         )
 
     def _known(
-        self, sample_ids: NDArray[np.int64], cost: Cost, *, with_lengths: bool = False, num_summed: int | None = None
+        self, key: DrawKey, cost: Cost, *, with_lengths: bool = False, num_summed: int | None = None
     ) -> "_Known":
         """Return costs that can be summed over `num_summed` samples (None: over a step) and the rest of `_Known`."""
         schema, blocks = self._samples.schema, []
         num_summed = num_summed or self._shape.samples_per_step
-        for block, by_name in self._blocks(sample_ids):
+        for block, by_name in self._blocks(key):
             n = len(block.num_candidates)
             costs = scaled_costs(cost, by_name, block.num_candidates, samples_per_step=num_summed)
             of_loss = loss_tokens(schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_))
@@ -180,10 +180,11 @@ class BalancedStepSampler(StepSampler):
             return blocks[0]
         return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
 
-    def _blocks(self, sample_ids: NDArray[np.int64]) -> Iterator[tuple[SampleLengths, dict[str, NDArray[np.int64]]]]:
+    def _blocks(self, key: DrawKey) -> Iterator[tuple[SampleLengths, dict[str, NDArray[np.int64]]]]:
         """Yield the lengths of samples in blocks, and those of their keys by name, as costs take them."""
-        for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
-            block = self._samples.lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
+        for first in range(0, len(key.sample_ids), _SAMPLES_AT_ONCE):
+            of_block = key.sample_ids[first : first + _SAMPLES_AT_ONCE]
+            block = self._samples.lengths(key._replace(sample_ids=of_block))
             yield block, dict(zip(name_keys(tuple(block.of_keys)), block.of_keys.values(), strict=True))
 
     def _plan(self, known: "_Known", schedule: StepSchedule, steps: range, epoch: int) -> "_Plan":
@@ -218,11 +219,11 @@ class PackedStepSampler(BalancedStepSampler):
         assert max_tokens is not None  # BalanceConfig has checked it
 
         def tokens_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            sample_ids = iteration.rows(positions)
-            cost, blocks = self._balance.cost, self._blocks(sample_ids)
+            key = iteration.keys(positions)
+            cost, blocks = self._balance.cost, self._blocks(key)
             tokens = np.concatenate([count_tokens(cost, names, len(block.num_candidates)) for block, names in blocks])
             name = self._samples.name
-            return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: name(sample_ids[i]))
+            return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: name(key.sample_ids[i]))
 
         return pack(
             tokens_at,
@@ -261,7 +262,7 @@ class WindowedStepSampler(BalancedStepSampler):
             assert isinstance(iteration.order, WindowedOrder)
             loaded = replace(iteration, order=iteration.order.underlying)
             cost = self._cost(iteration.point, steps.start, iteration.left)
-            costs = self._known(loaded.rows(iteration.schedule.positions_of_all(steps)), cost).costs
+            costs = self._known(loaded.keys(iteration.schedule.positions_of_all(steps)), cost).costs
             for index, step in enumerate(steps):
                 num_loaded, metrics = iteration.schedule.num_loaded(step), sampled[index].metrics
                 assert metrics is not None
@@ -312,8 +313,9 @@ class WindowedStepSampler(BalancedStepSampler):
     ) -> NDArray[np.integer[Any]]:
         def assign() -> NDArray[np.integer[Any]]:
             cost = self._cost(point, max(first - point.position, 0) // self._shape.samples_per_step, left)
-            sample_ids, count = order.rows(np.arange(first, end), seed=seed, epoch=epoch), end - first
-            known, num_steps = self._known(sample_ids, cost, num_summed=count), count // self._shape.samples_per_step
+            rows, count = order.rows(np.arange(first, end), seed=seed, epoch=epoch), end - first
+            known = self._known(DrawKey(seed, epoch, rows), cost, num_summed=count)
+            num_steps = count // self._shape.samples_per_step
             options = {"seed": derive_seed(seed, first), "epoch": epoch}
             world_size, config = self._shape.world_size, self._balance
             step_of = assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, **options)

@@ -17,7 +17,7 @@ from evenrank.dataloader.batches.batch import JaggedBatch, LossKey
 from evenrank.dataloader.batches.memory import HOST, Memory
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.collate.collate import Collate
-from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
+from evenrank.dataloader.collate.gather import DrawKey, SampleLengths, group_by_store
 from evenrank.dataloader.collate.jagged import jagged
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.resume_point import ResumePoint, SkippedSamples
@@ -109,6 +109,10 @@ class Iteration:
         """Return the rows of the samples at these positions: int64 of the same shape."""
         return self.order.rows(positions, seed=self.seed, epoch=self.point.epoch)
 
+    def keys(self, positions: NDArray[np.int64]) -> DrawKey:
+        """Return what is drawn by for the samples at these positions."""
+        return DrawKey(self.seed, self.point.epoch, self.rows(positions))
+
 
 class StoredSamples:
     """The samples of opened datasets. Any thread may read them."""
@@ -119,9 +123,9 @@ class StoredSamples:
         self._batch_size = batch_size
         self.schema = schema_of(self.batches([StepSamples(_NO_ROWS, {})])[0])
 
-    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
-        """Return the lengths of samples."""
-        return self._collate.lengths(group_by_store(self.stores, sample_ids), len(sample_ids))
+    def lengths(self, key: DrawKey) -> SampleLengths:
+        """Return the lengths of samples in an epoch."""
+        return self._collate.lengths(group_by_store(self.stores, key.sample_ids), key)
 
     def name(self, sample_id: int) -> str:
         """Return the row of a sample and the folder of its dataset."""
@@ -188,10 +192,10 @@ class GivenLengths:
                     f"says {given[index]}; pass the lengths of what collate_fn makes"
                 )
 
-    def lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
-        """Return the lengths of samples."""
-        of_keys = {key: values[sample_ids] for key, values in self._of_keys.items()}
-        return SampleLengths(of_keys=of_keys, num_candidates=self._num_candidates[sample_ids])
+    def lengths(self, key: DrawKey) -> SampleLengths:
+        """Return the lengths of samples, the same in all epochs."""
+        of_keys = {name: values[key.sample_ids] for name, values in self._of_keys.items()}
+        return SampleLengths(of_keys=of_keys, num_candidates=self._num_candidates[key.sample_ids])
 
     def name(self, sample_id: int) -> str:
         """Return the index of a sample."""

@@ -100,6 +100,11 @@ class TrainConfig(Settings):
     events, whatever their action."""
     pools_within: Annotated[Count, KEPT, AppliesTo(pools=Where("ACTION", bool))] = 20_000
     """Look at so many events before the target, of all actions."""
+    stochastic_alpha: Annotated[float | None, Bounds(at_least=1, at_most=2), KEPT] = None
+    """Train a random part of histories longer than max_history_length^(alpha / 2) events, another one in each epoch;
+    the lower, the fewer events. Default: train them whole, as they are evaluated."""
+    stochastic_newest: Annotated[NonNegative, KEPT, AppliesTo(stochastic_alpha=AllBut((None,)))] = 0
+    """Of such a part, always the newest so many events."""
     balance: Annotated[str, OneOf(BALANCES)] = "no-exchange"
     """How samples get to the ranks that train them: with `no-exchange` each rank reads what it trains; a Balancer moves
     them by `all-to-all` or by `all-gather`; `none`: each rank trains its share, unbalanced."""

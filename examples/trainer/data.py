@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from evenrank.dataloader import Loader, LoaderConfig, Targets, TimeWindows, build_loader
+from evenrank.dataloader import Loader, LoaderConfig, StochasticLength, Targets, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.datasets import open_store
@@ -41,11 +41,15 @@ def open_batches(
     """Open what is trained, if `balance` is observed, or evaluated; return its loader and its balanced batches."""
     is_trained, is_exchanged = balance.on_step is not None, config.balance in EXCHANGES
     split = "train" if is_trained or config.time_windows is not None else "eval"
+    drawn = None
+    if is_trained and (alpha := config.stochastic_alpha) is not None:
+        drawn = StochasticLength(alpha=alpha, newest=config.stochastic_newest)
     read: LoaderConfig = task.read(
         split=split,
         order=on_all_ranks(lambda: _order(config, data, is_trained=is_trained)),
         batch_size=config.batch_size,
         max_history_length=config.max_history_length,
+        stochastic_length=drawn,
         num_workers=config.num_workers,
         seed=config.seed,
         device=None if is_exchanged else world.device,

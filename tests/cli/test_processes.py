@@ -235,12 +235,14 @@ listener = event.RecordingListener()
 event.register("numba:compile", listener)
 import evenrank.cli.reports.simulation  # or the small simulation leaves functions plain Python
 {RUN_ALL}
-from evenrank.dataloader import Cross, LoaderConfig, Negatives, Pools, Requests, Targets, TimeWindows, build_loader
+from evenrank.dataloader import Cross, LoaderConfig, Negatives, Pools, Requests, StochasticLength, Targets, TimeWindows
+from evenrank.dataloader import build_loader
 from evenrank.dataloader.balance import BalanceConfig, LinearCost
 balance = BalanceConfig(cost=LinearCost(interleave_actions=False), strategy="min-move")
 candidates = dict(max_num_candidates=2, negatives=Negatives(count=3, by="popularity"))
 orders = [dict(order=order, **candidates) for order in (TimeWindows(every="1d"), Requests(), Targets(within="time"))]
 filtered = dict(order=Targets(where="item_id > 3", segment=0.5), pools=Pools(values=(1,)), max_num_candidates=1)
+filtered |= dict(stochastic_length=StochasticLength(alpha=1.5), negatives=Negatives(count=2))
 filtered["crosses"] = dict(pair=Cross(of=("user_id", "item_id"), size=9))
 for options in (dict(), filtered, *orders):
     config = LoaderConfig(batch_size=4, **options)

@@ -43,6 +43,7 @@ RECORDS: dict[Any, dict[str, Any]] = {
     dataloader.Targets: {},
     dataloader.TimeWindows: {"every": "1d"},
     dataloader.Pools: {"values": (1,)},
+    dataloader.StochasticLength: {"alpha": 1.5},
     dataloader.Cross: {"of": ("user_id",), "size": 8},
     dataloader.Mixture: {"weights": {"a": 1.0}},
     dataloader.Negatives: {"count": 1},

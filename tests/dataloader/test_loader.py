@@ -26,6 +26,7 @@ from evenrank.dataloader import (
     Pools,
     RandomBatches,
     SequenceBatch,
+    StochasticLength,
     StreamConfig,
     build_loader,
     build_stream_loader,
@@ -59,6 +60,7 @@ CHANGES: dict[Any, dict[str, Any]] = {
         **dict.fromkeys(("label", "weight"), "timestamp_ms"),
         "context": (),
         "negatives": Negatives(count=1),
+        "stochastic_length": StochasticLength(alpha=1.5),
         "key_maps": {"item_id": KEY_MAP},
     },
     CODED: {

@@ -21,10 +21,12 @@ from evenrank.dataloader import (
     LossKey,
     Mixture,
     Negatives,
+    Pools,
     RandomBatches,
     RandomData,
     Replay,
     Requests,
+    StochasticLength,
     StreamConfig,
     TimeWindows,
     build_loader,
@@ -99,6 +101,18 @@ OF_SETTINGS = _rows(
     (lambda s: Negatives(count=0), "Negatives: count must be at least 1, got 0"),
     (lambda s: Negatives(count=1, by="events"), "Negatives: by must be one of uniform, ..."),  # type: ignore[arg-type]
     (lambda s: Negatives(count=1, num_hard=2), "Negatives: num_hard=2 has no effect without hard; give both, or ..."),
+    (lambda s: StochasticLength(alpha=0.5), "StochasticLength: alpha must be at least 1 and at most 2, got 0.5"),
+    *(
+        (
+            lambda s, k=newest, n=longest: _config(
+                max_history_length=n, stochastic_length=StochasticLength(alpha=1.5, newest=k)
+            ),
+            f"stochastic_length keeps the newest {newest} events, but cuts histories to {cut}; lower ...",
+        )
+        for newest, longest, cut in ((23, 64, 22), (1, 0, 0))
+    ),
+    (lambda s: _config(pools=Pools(values=(1,)), key_maps={"action": MAP}), "key_maps cannot have 'action': ..."),
+    (lambda s: _config(pools=Pools(values=(1,), column="x"), key_maps={"x": MAP}), "pools do not go with a key ..."),
     (lambda s: StreamConfig(poll_seconds=0), "StreamConfig: poll_seconds must be above 0 and finite, got 0"),
     (lambda s: Mixture(weights={}), "Mixture: weights must be of at least one dataset, as {folder: weight}, got {}"),
     (lambda s: _config(device="cuda:0", pin_memory=True), "batches are handed out on device='cuda:0', so nothing ..."),

@@ -85,6 +85,10 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: TrainConfig(target_features=("h=a //:24",)), "'a //' is no expression; write one such as ..."),
     (lambda: TrainConfig(pools_within=9), "...pools_within=9 applies to pools=ACTION, not to pools=(); leave it out"),
+    (
+        lambda: TrainConfig(stochastic_newest=9),
+        "...stochastic_newest=9 applies to stochastic_alpha, not to stochastic_alpha=None; leave it out",
+    ),
     (lambda: TrainConfig(segment=0.5), "TrainConfig: segment=0.5 applies to within='shuffle', not to time_windows=..."),
     (lambda: TrainConfig(held_out=0.1), "TrainConfig: held_out=0.1 applies to time_windows, not to ...; leave it out"),
 ]

@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from evenrank.dataloader import JaggedCollate, RandomData, RandomFeature, dense, jagged
+from evenrank.dataloader import JaggedCollate, RandomData, RandomFeature, StochasticLength, dense, jagged
 from evenrank.dataloader.random_batches import draw_samples
 from evenrank.dataloader.rank_loader import make_rng
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.datasets.schema import read_manifest
+from tests.dataloader.stochastic import kept_events
 from tests.datasets.crafted import add_columns, copy_dataset, set_columns, write_in_parts, write_manifest
 from tests.datasets.logs import end_log
 
@@ -29,6 +30,7 @@ Samples = dict[int, Values]
 HISTORY = 9  # events; the longest histories are longer
 WEEK_MS = 7 * 86_400_000
 START, START_MS = "2020-09-17", 1_600_300_800_000
+DRAWN = StochasticLength(alpha=1.4, newest=1)  # 9^0.7: 4 events
 _EMPTY = (3, 17, 41)  # rows without events
 
 
@@ -88,10 +90,12 @@ class Rows(NamedTuple):
         *,
         is_request: bool = False,
         kinds: Sequence[int] = (),
+        drawn_by: tuple[int, int, int] | None = None,
     ) -> Values:
         """Return what a batch has of a row's events begin..end-1, of which the last `num_candidates` are candidates.
 
-        With `kinds`, histories have as many of each of these actions, and the target its weekday.
+        With `kinds`, histories have as many of each of these actions, and the target its weekday. With `drawn_by`, a
+        seed, an epoch and the sample's id, they have the events that these draw.
         """
         ids, events = self.rows, self.events
         targets = end - num_candidates
@@ -100,6 +104,10 @@ class Rows(NamedTuple):
             of_kinds = [[event for event in range(begin, targets) if events["action"][event] == kind] for kind in kinds]
             share = HISTORY // len(kinds)
             history = np.array(sorted(event for kept in of_kinds for event in kept[-share:]), dtype=np.int64)
+        if drawn_by is not None:
+            seed, epoch, sample_id = drawn_by
+            places = kept_events(targets - begin, HISTORY, DRAWN, seed=seed, epoch=epoch, sample_id=sample_id)
+            history = begin + np.array(places, dtype=np.int64)
         labelled = np.arange(targets, end) if num_candidates else history
         values = {
             "features.item_id": events["item_id"][[*history, *range(targets, end)]].astype(np.int64),
@@ -127,10 +135,12 @@ class Rows(NamedTuple):
             values["request_ts_ms"] = np.int64(events["timestamp_ms"][targets])
         return {name: value.tobytes() for name, value in values.items()}
 
-    def whole(self, num_candidates: int, first_id: int = 0) -> Samples:
-        """Return the samples that are whole rows; shorter ones are none."""
+    def whole(self, num_candidates: int, first_id: int = 0, drawn_by: tuple[int, int] | None = None) -> Samples:
+        """Return the samples that are whole rows; shorter ones are none. With `drawn_by`: a seed and an epoch."""
         return {
-            first_id + row: self.values(row, begin, end, num_candidates)
+            first_id + row: self.values(
+                row, begin, end, num_candidates, drawn_by=None if drawn_by is None else (*drawn_by, row)
+            )
             for row, (begin, end) in enumerate(pairwise(self.offsets))
             if end - begin >= num_candidates
         }

@@ -48,6 +48,10 @@ KINDS: dict[str, Kind] = {
         make=lambda data, job, balance: making.built(data, job, balance, max_num_candidates=2),
         samples=lambda data, job, epoch: of_data.read_rows(data).whole(2),
     ),
+    "stochastic length": Kind(
+        make=lambda data, job, balance: making.built(data, job, balance, stochastic_length=of_data.DRAWN),
+        samples=lambda data, job, epoch: of_data.read_rows(data).whole(0, drawn_by=(job.seed, epoch)),
+    ),
     "rows": Kind(
         make=lambda data, job, balance: making.built(data, job, balance, order="rows"),
         samples=lambda data, job, epoch: of_data.read_rows(data).whole(0),

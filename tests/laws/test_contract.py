@@ -30,6 +30,7 @@ CANNOT: dict[tuple[str, str], tuple[type[Exception], str]] = {
         (kind, "transform of balanced batches"): (ConfigError, "^balance plans from the lengths in the store, which a")
         for kind in (
             "shuffle",
+            "stochastic length",
             "rows",
             "mixture",
             "windows of time",

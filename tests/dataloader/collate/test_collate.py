@@ -15,7 +15,7 @@ from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.batches.schema import check_contents, schema_of
 from evenrank.dataloader.codes import CodeTable
 from evenrank.dataloader.collate.collate import Collate
-from evenrank.dataloader.collate.gather import group_by_store
+from evenrank.dataloader.collate.gather import DrawKey, group_by_store
 from evenrank.datasets import SequenceStore
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import STORE
@@ -168,8 +168,8 @@ def test_batches_equal_a_plain_collation(
     of_batches: dict[str, Any] = {"batch_size": config.batch_size, "num_batches": num_batches}
     batches = collate(groups, ids, **of_batches, seed=config.seed, epoch=epoch)
     expected = [_expected(config, rows[sample][0], rows[sample][1], epoch, sample) for sample in ids.tolist()]
-    keys = list(collate.lengths(groups, len(ids)).of_keys)
-    of_keys = np.stack(list(collate.lengths(groups, len(ids)).of_keys.values()))
+    keys = list(collate.lengths(groups, DrawKey(0, 0, ids)).of_keys)
+    of_keys = np.stack(list(collate.lengths(groups, DrawKey(0, 0, ids)).of_keys.values()))
     for number, batch in enumerate(batches):
         schema, first = schema_of(batch), number * config.batch_size
         check_contents(batch, schema)

@@ -17,7 +17,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import Cross, LoaderConfig, Pools, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.collate.collate import Collate
-from evenrank.dataloader.collate.gather import group_by_store
+from evenrank.dataloader.collate.gather import DrawKey, group_by_store
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.schema import DataFile, sha256_of
@@ -139,7 +139,7 @@ def test_batches_have_the_newest_events_of_each_kind_and_features_of_the_target(
     for name, rows in found.items():
         assert rows == [*(sample[name] for sample in expected), []], name
     assert found.keys() == expected[0].keys()
-    lengths_of = collate.lengths(groups, len(ids)).of_keys
+    lengths_of = collate.lengths(groups, DrawKey(0, 0, ids)).of_keys
     for (_, name), of_key in lengths_of.items():
         assert of_key.tolist() == [len(sample[name]) for sample in expected], name
 
