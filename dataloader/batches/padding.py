@@ -1,4 +1,4 @@
-"""Padding of batches to `batch_size` rows, and empty batches for ranks that run out of data early."""
+"""Padding of batches to `batch_size` rows and to totals of tokens; empty batches for ranks without more data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
@@ -13,9 +13,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch, longest_rows
+from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, lengths_of, schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
+from evenrank.dataloader.batches.token_padding import TokenPadding
 
 Sample = TypeVar("Sample")
 
@@ -36,11 +37,55 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     padded: dict[str, Any] = {}
     for name, value in batch.tensors():
         if isinstance(value, KeyedJaggedTensor):
-            lengths = np.pad(value.lengths().view(len(value.keys()), -1).numpy(), ((0, 0), (0, num_padding)))
+            lengths = np.pad(
+                value.lengths().view(len(value.keys()), batch.batch_size).numpy(), ((0, 0), (0, num_padding))
+            )
             padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, weights=value.weights_or_none())
         elif isinstance(value, Tensor):
             padded[name] = torch.cat([value, value.new_full((num_padding, *value.shape[1:]), fills[name])])
     return batch.replace(batch_size=batch_size, **padded)
+
+
+@outside_inference_mode()
+def pad_tokens(batch: Batch, padding: TokenPadding | None) -> Batch:
+    """Return a batch on the CPU with further padding rows, and values in all of them; itself if it has them already.
+
+    Raises:
+        ConfigError: a key has more values than the largest total.
+    """
+    if padding is None or batch.token_padding is not None:
+        return batch
+    batch = pad_batch(batch, batch.batch_size + padding.rows)
+    jagged = {name: value for name, value in batch.tensors() if isinstance(value, KeyedJaggedTensor)}
+    jagged_keys = [(name, key) for name, value in jagged.items() for key in (*value.keys(),)]
+    lengths = lengths_of(batch)
+    padding.fill(jagged_keys, lengths, batch.num_real)
+    padded, end = {}, 0
+    for name, value in jagged.items():
+        keys, weights = value.keys(), value.weights_or_none()
+        of_field = lengths[end : (end := end + len(keys))].astype(value.lengths().numpy().dtype)
+        counts = of_field.sum(axis=1).tolist()
+        tensors = [tensor for tensor in (value.values(), weights) if tensor is not None]
+        values, *of_values = (_append_zeros(tensor, value.length_per_key(), counts) for tensor in tensors)
+        padded[name] = keyed_jagged_tensor(keys, values, of_field, counts, weights=next(iter(of_values), None))
+    longest = batch.max_lengths and longest_rows(dict(zip(jagged_keys, lengths, strict=True)))
+    return batch.replace(token_padding=padding, max_lengths=longest, **padded)
+
+
+def _append_zeros(values: Tensor, old_counts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Return the values of all keys, [sum(counts), ...], with zeros after those of each."""
+    if counts == list(old_counts):
+        return values
+    zeros = [values.new_zeros(new - old, *values.shape[1:]) for old, new in zip(old_counts, counts, strict=True)]
+    return torch.cat([part for parts in zip(values.split(list(old_counts)), zeros, strict=True) for part in parts])
+
+
+def without_token_padding(batch: Batch) -> Batch:
+    """Return a batch as it was before `pad_tokens`, but for `token_padding`: its padding rows are empty again."""
+    if (padding := batch.token_padding) is None:
+        return batch
+    rows = max(batch.batch_size - padding.rows, batch.num_real)
+    return pad_batch(batch.index_select(range(batch.num_real)), rows)
 
 
 @outside_inference_mode()
@@ -115,7 +160,8 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         while group := list(islice(iterator, self._batch_size)):
             if len(group) < self._batch_size and self._drop_last:
                 break
-            batch = pad_batch(self._collate(group), self._batch_size)
+            batch = self._collate(group)
+            batch = pad_batch(batch, self._batch_size + (batch.token_padding.rows if batch.token_padding else 0))
             if self._num_batches is not None and schema is None:
                 schema = schema_of(batch)
             yield batch

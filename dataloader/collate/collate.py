@@ -1,7 +1,7 @@
 """`Collate`: samples of stores -> batches, by a list of parts that says how each of their keys is made."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch, name_keys
 from evenrank.dataloader.batches.memory import HOST, Memory
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
+from evenrank.dataloader.batches.token_padding import PaddedKey, TokenPadding
 from evenrank.dataloader.codes import CodeTable, read_codes
 from evenrank.dataloader.collate.gather import (
     DrawKey,
@@ -72,6 +73,7 @@ class Collate:
     item_tables: Mapping[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
     """Features of items, [items] each; with a KeyMap of items, of rows of their table."""
     has_requests: bool = False
+    padding: TokenPadding | None = None
 
     @classmethod
     def create(cls, config: LoaderConfig, manifest: Manifest, sources: Sources = ()) -> "Collate":
@@ -109,7 +111,9 @@ class Collate:
         item_types = {name: FLOAT if table.dtype == FLOAT else "int64" for name, table in self.item_tables.items()}
         target_types = {} if targets is None else targets.types(columns)
         parts = list_parts(config, columns, self.table, item_types, target_types)
-        return replace(self, parts=parts, targets=targets)
+        lists = {column.name for column in columns if column.kind == "list"}
+        padding = None if config.pad_tokens_to is None else _token_padding(config, parts, lists, self.table)
+        return replace(self, parts=parts, targets=targets, padding=padding)
 
     def describe(self) -> dict[str, str | None]:
         """Return what files say, by option: the same for equal contents, at any path."""
@@ -271,6 +275,24 @@ class Collate:
             for store, _, samples in groups:
                 times[samples] = store.columns[TIMESTAMP_MS][spans.history_ends[samples]]
         return columns
+
+
+def _token_padding(
+    config: LoaderConfig, parts: Sequence[Part], lists: Collection[str], table: CodeTable | None
+) -> TokenPadding:
+    """Return how many values padding rows have of each feature: candidates as in a sample, any history."""
+    keys = []
+    for part in parts:
+        if part.field not in ("features", "float_features") or part.column in lists:
+            continue
+        most = least = 1
+        if part.events is not None:
+            most, has_history = part.events.limit, part.events.begin == "begins"
+            least = most - config.max_history_length * has_history
+        tokens = 1 if table is None or part.level_offsets is None else len(part.level_offsets)
+        keys.append(PaddedKey(part.field, part.key, least * tokens, most * tokens))
+    assert config.pad_tokens_to is not None
+    return TokenPadding(steps=config.pad_tokens_to, keys=tuple(keys))
 
 
 def _place(
