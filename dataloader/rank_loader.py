@@ -139,7 +139,7 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         return self._memory if self._transform is None and self._collate.padding is None else HOST
 
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
-        """Transform a batch, with a generator for seed, epoch and `counters`, and pad its tokens, if that is asked for."""
+        """Transform a batch, with a generator for seed, epoch and `counters`, and pad its tokens, if asked to."""
         if self._collated_in is self._memory:
             return batch
         if self._transform is not None:

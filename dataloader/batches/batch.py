@@ -163,8 +163,9 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         They come first. It does not synchronize. Call it outside of compiled code, because `num_real` varies.
         """
         jagged = getattr(self, field)[key]
-        is_real: Tensor = torch.arange(len(jagged.values()), device=jagged.values().device)
-        return is_real < jagged.offsets()[self.num_real]
+        places = torch.arange(len(jagged.values()), device=jagged.values().device)
+        is_real: Tensor = places < jagged.offsets()[self.num_real]
+        return is_real
 
     def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
         """Return the batch of these rows, in this order; on a GPU, this synchronizes.
