@@ -1,6 +1,7 @@
 """Totals of tokens that are padded to few: rows and values of padding, what stays as it is, and what is compiled."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import (
     JaggedCollate,
     LoaderConfig,
@@ -182,6 +183,32 @@ def test_an_exchange_pads_as_the_host_does(ranks: RankPool, world_size: int, exc
     for before, after in ranks.run(world_size, _exchanged, exchange):
         assert len(before) == 3
         assert before == after
+
+
+def _failure(rank: int, world_size: int, path: Path, way: str) -> tuple[int, str]:
+    """Return in which step a job ends, and with which error."""
+    balance, config = BalanceConfig(cost=item_tokens), LoaderConfig(batch_size=2, pad_tokens_to=(2, 60))
+    own = balance if way == "alone" else None
+    batches: Any = build_loader(path, config, rank=rank, world_size=world_size, balance=own)
+    num_taken = 0
+    try:
+        for _ in batches if own else Balancer(batches, balance):
+            num_taken += 1
+    except (ConfigError, RankError) as error:
+        return num_taken, str(error)
+    return num_taken, ""
+
+
+@pytest.mark.parametrize(("way", "begin"), [("alone", ""), ("Balancer", r"(rank \d failed: )?")])
+def test_all_ranks_raise_the_error_of_a_total_that_is_too_large_in_the_same_step(
+    ranks: RankPool, small_dataset: Path, way: str, begin: str
+) -> None:
+    failures = ranks.run(2, _failure, small_dataset, way)
+    assert len({num_taken for num_taken, _ in failures}) == 1
+    for _, error in failures:
+        assert re.match(
+            begin + r"a rank has \d+ values of item_id, but the largest total of pad_tokens_to is 60; ", error
+        )
 
 
 def test_distinct_random_batches_are_padded_once() -> None:
