@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
-from evenrank.dataloader.batches.batch import Batch, JaggedBatch, longest_rows
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, lengths_of, schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
 from evenrank.dataloader.batches.token_padding import TokenPadding
@@ -56,28 +56,26 @@ def pad_tokens(batch: Batch, padding: TokenPadding | None) -> Batch:
     if padding is None or batch.token_padding is not None:
         return batch
     batch = pad_batch(batch, batch.batch_size + padding.rows)
-    jagged = {name: value for name, value in batch.tensors() if isinstance(value, KeyedJaggedTensor)}
-    jagged_keys = [(name, key) for name, value in jagged.items() for key in (*value.keys(),)]
-    lengths = lengths_of(batch)
-    padding.fill(jagged_keys, lengths, batch.num_real)
-    padded, end = {}, 0
-    for name, value in jagged.items():
-        keys, weights = value.keys(), value.weights_or_none()
-        of_field = lengths[end : (end := end + len(keys))].astype(value.lengths().numpy().dtype)
-        counts = of_field.sum(axis=1).tolist()
-        tensors = [tensor for tensor in (value.values(), weights) if tensor is not None]
-        values, *of_values = (_append_zeros(tensor, value.length_per_key(), counts) for tensor in tensors)
-        padded[name] = keyed_jagged_tensor(keys, values, of_field, counts, weights=next(iter(of_values), None))
-    longest = batch.max_lengths and longest_rows(dict(zip(jagged_keys, lengths, strict=True)))
-    return batch.replace(token_padding=padding, max_lengths=longest, **padded)
+    schema, lengths, end = schema_of(batch), lengths_of(batch), 0
+    padding.fill(schema.jagged_keys, lengths, batch.num_real)
+    changes: dict[str, Any] = {"token_padding": padding}
+    if batch.max_lengths is not None:
+        changes["max_lengths"] = dict(zip(schema.key_names, lengths.max(axis=1).tolist(), strict=True))
+    for name, keys in ((spec.name, spec.keys) for spec in schema.fields if spec.keys):
+        value, of_field = getattr(batch, name), lengths[end : (end := end + len(keys))]
+        counts, weights = of_field.sum(axis=1).tolist(), value.weights_or_none()
+        values, weights = (_append_zeros(each, value.length_per_key(), counts) for each in (value.values(), weights))
+        of_field = of_field.astype(value.lengths().numpy().dtype)
+        changes[name] = keyed_jagged_tensor(keys, values, of_field, counts, weights=weights)
+    return batch.replace(**changes)
 
 
-def _append_zeros(values: Tensor, old_counts: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Return the values of all keys, [sum(counts), ...], with zeros after those of each."""
-    if counts == list(old_counts):
+def _append_zeros(values: Any, old_counts: list[int], counts: list[int]) -> Any:
+    """Return the values of all keys, [sum(counts), ...], with zeros after those of each; None for None."""
+    if values is None or counts == old_counts:
         return values
-    zeros = [values.new_zeros(new - old, *values.shape[1:]) for old, new in zip(old_counts, counts, strict=True)]
-    return torch.cat([part for parts in zip(values.split(list(old_counts)), zeros, strict=True) for part in parts])
+    pieces = zip(values.split(old_counts), old_counts, counts, strict=True)
+    return torch.cat([part for of, old, new in pieces for part in (of, of.new_zeros(new - old, *of.shape[1:]))])
 
 
 def without_token_padding(batch: Batch) -> Batch:

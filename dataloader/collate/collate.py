@@ -112,8 +112,7 @@ class Collate:
         target_types = {} if targets is None else targets.types(columns)
         parts = list_parts(config, columns, self.table, item_types, target_types)
         lists = {column.name for column in columns if column.kind == "list"}
-        padding = None if config.pad_tokens_to is None else _token_padding(config, parts, lists, self.table)
-        return replace(self, parts=parts, targets=targets, padding=padding)
+        return replace(self, parts=parts, targets=targets, padding=_token_padding(config, parts, lists))
 
     def describe(self) -> dict[str, str | None]:
         """Return what files say, by option: the same for equal contents, at any path."""
@@ -277,22 +276,16 @@ class Collate:
         return columns
 
 
-def _token_padding(
-    config: LoaderConfig, parts: Sequence[Part], lists: Collection[str], table: CodeTable | None
-) -> TokenPadding:
-    """Return how many values padding rows have of each feature: candidates as in a sample, any history."""
+def _token_padding(config: LoaderConfig, parts: Sequence[Part], lists: Collection[str]) -> TokenPadding | None:
+    """Return the padding of features: padding rows have as many candidates as samples, and any history."""
     keys = []
     for part in parts:
-        if part.field not in ("features", "float_features") or part.column in lists:
-            continue
-        most = least = 1
-        if part.events is not None:
-            most, has_history = part.events.limit, part.events.begin == "begins"
-            least = most - config.max_history_length * has_history
-        tokens = 1 if table is None or part.level_offsets is None else len(part.level_offsets)
-        keys.append(PaddedKey(part.field, part.key, least * tokens, most * tokens))
-    assert config.pad_tokens_to is not None
-    return TokenPadding(steps=config.pad_tokens_to, keys=tuple(keys))
+        if part.field.endswith("features") and part.column not in lists:
+            tokens = 1 if part.level_offsets is None else len(part.level_offsets)
+            most = 1 if part.events is None else part.events.limit
+            history = config.max_history_length if part.events and part.events.begin == "begins" else 0
+            keys.append(PaddedKey(part.field, part.key, (most - history) * tokens, most * tokens))
+    return TokenPadding(steps=config.pad_tokens_to, keys=tuple(keys)) if config.pad_tokens_to else None
 
 
 def _place(

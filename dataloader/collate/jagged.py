@@ -139,11 +139,9 @@ class JaggedCollate:
         check_loss_key(loss_key, [(field, key) for field, keys in self._jagged.items() for key in keys])
         fills = dict.fromkeys(self._jagged, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
         self._batch_type = _collated_type(tuple(fills.items()), loss_key)
-        self._padding: TokenPadding | None = None
-        if pad_tokens_to is not None:
-            limits = {key: declared.max_length for key, declared in self._jagged.get("features", {}).items()}
-            keys = tuple(PaddedKey("features", key, int(limit == 1), limit) for key, limit in limits.items())
-            self._padding = TokenPadding(steps=pad_tokens_to, keys=keys)
+        limits = ((key, declared.max_length) for key, declared in self._jagged.get("features", {}).items())
+        keys = tuple(PaddedKey("features", key, int(limit == 1), limit) for key, limit in limits)
+        self._padding = None if pad_tokens_to is None else TokenPadding(steps=pad_tokens_to, keys=keys)
 
     def _add_jagged(self, name: str, declaration: Jagged) -> None:
         if declaration.dtype == torch.bfloat16:

@@ -65,14 +65,14 @@ class WireFormat(NamedTuple):
 @functools.lru_cache
 def wire_format(schema: BatchSchema) -> WireFormat:
     """Return the wire format of a schema."""
-    parts, fills = _parts_of(schema), []
+    parts, padding = _parts_of(schema), []
     rows: list[tuple[int, int, int]] = []
     for tensor, (spec, argument, dtype, keys) in enumerate(part for part in parts if part.is_sent):
         element_bytes = (1 if argument == "weights" else math.prod(spec.shape)) * dtype.itemsize
         rows += [(tensor, key, element_bytes) for key in keys or (-1,)]
-        fills += [np.empty(0, dtype=np.uint8)] * len(keys)
+        padding += [np.empty(0, dtype=np.uint8)] * len(keys)
         if not keys:
-            fills.append(as_bytes(torch.full(spec.shape, spec.fill, dtype=dtype, device="cpu")).numpy())
+            padding.append(as_bytes(torch.full(spec.shape, spec.fill, dtype=dtype, device="cpu")).numpy())
     tensors, key_of, element_bytes_of = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
     jagged = [(part.keys[0], len(part.keys), part.dtype.itemsize) for part in parts if part.argument == "lengths"]
     dtypes: list[tuple[torch.dtype, slice]] = []
@@ -92,17 +92,17 @@ def wire_format(schema: BatchSchema) -> WireFormat:
         tensor=tensors,
         key=key_of,
         element_bytes=element_bytes_of,
-        padding_starts=np.cumsum([0, *map(len, fills)]),
-        padding=np.concatenate([np.empty(0, dtype=np.uint8), *fills]),
+        padding_starts=np.cumsum([0, *map(len, padding)]),
+        padding=np.concatenate([np.empty(0, dtype=np.uint8), *padding]),
         jagged_fields=np.array(jagged, dtype=np.int64).reshape(-1, 3),
         views=np.array(views, dtype=np.int64).reshape(-1, 3),
         loss_key=-1 if schema.loss_key is None else schema.jagged_keys.index(schema.loss_key[:2]),
         loss_skip=0 if schema.loss_key is None else schema.loss_key.skip,
     )
     known = [fields[spec.name] for spec in schema.fields if spec.dtype is not None]
-    padding = dict(schema.shared).get("token_padding")
-    num_rows = schema.batch_size + (0 if padding is None else padding.rows)
-    return WireFormat(sections, num_rows, dtypes, known, padding)
+    added = dict(schema.shared).get("token_padding")
+    num_rows = schema.batch_size + (0 if added is None else added.rows)
+    return WireFormat(sections, num_rows, dtypes, known, added)
 
 
 def tensors_of(batch: JaggedBatch) -> list[Tensor]:

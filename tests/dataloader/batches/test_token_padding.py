@@ -110,8 +110,8 @@ def test_batches_are_those_without_padding_with_few_totals(
         assert bits_of(batch.index_select(range(batch.num_real)).replace(token_padding=None)) == bits_of(
             before.index_select(range(before.num_real))
         )
-        for name, limit in batch.length_limits.items():
-            assert batch.max_lengths[name] <= limit
+        assert batch.max_lengths is not None
+        assert all(batch.max_lengths[name] <= limit for name, limit in (batch.length_limits or {}).items())
         for name in ("epoch", "step", "position", "loss_tokens", "num_real"):
             assert getattr(batch, name) == getattr(before, name)
         for key in batch.features.keys():  # noqa: SIM118  # a KeyedJaggedTensor
@@ -227,7 +227,7 @@ BATCHES: dict[str, LoaderConfig] = {
 WAYS: dict[str, dict[str, Any]] = {"alone": {}, "Balancer": {}}
 WAYS |= {f"{way}, packed": {"pack": True, "max_tokens_per_rank": 150} for way in WAYS}
 MEASURED = ("before", "after", "lower_bound", "rank_tokens", "rank_squares", "loaded_tokens", "longest", "samples")
-MEASURED = (*MEASURED, "moved_samples", "tokens", "moved_tokens", "sample_bytes", "moved_bytes")
+MOVED = ("moved_samples", "tokens", "moved_tokens", "sample_bytes", "moved_bytes")
 
 
 def _model(name: str, path: Path) -> nn.Module:
@@ -254,11 +254,12 @@ def _steps(rank: int, world_size: int, path: Path, pad: int | None) -> Iterator[
             loss = out.sum() if name == "next item" else out[0].sum()
             scale_loss(loss, batch).backward()
             work = batch_work(batch, interleave_actions=name == "hstu", contextual=("user_id",) * (name == "hstu"))
-            counted = (work.tokens.item(), work.pairs.item(), work.predictions, batch.num_real)
-            counted += (batch.loss_tokens, batch.world_loss_tokens, batch.sample_ids[: batch.num_real].tolist())
+            counted: list[Any] = [int(work.tokens), int(work.pairs), work.predictions, batch.num_real]
+            counted += [batch.loss_tokens, batch.world_loss_tokens, *batch.sample_ids[: batch.num_real].tolist()]
             metrics = measured.pop()
-            of_step = {of: np.asarray(getattr(metrics, of)).tolist() for of in MEASURED}
-            gradients = np.concatenate([parameter.grad.reshape(-1).numpy() for parameter in model.parameters()])
+            of_step = {of: np.asarray(getattr(metrics, of)).tolist() for of in (*MEASURED, *MOVED)}
+            of_parameters = [parameter.grad for parameter in model.parameters()]
+            gradients = np.concatenate([grad.reshape(-1).numpy() for grad in of_parameters if grad is not None])
             model.zero_grad()
             shape = (batch.batch_size, *batch.features.length_per_key())
             yield (name, way), (counted, of_step), loss.item(), gradients, shape
