@@ -11,6 +11,7 @@ import torch
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import PER_RANK, AppliesTo, Bounds, Count, Needs, NonNegative, OneOf, Seed, Valid
 from evenrank.core.settings import Settings
+from evenrank.dataloader.batches.token_padding import TokenSteps
 from evenrank.dataloader.codes import CodeTable
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.inference_requests import Requests as Requests
@@ -119,6 +120,10 @@ class LoaderConfig(Settings):
     """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
     """Leave out the last step if it does not fill every rank."""
+    pad_tokens_to: TokenSteps | None = None
+    """Pad the events of a batch to a multiple of this number or, of a tuple, to the next total, so that `torch.compile`
+    and CUDA graphs see few shapes. Events are then in padding rows too, of which a batch gets a constant number more;
+    see `JaggedBatch.real_values`. None: padding rows are empty."""
     num_workers: Annotated[NonNegative, PER_RANK] = 0
     """Threads per rank that collate in the background; 0: the calling thread collates."""
     prefetch: Annotated[Count, PER_RANK] = 16

@@ -17,6 +17,7 @@ from evenrank.core.rules import PER_RANK
 from evenrank.core.settings import rules_of
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.memory import HOST, Memory
+from evenrank.dataloader.batches.padding import pad_tokens
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import StoreRows
@@ -134,16 +135,21 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
 
     @property
     def _collated_in(self) -> Memory:
-        """Where batches are collated: those that a transform gets are on the CPU."""
-        return self._memory if self._transform is None else HOST
+        """Where batches are collated: those that are changed are on the CPU."""
+        return self._memory if self._transform is None and self._collate.padding is None else HOST
 
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
-        """Transform a batch, if there is a transform, with a generator for seed, epoch and `counters`."""
-        if self._transform is None:
+        """Transform a batch, with a generator for seed, epoch and `counters`, and pad its tokens, if asked to."""
+        if self._collated_in is self._memory:
             return batch
+        if self._transform is not None:
+            batch = self._transformed(batch, self._transform, make_rng(seed, batch.epoch, *counters))
+        return self._memory.move(pad_tokens(batch, self._collate.padding))
+
+    def _transformed(self, batch: Batch, transform: Transform[Batch], rng: np.random.Generator) -> Batch:
         epoch, step, position = batch.epoch, batch.step, batch.position
         try:
-            batch = self._transform(batch, make_rng(seed, epoch, *counters))
+            batch = transform(batch, rng)
         except StopIteration as error:  # would be taken for the end of the epoch
             raise RuntimeError(
                 f"the transform raised StopIteration in step {step} of epoch {epoch}; pass next() a default, or raise "
@@ -152,7 +158,7 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         if not isinstance(batch, JaggedBatch):
             raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
         batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
-        return self._memory.move(batch)
+        return batch
 
 
 class StepLoader(RankLoader[Batch]):

@@ -34,7 +34,7 @@ class NextItem(nn.Module):
         x = self.items(ids)
         x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
         x = x + self.mlp(x)
-        has_next = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        has_next = batch.real_values("item_id")
         has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
         hidden, target = x[has_next], ids[has_next.roll(1)]
         # The same on all ranks, and again when this step is trained again; others in each epoch.

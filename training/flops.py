@@ -184,7 +184,7 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
     With `interleave_actions`, each action is a token of its own after its item; see `HSTUCost`. The values of the keys
     `contextual` are tokens in front of the history.
     """
-    items, candidates = _lengths(batch, ITEM_ID), batch.num_candidates
+    items, candidates = _lengths(batch, ITEM_ID), batch.num_candidates[: batch.num_real]
     history = items - candidates
     if interleave_actions:
         actions = _lengths(batch, ACTION)  # of the first items: of the history alone, or of the candidates as well
@@ -195,7 +195,7 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
     if (labels := batch.any_labels) is None:  # retrieval: each item is predicted
         sees_history = torch.zeros_like(front)
     else:
-        sees_history = front.masked_fill(labels.lengths() > batch.num_candidates, 0)
+        sees_history = front.masked_fill((labels.lengths() > batch.num_candidates)[: batch.num_real], 0)
     return hstu_work(history + front, sees_history, candidates, predictions=batch.loss_tokens)
 
 
@@ -204,4 +204,4 @@ def _lengths(batch: SequenceBatch, key: str) -> Tensor:
     if key not in keys:
         raise ConfigError(f"the work needs the key {key!r}; batches have {', '.join(keys)}")
     lengths: Tensor = batch.features.lengths().view(len(keys), -1)[keys.index(key)]
-    return lengths.long()
+    return lengths[: batch.num_real].long()  # padding is no work

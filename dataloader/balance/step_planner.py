@@ -27,7 +27,7 @@ from evenrank.dataloader.balance.ranks.process_group import FailFastGroup
 from evenrank.dataloader.balance.refit import CostSchedule
 from evenrank.dataloader.balance.steps_in_hand import StepsInHand
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.batches.padding import empty_batch
+from evenrank.dataloader.batches.padding import empty_batch, without_token_padding
 from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
 
 
@@ -59,6 +59,9 @@ class StepPlanner:
         that fails, and those after it, have its error: on every rank, a RankError or its own.
         """
         started = time.perf_counter()
+        for step in steps:
+            if (batch := step.loaded) is not None:  # the balanced batch is padded anew
+                step.loaded, step.error = agree.attempt(functools.partial(without_token_padding, batch))
         if self._schema is None:
             self._schema = self._common_schema(steps[0])
         if (schema := self._schema) is None:

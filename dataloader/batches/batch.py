@@ -6,7 +6,8 @@
 
 Every KeyedJaggedTensor and every dense tensor has `batch_size` rows. The first `num_real` rows are samples, the others
 padding: length 0 in every key, the declared fill value in dense fields. Only `num_real` distinguishes them, because a
-sample may have length 0 too.
+sample may have length 0 too. With `pad_tokens_to`, padding rows have values: zeros, in features alone; there are more
+rows than `batch_size` of the loader; and a loss must leave out the values that are not real, see `real_values`.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from typing_extensions import TypeVar
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.tensors import clone, drop_last, select_rows
+from evenrank.dataloader.batches.token_padding import TokenPadding
 
 Batch = TypeVar("Batch", bound="JaggedBatch", default="SequenceBatch")
 
@@ -133,6 +135,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     length_limits: Mapping[str, int] | None = host(None)
     """Longest that a row of each key can be in any batch of any rank, for buffers and CUDA graphs of a fixed size;
     named as `max_lengths`, without keys that have no known limit. None: no key has one."""
+    token_padding: TokenPadding | None = host(None, in_schema=True)
+    """The totals that its values are padded to; None: its padding rows are empty."""
 
     def loss_key(self) -> LossKey | None:
         """Return the key whose lengths count the loss tokens; None: each sample is one loss token."""
@@ -152,6 +156,16 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     def replace(self, **changes: Any) -> Self:
         """Return a batch with other values of these fields, by name."""
         return dataclasses.replace(self, **changes)
+
+    def real_values(self, key: str, *, field: str = "features") -> Tensor:
+        """Return which values of a key are of samples, not of padding rows: bool [values], on the batch's device.
+
+        They come first. It does not synchronize. Call it outside of compiled code, because `num_real` varies.
+        """
+        jagged = getattr(self, field)[key]
+        places = torch.arange(len(jagged.values()), device=jagged.values().device)
+        is_real: Tensor = places < jagged.offsets()[self.num_real]
+        return is_real
 
     def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
         """Return the batch of these rows, in this order; on a GPU, this synchronizes.

@@ -1,4 +1,4 @@
-"""Padding of batches to `batch_size` rows, and empty batches for ranks that run out of data early."""
+"""Padding of batches to `batch_size` rows and to totals of tokens; empty batches for ranks without more data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
@@ -14,8 +14,9 @@ from evenrank.core.errors import ConfigError
 from evenrank.core.rules import Count
 from evenrank.core.settings import check_types
 from evenrank.dataloader.batches.batch import Batch, JaggedBatch
-from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
+from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, lengths_of, schema_of
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
+from evenrank.dataloader.batches.token_padding import TokenPadding
 
 Sample = TypeVar("Sample")
 
@@ -36,11 +37,53 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     padded: dict[str, Any] = {}
     for name, value in batch.tensors():
         if isinstance(value, KeyedJaggedTensor):
-            lengths = np.pad(value.lengths().view(len(value.keys()), -1).numpy(), ((0, 0), (0, num_padding)))
+            lengths = np.pad(
+                value.lengths().view(len(value.keys()), batch.batch_size).numpy(), ((0, 0), (0, num_padding))
+            )
             padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, weights=value.weights_or_none())
         elif isinstance(value, Tensor):
             padded[name] = torch.cat([value, value.new_full((num_padding, *value.shape[1:]), fills[name])])
     return batch.replace(batch_size=batch_size, **padded)
+
+
+@outside_inference_mode()
+def pad_tokens(batch: Batch, padding: TokenPadding | None) -> Batch:
+    """Return a batch on the CPU with further padding rows, and values in all of them; itself if it has them already.
+
+    Raises:
+        ConfigError: a key has more values than the largest total.
+    """
+    if padding is None or batch.token_padding is not None:
+        return batch
+    batch = pad_batch(batch, batch.batch_size + padding.rows)
+    schema, lengths, end = schema_of(batch), lengths_of(batch), 0
+    padding.fill(schema.jagged_keys, lengths, batch.num_real)
+    changes: dict[str, Any] = {"token_padding": padding}
+    if batch.max_lengths is not None:
+        changes["max_lengths"] = dict(zip(schema.key_names, lengths.max(axis=1).tolist(), strict=True))
+    for name, keys in ((spec.name, spec.keys) for spec in schema.fields if spec.keys):
+        value, of_field = getattr(batch, name), lengths[end : (end := end + len(keys))]
+        counts, weights = of_field.sum(axis=1).tolist(), value.weights_or_none()
+        values, weights = (_append_zeros(each, value.length_per_key(), counts) for each in (value.values(), weights))
+        of_field = of_field.astype(value.lengths().numpy().dtype)
+        changes[name] = keyed_jagged_tensor(keys, values, of_field, counts, weights=weights)
+    return batch.replace(**changes)
+
+
+def _append_zeros(values: Any, old_counts: list[int], counts: list[int]) -> Any:
+    """Return the values of all keys, [sum(counts), ...], with zeros after those of each; None for None."""
+    if values is None or counts == old_counts:
+        return values
+    pieces = zip(values.split(old_counts), old_counts, counts, strict=True)
+    return torch.cat([part for of, old, new in pieces for part in (of, of.new_zeros(new - old, *of.shape[1:]))])
+
+
+def without_token_padding(batch: Batch) -> Batch:
+    """Return a batch as it was before `pad_tokens`, but for `token_padding`: its padding rows are empty again."""
+    if (padding := batch.token_padding) is None:
+        return batch
+    rows = max(batch.batch_size - padding.rows, batch.num_real)
+    return pad_batch(batch.index_select(range(batch.num_real)), rows)
 
 
 @outside_inference_mode()
@@ -115,7 +158,8 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         while group := list(islice(iterator, self._batch_size)):
             if len(group) < self._batch_size and self._drop_last:
                 break
-            batch = pad_batch(self._collate(group), self._batch_size)
+            batch = self._collate(group)
+            batch = pad_batch(batch, self._batch_size + (batch.token_padding.rows if batch.token_padding else 0))
             if self._num_batches is not None and schema is None:
                 schema = schema_of(batch)
             yield batch

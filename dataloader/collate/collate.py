@@ -1,7 +1,7 @@
 """`Collate`: samples of stores -> batches, by a list of parts that says how each of their keys is made."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch, name_keys
 from evenrank.dataloader.batches.memory import HOST, Memory
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
+from evenrank.dataloader.batches.token_padding import PaddedKey, TokenPadding
 from evenrank.dataloader.codes import CodeTable, read_codes
 from evenrank.dataloader.collate.gather import (
     DrawKey,
@@ -75,6 +76,7 @@ class Collate:
     item_tables: Mapping[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
     """Features of items, [items] each; with a KeyMap of items, of rows of their table."""
     has_requests: bool = False
+    padding: TokenPadding | None = None
 
     @classmethod
     def create(cls, config: LoaderConfig, manifest: Manifest, sources: Sources = ()) -> "Collate":
@@ -116,7 +118,8 @@ class Collate:
         item_types = {name: FLOAT if table.dtype == FLOAT else "int64" for name, table in self.item_tables.items()}
         target_types = {} if targets is None else targets.types(columns)
         parts = list_parts(config, columns, self.table, item_types, target_types)
-        return replace(self, parts=parts, targets=targets)
+        lists = {column.name for column in columns if column.kind == "list"}
+        return replace(self, parts=parts, targets=targets, padding=_token_padding(config, parts, lists))
 
     def describe(self) -> dict[str, str | None]:
         """Return what files say, by option: the same for equal contents, at any path."""
@@ -279,6 +282,18 @@ class Collate:
             for store, _, samples in groups:
                 times[samples] = store.columns[TIMESTAMP_MS][spans.history_ends[samples]]
         return columns
+
+
+def _token_padding(config: LoaderConfig, parts: Sequence[Part], lists: Collection[str]) -> TokenPadding | None:
+    """Return the padding of features: padding rows have as many candidates as samples, and any history."""
+    keys = []
+    for part in parts:
+        if part.field.endswith("features") and part.column not in lists:
+            tokens = 1 if part.level_offsets is None else len(part.level_offsets)
+            most = 1 if part.events is None else part.events.limit
+            history = config.max_history_length if part.events and part.events.begin == "begins" else 0
+            keys.append(PaddedKey(part.field, part.key, (most - history) * tokens, most * tokens))
+    return TokenPadding(steps=config.pad_tokens_to, keys=tuple(keys)) if config.pad_tokens_to else None
 
 
 def _place(

@@ -26,8 +26,9 @@ from evenrank.dataloader.batches.batch import (
     longest_rows,
     loss_tokens,
 )
-from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.padding import pad_batch, pad_tokens
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor, outside_inference_mode
+from evenrank.dataloader.batches.token_padding import PaddedKey, TokenPadding, TokenSteps
 
 _NARROWED: dict[str, Any] = {"d": np.float32, "D": np.complex64}  # dtypes of Python's numbers, as in torch by default
 
@@ -101,15 +102,22 @@ class JaggedCollate:
             Balancer pads shorter batches itself.
         loss_key: the key whose lengths count the loss tokens, such as `LossKey("features", "item_id")`; None: each
             sample is one loss token.
+        pad_tokens_to: see LoaderConfig; of the keys of the field `features`, each by itself. Keys with a `max_length`
+            of 1 have one value in padding rows.
 
     Raises:
         ConfigError: a declaration is invalid, or `loss_key` is not among the jagged keys.
     """
 
     def __init__(
-        self, declarations: Mapping[str, Any], *, batch_size: Count | None = None, loss_key: LossKey | None = None
+        self,
+        declarations: Mapping[str, Any],
+        *,
+        batch_size: Count | None = None,
+        loss_key: LossKey | None = None,
+        pad_tokens_to: TokenSteps | None = None,
     ) -> None:
-        check_types(JaggedCollate, {"batch_size": batch_size})
+        check_types(JaggedCollate, {"batch_size": batch_size, "pad_tokens_to": pad_tokens_to})
         self._batch_size = batch_size
         self._loss_key = loss_key
         self._jagged: dict[str, dict[str, Jagged]] = {}  # by field and key
@@ -131,6 +139,9 @@ class JaggedCollate:
         check_loss_key(loss_key, [(field, key) for field, keys in self._jagged.items() for key in keys])
         fills = dict.fromkeys(self._jagged, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
         self._batch_type = _collated_type(tuple(fills.items()), loss_key)
+        limits = ((key, declared.max_length) for key, declared in self._jagged.get("features", {}).items())
+        keys = tuple(PaddedKey("features", key, int(limit == 1), limit) for key, limit in limits)
+        self._padding = None if pad_tokens_to is None else TokenPadding(steps=pad_tokens_to, keys=keys)
 
     def _add_jagged(self, name: str, declaration: Jagged) -> None:
         if declaration.dtype == torch.bfloat16:
@@ -168,7 +179,7 @@ class JaggedCollate:
             **values,
         )
         # TorchRec takes no batch without rows.
-        return pad_batch(batch, self._batch_size or max(len(samples), 1))
+        return pad_tokens(pad_batch(batch, self._batch_size or max(len(samples), 1)), self._padding)
 
 
 def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:

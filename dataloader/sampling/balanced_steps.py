@@ -128,12 +128,16 @@ class BalancedStepSampler(StepSampler):
     def _sample(self, iteration: Iteration, steps: range, cost: Cost, *, is_measured: bool) -> list[StepSamples]:
         key = iteration.keys(iteration.schedule.positions_of_all(steps))
         sample_ids, started = key.sample_ids, time.perf_counter()
-        known = self._known(key, cost, with_lengths=is_measured)
+        padding = self._samples.padding
+        known = self._known(key, cost, with_lengths=is_measured or padding is not None)
         plan = self._plan(known, iteration.schedule, steps, iteration.point.epoch)
         counts = np.count_nonzero(plan.is_real, axis=(1, 2))
         # Step by step, samples first.
         in_steps = np.arange(self._shape.samples_per_step) < counts[:, np.newaxis]
         trained_by = plan.rank_of[plan.is_real]
+        if padding is not None:  # so that all ranks raise its error, in the same step
+            batch_of = trained_by + np.repeat(np.arange(len(steps)) * self._shape.world_size, counts)
+            padding.check(self._samples.schema.jagged_keys, known.lengths, batch_of)
         loss_tokens_of_steps = in_rows(known.loss_tokens, in_steps).sum(axis=1).tolist()
         hashes = self._hashes(in_rows(sample_ids * self._shape.world_size + trained_by, in_steps))
         own_counts = np.count_nonzero(plan.rank_of == self._shape.rank, axis=(1, 2))

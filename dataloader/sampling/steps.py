@@ -121,6 +121,7 @@ class StoredSamples:
         self.stores = stores
         self._collate = collate
         self._batch_size = batch_size
+        self.padding = collate.padding
         self.schema = schema_of(self.batches([StepSamples(_NO_ROWS, {})])[0])
 
     def lengths(self, key: DrawKey) -> SampleLengths:
@@ -151,6 +152,8 @@ class StoredSamples:
 
 class GivenLengths:
     """Samples whose lengths a user knows."""
+
+    padding = None  # the user's collate_fn pads
 
     def __init__(
         self, lengths: Mapping[str, ArrayLike], num_samples: int, batch_size: int, loss_key: LossKey | None

@@ -56,6 +56,7 @@ CHANGES: dict[Any, dict[str, Any]] = {
         "device": "cpu",
         "order": "rows",
         "max_num_candidates": 1,
+        "pad_tokens_to": (64, 128),
         "extra_events": ("timestamp_ms",),
         **dict.fromkeys(("label", "weight"), "timestamp_ms"),
         "context": (),

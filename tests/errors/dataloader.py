@@ -116,6 +116,11 @@ OF_SETTINGS = _rows(
     (lambda s: StreamConfig(poll_seconds=0), "StreamConfig: poll_seconds must be above 0 and finite, got 0"),
     (lambda s: Mixture(weights={}), "Mixture: weights must be of at least one dataset, as {folder: weight}, got {}"),
     (lambda s: _config(device="cuda:0", pin_memory=True), "batches are handed out on device='cuda:0', so nothing ..."),
+    (lambda s: _config(pad_tokens_to=0), "LoaderConfig: pad_tokens_to must be a number above 0, or a ..., got 0"),
+    (lambda s: _config(pad_tokens_to=(8, 8)), "LoaderConfig: pad_tokens_to must be ... that rise, got (8, 8)"),
+    (lambda s: JaggedCollate({}, pad_tokens_to=()), "JaggedCollate: pad_tokens_to must be ..., got ()"),
+    (lambda s: next(iter(_loader(s.data, pad_tokens_to=(8,)))), "a rank has ... values of item_id, but the largest "
+     "total of pad_tokens_to is 8; add a larger one, or pass max_tokens_per_rank or a smaller batch_size"),
     (lambda s: _loader(STORE, device="gpu"), "device is 'gpu', which PyTorch does not know..."),
     (lambda s: _loader(STORE, device="meta"), "device is meta; batches can be on cpu or cuda..."),
     (lambda s: RandomData(contextual={"item_id": Uniform(low=1, high=2)}), "no feature can be called 'item_id'..."),

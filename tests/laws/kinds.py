@@ -25,6 +25,8 @@ class Kind:
     """Return how often each comes in an epoch; None: once."""
     max_tokens: int = 300
     """Of a rank, in a step that is packed: of some steps that is the limit, of others the batch size is."""
+    further_rows: int = 0
+    """Of each batch, besides its `batch_size`."""
 
 
 def _mixture_counts(data: Path, job: Job, epoch: int) -> Counter[int]:
@@ -51,6 +53,11 @@ KINDS: dict[str, Kind] = {
     "stochastic length": Kind(
         make=lambda data, job, balance: making.built(data, job, balance, stochastic_length=of_data.DRAWN),
         samples=lambda data, job, epoch: of_data.read_rows(data).whole(0, drawn_by=(job.seed, epoch)),
+    ),
+    "padded tokens": Kind(
+        make=lambda data, job, balance: making.built(data, job, balance, max_num_candidates=2, pad_tokens_to=16),
+        samples=lambda data, job, epoch: of_data.read_rows(data).whole(2),
+        further_rows=-(-16 // of_data.HISTORY),
     ),
     "rows": Kind(
         make=lambda data, job, balance: making.built(data, job, balance, order="rows"),

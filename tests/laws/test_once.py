@@ -54,7 +54,7 @@ def check(pool: Pool, data: Path, job: Job) -> None:
             for batch in batches:
                 assert len(batch.ids) + len(batch.ids_of_padding) == batch.num_rows
                 if has(job.kind, "padding") or job.way in BALANCED:
-                    assert batch.num_rows == job.batch_size
+                    assert batch.num_rows == job.batch_size + KINDS[job.kind].further_rows
                 assert {*batch.ids_of_padding} <= {-1}
         samples = KINDS[job.kind].samples(data, job, epoch)
         of_epoch = [row for ran in runs for batch, rows in ran.batches if batch.epoch == epoch for row in rows]

@@ -31,7 +31,7 @@ from torch import Tensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, copy_ranges
 from evenrank.dataloader.balance.exchange.fields import caches_of, make_fields, tensors_of, wire_format
-from evenrank.dataloader.balance.exchange.layout import Layout, Sections, lay_out, write_host_buffer
+from evenrank.dataloader.balance.exchange.layout import Layout, Sections, lay_out, new_rows, write_host_buffer
 from evenrank.dataloader.balance.metrics.step_metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.connection import check_process
 from evenrank.dataloader.balance.ranks.metadata import StepMetadata
@@ -150,7 +150,10 @@ class Exchange:
         """
         wire, tile_bytes, rank, first = wire_format(schema), self._device.tile_bytes, self._rank, batches[0]
         chosen = (rank_of, lengths) if len(batches) == 1 else chosen_rows(rank_of, lengths)
-        layout = lay_out(wire.sections, *chosen, schema.batch_size, rank, self._sends_all, tile_bytes)
+        rows = new_rows(wire.sections, *chosen, wire.num_rows, rank)
+        if wire.padding is not None:
+            wire.padding.fill(schema.jagged_keys, rows[-1], rows[0])
+        layout = lay_out(wire.sections, *chosen, rows, rank, self._sends_all, tile_bytes)
         host_buffer = self._device.host_buffer(layout.host_bytes)
         tensors = [tensors_of(batch) for batch in batches]  # kept while their addresses are used
         addresses = np.array([[tensor.data_ptr() for tensor in of_batch] for of_batch in tensors], dtype=np.int64)
@@ -158,7 +161,7 @@ class Exchange:
         write_host_buffer(layout, wire.sections, *own, tile_bytes, host_buffer.numpy())
         fields = {
             **step.fields,
-            "batch_size": schema.batch_size,
+            "batch_size": wire.num_rows,
             "num_real": layout.num_real,
             "loss_tokens": layout.loss_tokens,
             "world_loss_tokens": layout.world_loss_tokens,
@@ -231,7 +234,7 @@ def warm_up() -> None:
     sections = Sections(none, none, none, one, no_bytes, no_fields, no_fields, -1, 0)
     lengths = np.zeros((1, 1, 1), dtype=np.int64)
     describe_lengths(lengths[0], 0)
-    layout = lay_out(sections, rows, lengths, 1, 0, False, 0)
+    layout = lay_out(sections, rows, lengths, new_rows(sections, rows, lengths, 1, 0), 0, False, 0)
     no_tensors, buffer = none.reshape(1, 0), np.empty(layout.host_bytes, dtype=np.uint8)
     write_host_buffer(layout, sections, no_tensors, lengths[0], rows[0], 0, buffer)
     copy_ranges(np.empty((0, 4), dtype=np.int64), one, 0)

@@ -24,6 +24,7 @@ from evenrank.dataloader.balance.exchange.device import as_bytes
 from evenrank.dataloader.balance.exchange.layout import Sections
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec
+from evenrank.dataloader.batches.token_padding import TokenPadding
 
 
 class _Part(NamedTuple):
@@ -58,6 +59,7 @@ class WireFormat(NamedTuple):
     num_rows: int
     dtypes: list[tuple[torch.dtype, slice]]  # each with the slice of its views among all V
     fields: list[tuple[FieldSpec, dict[str, int]]]  # each with the numbers of its views, by argument
+    padding: TokenPadding | None
 
 
 @functools.lru_cache
@@ -98,7 +100,9 @@ def wire_format(schema: BatchSchema) -> WireFormat:
         loss_skip=0 if schema.loss_key is None else schema.loss_key.skip,
     )
     known = [fields[spec.name] for spec in schema.fields if spec.dtype is not None]
-    return WireFormat(sections, schema.batch_size, dtypes, known)
+    added = dict(schema.shared).get("token_padding")
+    num_rows = schema.batch_size + (0 if added is None else added.rows)
+    return WireFormat(sections, num_rows, dtypes, known, added)
 
 
 def tensors_of(batch: JaggedBatch) -> list[Tensor]:

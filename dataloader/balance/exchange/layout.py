@@ -44,10 +44,10 @@ class Layout(NamedTuple):
     The rows that ranks have loaded are R of each, which may be of several batches.
     """
 
-    num_real: int  # samples of this rank after the exchange
+    num_real: int  # samples of this rank after the exchange; the next four as of `new_rows`
     loss_tokens: int  # of these samples
     world_loss_tokens: int  # of all ranks
-    lengths: NDArray[np.int64]  # [K, B]: of its rows after the exchange, 0 for padding
+    lengths: NDArray[np.int64]  # [K, B]: of its rows after the exchange; padding has zeros
     send_bytes: NDArray[np.int64]  # [C]: of each chunk that is sent; 0 for its own
     receive_bytes: NDArray[np.int64]  # [W]: of each chunk that is received
     chunk_starts: NDArray[np.int64]  # [C, S]: start of each section of each chunk in the host buffer
@@ -66,17 +66,18 @@ def lay_out(
     sections: Sections,
     rank_of: NDArray[np.int32],
     lengths: NDArray[np.int64],
-    batch_size: int,
+    rows: tuple[int, int, int, NDArray[np.int64]],
     rank: int,
     sends_all: bool,
     tile_bytes: int,
 ) -> Layout:
     """Lay out a step, given who trains on each row, [W, R], -1 for none, and the lengths of all rows, [W, K, R].
 
-    `batch_size` is B; R may be another one. With `sends_all` it is an all-gather. `tile_bytes` 0: the host buffer has
-    no tiles.
+    `rows` are `new_rows`, where padding may have been given lengths. With `sends_all` it is an all-gather. `tile_bytes`
+    0: the host buffer has no tiles.
     """
-    num_real, loss_tokens, world_loss_tokens, new_lengths = new_rows(sections, rank_of, lengths, batch_size, rank)
+    num_real, loss_tokens, world_loss_tokens, new_lengths = rows
+    batch_size = new_lengths.shape[1]
     length_per_key, max_lengths = np.zeros((2, len(new_lengths)), dtype=np.int64)
     for key in range(len(new_lengths)):
         length_per_key[key], max_lengths[key] = new_lengths[key].sum(), new_lengths[key].max()
@@ -90,14 +91,15 @@ def lay_out(
         sections, rank_of, lengths, batch_size, rank, sends_all, send_bytes, chunk_starts, targets
     )
 
-    # What the host knows about the new batch: lengths and offsets, and the padding rows of dense fields.
+    # What the host knows about the new batch: lengths and offsets, and its padding rows.
     end = host_data + output_bytes - output_data
     copies[num_copies] = (_UPLOADED, host_data, output_data, output_bytes - output_data)
     num_copies += 1
-    num_padding = batch_size - num_real
     for section in range(len(sections.key)):
-        if sections.key[section] < 0 and num_padding:
-            num_bytes = num_padding * sections.element_bytes[section]
+        num_bytes = 0
+        for row in range(num_real, batch_size):
+            num_bytes += _row_bytes(sections, section, new_lengths, row)
+        if num_bytes:
             copies[num_copies] = (_UPLOADED, end, targets[section], num_bytes)
             num_copies += 1
             end += _aligned(num_bytes)
@@ -129,7 +131,7 @@ def new_rows(
 ) -> tuple[int, int, int, NDArray[np.int64]]:
     """Return the samples of a rank after the exchange, their loss tokens, those of all ranks, and the lengths, [K, B].
 
-    The arguments are those of `lay_out`, as of the next three.
+    `batch_size` is B; R may be another one. The other arguments are those of `lay_out`, as of the next three.
     """
     world_size, num_rows = rank_of.shape
     num_real, new_lengths = 0, np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
@@ -310,13 +312,16 @@ def write_host_buffer(
         else:
             _write_lengths(flat, buffer[start:end].view(np.int64), size // 8)
     for section in range(len(sections.key)):
-        if sections.key[section] < 0 and layout.num_real < layout.lengths.shape[1]:
-            start = end
-            padding = sections.padding[sections.padding_starts[section] : sections.padding_starts[section + 1]]
-            for _ in range(layout.num_real, layout.lengths.shape[1]):
-                buffer[start : start + len(padding)] = padding
-                start += len(padding)
-            end += _aligned(start - end)
+        start = end
+        padding = sections.padding[sections.padding_starts[section] : sections.padding_starts[section + 1]]
+        for row in range(layout.num_real, layout.lengths.shape[1]):
+            num_bytes = _row_bytes(sections, section, layout.lengths, row)
+            if sections.key[section] < 0:
+                buffer[start : start + num_bytes] = padding
+            else:
+                buffer[start : start + num_bytes] = 0
+            start += num_bytes
+        end += _aligned(start - end)
     if tile_bytes:
         write_tiles(layout.copies, tile_bytes, buffer[layout.tiles : layout.host_bytes].view(np.int64).reshape(-1, 4))
 

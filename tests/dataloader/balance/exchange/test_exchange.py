@@ -17,7 +17,7 @@ from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.exchange.device import ALIGNMENT, ExchangeDevice, addresses_of, copy_ranges
 from evenrank.dataloader.balance.exchange.exchange import Exchange, Handle
 from evenrank.dataloader.balance.exchange.fields import sample_bytes, wire_format
-from evenrank.dataloader.balance.exchange.layout import lay_out
+from evenrank.dataloader.balance.exchange.layout import lay_out, new_rows
 from evenrank.dataloader.batches.batch import LossKey
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
@@ -118,7 +118,8 @@ def test_the_copies_of_a_step_do_not_depend_on_what_was_in_memory(monkeypatch: p
     batches = [rich_batch([[(2, 1), (1, 2)], [(3, 1), (1, 1)]], first_id=10 * rank) for rank in range(2)]
     schema, lengths = schema_of(batches[0]), np.stack([lengths_of(batch) for batch in batches])
     rank_of = np.array([[1, 0], [0, 1]], dtype=np.int32)  # the first row that is received is not this rank's
-    arguments = (wire_format(schema).sections, rank_of, lengths, rank_of.shape[1], 0, True, 0)
+    sections = wire_format(schema).sections
+    arguments = (sections, rank_of, lengths, new_rows(sections, rank_of, lengths, rank_of.shape[1], 0), 0, True, 0)
     interpreted = lay_out.py_func  # type: ignore[attr-defined]
     expected = interpreted(*arguments).copies.tolist()  # compiles what it calls
     for value in range(1, 200):

@@ -8,6 +8,7 @@ import pytest
 from evenrank.dataloader.balance.exchange.layout import (
     Sections,
     lay_out,
+    new_rows,
     output_parts,
     received_copies,
     sent_chunks,
@@ -79,7 +80,9 @@ def test_keys_of_a_field_follow_each_other_in_the_output_and_fields_begin_aligne
 def test_a_rank_between_others_sends_to_both_and_copies_from_both(
     sends_all: bool, sent: list[int], received: list[int], chunk_starts: list[list[int]], copies: list[Any]
 ) -> None:
-    layout = lay_out(TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1, sends_all, 0)
+    layout = lay_out(
+        TWO_FIELDS, THREE_RANKS, OF_THREE, new_rows(TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1), 1, sends_all, 0
+    )
     assert (layout.num_real, layout.loss_tokens, layout.world_loss_tokens) == (3, 0, 5)
     assert (layout.max_lengths.tolist(), layout.length_per_key.tolist()) == ([3, 1, 1], [7, 2, 1])
     assert layout.lengths.tolist() == NEW_LENGTHS
@@ -95,7 +98,7 @@ def test_the_host_buffer_has_rows_of_several_batches_and_every_padding_row_and_n
     ]
     tensors = [[np.array(tensor) for tensor in batch] for batch in batches]
     addresses = np.array([[tensor.ctypes.data for tensor in batch] for batch in tensors])
-    layout = lay_out(TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1, False, 0)
+    layout = lay_out(TWO_FIELDS, THREE_RANKS, OF_THREE, new_rows(TWO_FIELDS, THREE_RANKS, OF_THREE, 5, 1), 1, False, 0)
     buffer = np.full(layout.host_bytes, 255, dtype=np.uint8)
     write_host_buffer(layout, TWO_FIELDS, addresses, OF_THREE[1], THREE_RANKS[1], 0, buffer)
     expected = np.full(480, 255, dtype=np.uint8)
@@ -162,7 +165,7 @@ def test_an_all_gather_has_room_for_a_copy_of_each_row_and_an_exchange_for_one_o
 @pytest.mark.parametrize("num_real", [1, 16])
 def test_padding_rows_of_each_dense_field_begin_aligned_after_the_offsets(num_real: int) -> None:
     rank_of = np.array([[0] * num_real + [-1] * (17 - num_real), [-1] * 17], dtype=np.int32)
-    layout = lay_out(BYTES, rank_of, ONE_EACH, 17, 0, False, 0)
+    layout = lay_out(BYTES, rank_of, ONE_EACH, new_rows(BYTES, rank_of, ONE_EACH, 17, 0), 0, False, 0)
     tensors = [np.arange(first, first + 34, dtype=np.uint8) for first in (0, 100, 200)]
     addresses = np.array([[tensor.ctypes.data for tensor in tensors]])
     buffer = np.full(layout.host_bytes, 255, dtype=np.uint8)
