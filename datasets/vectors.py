@@ -1,0 +1,94 @@
+"""`open_vectors`: the dense vectors of users or items, one row per id, as a file that is mapped into memory.
+
+The file must have the SHA-256 in the manifest. In a folder, the first process of a machine that opens it reads it for
+that, and again after it has changed; from a URL, it is fetched once, into the user's cache.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pyarrow import fs
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.files import open_regular
+from evenrank.core.storage import Remote, locate
+from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, REMEDY, USER_ID, latest_version, parse_manifest
+from evenrank.datasets.store import SequenceStore
+from evenrank.datasets.stream import StreamSource
+from evenrank.datasets.unpack import find_or_build
+
+_CHUNK = 1 << 24  # bytes
+_OPTIONS = {USER_ID: "--user-vectors", ITEM_ID: "--item-vectors"}
+VectorSource = SequenceStore | StreamSource | Path | str
+
+
+def open_vectors(source: VectorSource, of: str = ITEM_ID) -> "np.memmap[Any, Any]":
+    """Map the vectors of a dataset into memory, read-only: [vocabulary size, d], float16 or float32.
+
+    Row i is the vector of id i, and all zeros if there is none, as that of id 0, which stands for unknown ones.
+
+    Args:
+        source: an open store or stream, or the folder or URL of a dataset.
+        of: `item_id` or `user_id`.
+
+    Raises:
+        ConfigError: `of` is another name.
+        DataError: the dataset has no such vectors, or the file is not that of the manifest.
+    """
+    if of not in _OPTIONS:
+        raise ConfigError(f"there are no vectors of {of!r}; choose one of {', '.join(_OPTIONS)}")
+    place: Path | Remote | None
+    if isinstance(source, SequenceStore):
+        manifest, place = source.manifest, source.source or source.folder
+    elif isinstance(source, StreamSource):
+        is_local = isinstance(source.files, fs.LocalFileSystem)
+        place = Path(source.root) if is_local else Remote(files=source.files, path=source.root, url=source.root)
+        manifest = source.manifest
+    else:
+        text, place = latest_version(dataset := locate(source))
+        manifest = parse_manifest(text, f"{dataset / MANIFEST_NAME}")
+    if place is None or (file := manifest.vectors.get(of)) is None:
+        raise DataError(
+            f"{place or 'a store in memory'} has no vectors of {of}; preprocess it with {_OPTIONS[of]} FILE, and open "
+            "that dataset"
+        )
+    path, folder = place / file.path, place if isinstance(place, Path) else None
+    if isinstance(path, Remote):
+        entry = find_or_build(None, f"{file.sha256}-vectors", partial(_fetch, path, file.sha256))
+        path = entry / "vectors.npy"
+    with open_regular(path) as opened:
+        if folder is not None:  # the entry is empty, and there once the file has been read
+            status = os.fstat(opened.fileno())
+            version = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+            chunks = iter(lambda: opened.read(_CHUNK), b"")
+            find_or_build(folder, f"{file.sha256}-vectors-{version}", lambda _: _check(path, chunks, file.sha256))
+        opened.seek(0)
+        try:
+            np.lib.format.read_magic(opened)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
+            if (shape, dtype.name) != ((file.rows, file.width), file.dtype):
+                raise ValueError(
+                    f"it has {shape} of {dtype}, and {file.rows, file.width} of {file.dtype} by the manifest"
+                )
+            return np.memmap(opened, dtype, mode="r", offset=opened.tell(), shape=shape)
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read ({error}); {REMEDY}") from error
+
+
+def _fetch(remote: Remote, sha256: str, entry: Path) -> None:
+    with (entry / "vectors.npy").open("xb") as copy:
+        _check(remote, (chunk for chunk in remote.chunks() if copy.write(chunk)), sha256)
+
+
+def _check(path: Path | Remote, chunks: Iterable[bytes], sha256: str) -> None:
+    """Raise a DataError unless the chunks of a file have a SHA-256, in hexadecimal."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    if digest.hexdigest() != sha256:
+        raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
