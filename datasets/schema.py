@@ -56,6 +56,10 @@ FLOAT = "float32"
 MULTI_VALUED = "list<int64>"
 FLOAT_OR_MISSING = "float32?"  # of events, NaN where a value is missing
 EXTRA_DTYPES = ("int64", "int32", FLOAT, FLOAT_OR_MISSING)
+# Files of dense vectors, by whose they are; their types, and the largest d.
+VECTOR_FILES: Mapping[str, str] = {USER_ID: "user_vectors.npy", ITEM_ID: "item_vectors.npy"}
+VECTOR_DTYPES = ("float16", "float32")
+MAX_WIDTH = 1 << 20
 # Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
@@ -109,8 +113,6 @@ def _is_inside(path: str) -> bool:
     return bool(path.isprintable() and parts.name and not parts.anchor and ".." not in parts.parts)
 
 
-VECTOR_DTYPES = ("float16", "float32")
-_MAX_WIDTH = 1 << 20
 _MAX_COUNT = 2**48  # its products with sizes of types fit into int64
 _Count = Annotated[int, Bounds(at_least=0, at_most=_MAX_COUNT)]
 _Sha256 = Annotated[str, Valid(re.compile("[0-9a-f]{64}").fullmatch, "a SHA-256")]
@@ -140,7 +142,7 @@ class DataFile:
 class VectorFile(DataFile):
     """The dense vectors of users or items, a `.npy` file [rows, width]: row i is that of id i, all zeros if missing."""
 
-    width: Annotated[int, Bounds(at_least=1, at_most=_MAX_WIDTH)]
+    width: Annotated[int, Bounds(at_least=1, at_most=MAX_WIDTH)]
     dtype: Annotated[str, OneOf(VECTOR_DTYPES)]
     missing: _Count
     """Ids from 1 on without a vector."""
@@ -226,7 +228,7 @@ class Manifest:
     """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
     item_features: DataFile | None = None
     """The table of the features of items, if there is one."""
-    vectors: Mapping[Annotated[str, OneOf((USER_ID, ITEM_ID))], VectorFile] = field(default_factory=dict)
+    vectors: Mapping[Annotated[str, OneOf(VECTOR_FILES)], VectorFile] = field(default_factory=dict)
     """The dense vectors of `user_id` and `item_id`, where there are any."""
 
     @property

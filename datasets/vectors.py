@@ -17,13 +17,12 @@ from pyarrow import fs
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import open_regular
 from evenrank.core.storage import Remote, locate
-from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, REMEDY, USER_ID, latest_version, parse_manifest
+from evenrank.datasets.schema import ITEM_ID, MANIFEST_NAME, REMEDY, VECTOR_FILES, latest_version, parse_manifest
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import StreamSource
 from evenrank.datasets.unpack import find_or_build
 
 _CHUNK = 1 << 24  # bytes
-_OPTIONS = {USER_ID: "--user-vectors", ITEM_ID: "--item-vectors"}
 VectorSource = SequenceStore | StreamSource | Path | str
 
 
@@ -40,8 +39,8 @@ def open_vectors(source: VectorSource, of: str = ITEM_ID) -> "np.memmap[Any, Any
         ConfigError: `of` is another name.
         DataError: the dataset has no such vectors, or the file is not that of the manifest.
     """
-    if of not in _OPTIONS:
-        raise ConfigError(f"there are no vectors of {of!r}; choose one of {', '.join(_OPTIONS)}")
+    if of not in VECTOR_FILES:
+        raise ConfigError(f"there are no vectors of {of!r}; choose one of {', '.join(VECTOR_FILES)}")
     place: Path | Remote | None
     if isinstance(source, SequenceStore):
         manifest, place = source.manifest, source.source or source.folder
@@ -54,8 +53,8 @@ def open_vectors(source: VectorSource, of: str = ITEM_ID) -> "np.memmap[Any, Any
         manifest = parse_manifest(text, f"{dataset / MANIFEST_NAME}")
     if place is None or (file := manifest.vectors.get(of)) is None:
         raise DataError(
-            f"{place or 'a store in memory'} has no vectors of {of}; preprocess it with {_OPTIONS[of]} FILE, and open "
-            "that dataset"
+            f"{place or 'a store in memory'} has no vectors of {of}; preprocess it with "
+            f"--{of.removesuffix('_id')}-vectors FILE, and open that dataset"
         )
     path, folder = place / file.path, place if isinstance(place, Path) else None
     if isinstance(path, Remote):
