@@ -74,7 +74,9 @@ def open_vectors(source: VectorSource, of: str = ITEM_ID) -> "np.memmap[Any, Any
                 raise ValueError(
                     f"it has {shape} of {dtype}, and {file.rows, file.width} of {file.dtype} by the manifest"
                 )
-            return np.memmap(opened, dtype, mode="r", offset=opened.tell(), shape=shape)
+            vectors = np.memmap(opened, dtype, mode="r", offset=opened.tell(), shape=shape)
+            vectors.filename = str(path.absolute())
+            return vectors
         except ValueError as error:
             raise DataError(f"{path} cannot be read ({error}); {REMEDY}") from error
 
