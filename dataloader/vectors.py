@@ -20,12 +20,12 @@ _DTYPES = {"float16": torch.float16, "float32": torch.float32}
 class _Mapped:
     """A mapped file, which copies and other processes map again: copies of a model have no copies of it."""
 
-    def __init__(self, path: str, dtype: str, offset: int, shape: tuple[int, int]) -> None:
+    def __init__(self, *given: Any) -> None:
+        path, dtype, offset, shape = self._given = given
         self.array = np.memmap(path, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)
-        self._arguments = path, dtype, offset, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Mapped, self._arguments
+        return _Mapped, self._given
 
 
 class VectorLookup(nn.Module):
@@ -69,7 +69,7 @@ class VectorLookup(nn.Module):
         if on_host:
             if device is not None:
                 raise ConfigError(f"on_host=True has no table on a device; leave device={str(device)!r} out")
-            self._mapped = _Mapped(str(vectors.filename), vectors.dtype.str, vectors.offset, vectors.shape)
+            self._mapped = _Mapped(vectors.filename, vectors.dtype.str, vectors.offset, vectors.shape)
             return
         self._table = torch.zeros(self.num_ids, self.width, dtype=_DTYPES[vectors.dtype.name], device=device)
         if self._table.is_meta:
