@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
 from evenrank.core.files import check_regular, replacing
+from evenrank.core.storage import is_url
 from evenrank.datasets.schema import MAX_WIDTH, VECTOR_DTYPES, IdKind, VectorFile, sha256_of
 from evenrank.preprocess.read.keys import keys_of
 from evenrank.preprocess.read.table import FAULT, WHOLE, Rows, Table
@@ -58,8 +59,10 @@ class Vectors:
 
 
 def ids_files(path: Path) -> list[Path]:
-    """Return the paths of which one has to have the raw ids of vectors in a `.npy` file."""
-    return [path.with_suffix(suffix) for suffix in (".ids.npy", ".ids.txt")] if path.suffix == ".npy" else []
+    """Return the paths or URLs of which one has to have the raw ids of vectors in a `.npy` file."""
+    place, mark, options = str(path).partition("?") if is_url(path) else (str(path), "", "")
+    stem = place.removesuffix(".npy")
+    return [Path(f"{stem}.ids{suffix}{mark}{options}") for suffix in (".npy", ".txt") if stem != place]
 
 
 def read_vectors(path: Path, key: str, name: str, kind: IdKind) -> Vectors:
@@ -132,7 +135,7 @@ def _wrap_errors(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+    except Exception as error:  # a malformed file can raise anything
         raise DataError(f"{path} cannot be read: {first_line(error)}; write .parquet or .npy again") from error
 
 
