@@ -89,9 +89,12 @@ class VectorLookup(nn.Module):
         Raises:
             DataError: with `on_host`, an id is not below `num_ids`; otherwise PyTorch has an error of its own.
         """
-        if self._mapped is None:
-            assert self._table is not None
-            return functional.embedding(values, self._table)
+        return self._read(values) if self._table is None else functional.embedding(values, self._table)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which would trace functions of NumPy
+    def _read(self, values: Tensor) -> Tensor:
+        """Return the vectors of ids from the mapped file."""
+        assert self._mapped is not None
         vectors, ids = self._mapped.array, values.cpu().numpy().reshape(-1)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_ids:
             raise DataError(

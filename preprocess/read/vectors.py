@@ -159,7 +159,7 @@ def write_vectors(
     with replacing(path) as new:
         written = np.lib.format.open_memmap(new, "w+", np.dtype(vectors.dtype), (size, width))
         with new.open("r+b") as file:  # the disk is full now or never: a store to a mapped file would kill the process
-            os.posix_fallocate(file.fileno(), 0, new.stat().st_size)
+            getattr(os, "posix_fallocate", lambda *_: None)(file.fileno(), 0, new.stat().st_size)
         if earlier is not None:
             written[: len(earlier)] = earlier
         for row, block in vectors.blocks():

@@ -89,6 +89,7 @@ def test_a_model_saves_trains_and_broadcasts_no_vectors_and_copies_have_them(dat
         assert each(ids).tolist() == expected
     if "on_host" in way:
         assert len(pickle.dumps(lookup)) < 2000
+    assert torch.compile(lookup, backend="eager", fullgraph="on_host" not in way)(ids).tolist() == expected
     with single_rank():
         parallel = DistributedDataParallel(model)
         assert not parallel.modules_buffers

@@ -1,5 +1,7 @@
 """Dense vectors of logs of a few events, in files of all kinds, compared with dicts by raw id."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,26 @@ def test_vectors_are_read_from_urls_and_written_to_them(here: Path, s3: S3, monk
         preprocess(of_log(out, log, ids="dense"))  # replaces all files, also those of vectors
         assert not read_manifest(out).vectors
         assert not [name for name in s3.keys(f"of-{form}") if name.endswith(".npy")]
+
+
+def test_a_full_disk_is_an_error_before_vectors_are_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, written = write_log(here / "log.csv", [("a", "x", 1)]), list[int]()
+    path = write_vectors(here, "ids.txt", ["x"], np.ones((1, 3), dtype=np.float16))
+
+    def allocate(_: int, begin: int, size: int) -> None:
+        written.append(size - begin)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(
+        DataError, match=r"out could not be written: No space left on device; it is unchanged, free som"
+    ):
+        number(here / "out", log, log={"item_vectors": path})
+    assert written == [128 + 2 * 3 * 2]  # the header, and two rows
+    assert not (here / "out").exists()
+    monkeypatch.undo()
+    number(here / "out", log, log={"item_vectors": path})  # goes on
+    assert by_raw_id(here / "out") == {"x": [1, 1, 1]}
 
 
 def _npy(array: Any, ids: Any = ("x", "y")) -> Callable[[Path], Path]:
