@@ -9,6 +9,7 @@ from .log_loader import LogLoader
 from .random_batches import RandomBatches, RandomData, RandomFeature, random_codes
 from .replay import Replay
 from .stream_loader import StreamConfig, StreamLoader, build_stream_loader
+from .vectors import VectorLookup
 
 __all__ = [
     "CodeTable",
@@ -37,6 +38,7 @@ __all__ = [
     "StreamLoader",
     "Targets",
     "TimeWindows",
+    "VectorLookup",
     "build_loader",
     "build_stream_loader",
     "dense",

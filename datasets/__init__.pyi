@@ -3,6 +3,7 @@ from .event_statistics import Statistics, read_statistics
 from .order import ORDERS, Order, SampleOrder, permute, register_order
 from .schema import Manifest, read_manifest
 from .store import SequenceStore, open_store
+from .vectors import open_vectors
 
 __all__ = [
     "ORDERS",
@@ -16,6 +17,7 @@ __all__ = [
     "Statistics",
     "describe_log",
     "open_store",
+    "open_vectors",
     "permute",
     "read_manifest",
     "read_statistics",

@@ -56,6 +56,10 @@ FLOAT = "float32"
 MULTI_VALUED = "list<int64>"
 FLOAT_OR_MISSING = "float32?"  # of events, NaN where a value is missing
 EXTRA_DTYPES = ("int64", "int32", FLOAT, FLOAT_OR_MISSING)
+# Files of dense vectors, by whose they are; their types, and the largest d.
+VECTOR_FILES: Mapping[str, str] = {USER_ID: "user_vectors.npy", ITEM_ID: "item_vectors.npy"}
+VECTOR_DTYPES = ("float16", "float32")
+MAX_WIDTH = 1 << 20
 # Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
@@ -132,6 +136,16 @@ class DataFile:
     """Relative to the dataset's folder, with forward slashes."""
     rows: _Count
     sha256: _Sha256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VectorFile(DataFile):
+    """The dense vectors of users or items, a `.npy` file [rows, width]: row i is that of id i, all zeros if missing."""
+
+    width: Annotated[int, Bounds(at_least=1, at_most=MAX_WIDTH)]
+    dtype: Annotated[str, OneOf(VECTOR_DTYPES)]
+    missing: _Count
+    """Ids from 1 on without a vector."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +228,8 @@ class Manifest:
     """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
     item_features: DataFile | None = None
     """The table of the features of items, if there is one."""
+    vectors: Mapping[Annotated[str, OneOf(VECTOR_FILES)], VectorFile] = field(default_factory=dict)
+    """The dense vectors of `user_id` and `item_id`, where there are any."""
 
     @property
     def columns(self) -> Schema:
@@ -316,6 +332,7 @@ def content_hash(manifest: Manifest) -> str:
         "vocabulary_sizes": dict(manifest.vocabulary_sizes),
         "ids": {name: summary.version for name, summary in manifest.ids.items()},
         **({} if table is None else {"item_features": asdict(table)}),
+        **({"vectors": {name: asdict(file) for name, file in manifest.vectors.items()}} if manifest.vectors else {}),
     }
     return hashlib.sha256(json.dumps(visible, sort_keys=True).encode()).hexdigest()
 
@@ -380,8 +397,8 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         raise DataError(f"{path} has schema version {version!r}, {known}; {REMEDY}")
     names = [field.name for field in fields(Manifest)]
     try:
-        # An older manifest may lack the table of items, which is then the default.
-        given = {name: raw[name] for name in names if name in raw or name != "item_features"}
+        # An older manifest may lack the table of items and vectors, which are then the defaults.
+        given = {name: raw[name] for name in names if name in raw or name not in ("item_features", "vectors")}
         _check(manifest := construct(Manifest, given, MANIFEST_NAME))
     except (KeyError, ConfigError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
@@ -408,6 +425,9 @@ def _check(manifest: Manifest) -> None:
     for name, needed in of_fields.items():
         if missing := [column for column in needed if column not in getattr(manifest, name)]:
             raise ConfigError(f"{name} lacks {missing[0]!r}")
+    for name, vectors in manifest.vectors.items():
+        if vectors.rows != (size := manifest.vocabulary_sizes[name]):
+            raise ConfigError(f"vectors of {name} have {vectors.rows} rows, its vocabulary {size}")
     for split in manifest.splits.values():
         if (rows := sum(file.rows for file in split.files)) != split.rows:
             raise ConfigError(f"a split has {split.rows} rows, its files {rows}")

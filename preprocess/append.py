@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.event_statistics import Statistics, read_statistics
@@ -24,6 +25,7 @@ from evenrank.preprocess.log_config import AUTO, DENSE, KEEP
 from evenrank.preprocess.read.features import Features, Interactions
 from evenrank.preprocess.read.table import EventPart, Events, Piece, wrap_read_errors
 from evenrank.preprocess.read.times import utc_text
+from evenrank.preprocess.read.vectors import Vectors
 
 _AT_ONCE = "preprocess all of the log at once"
 
@@ -67,14 +69,26 @@ class Base:
                     f"{name} is {value!r}, and was {old!r} when {self.folder} was made; append with the same options"
                 )
 
+    def vectors(self, name: str, new: Vectors) -> NDArray[Any] | None:
+        """Return the vectors of its users or items, of the same d and type as new ones; None: it has none."""
+        if (file := self.manifest.vectors.get(name)) is None:
+            return None
+        if (file.width, file.dtype) != (new.shape[1], new.dtype):
+            raise DataError(
+                f"{new.path} has vectors of {new.shape[1]} {new.dtype}, and {self.folder} of {file.width} {file.dtype};"
+                f" append vectors of the same model, or {_AT_ONCE}"
+            )
+        if sha256_of(path := self.folder / file.path) != file.sha256:
+            raise DataError(f"{path} does not match its manifest; {REMEDY}")
+        vectors: NDArray[Any] = np.load(path, mmap_mode="r")
+        return vectors
+
     def followed_by(self, log: Interactions) -> Interactions:
         """Return its rows and then a log, as one log with the options of both."""
         if log.time_unit == "row" or log.has_eval_log:
             which = "without times" if log.time_unit == "row" else "with a second one for eval"
             raise ConfigError(f"events of a log {which} cannot be appended; {_AT_ONCE}")
-        others = {} if self.config.custom is None else self.config.custom.feature_files
-        num_others = sum(len(files.paths) for files in others.values())
-        num_others += parse_split(self.config.split).file is not None
+        num_others = len(log.files) - len(log.parts) + (parse_split(self.config.split).file is not None)
         old, logs = self.manifest.options, self.manifest.sources[: len(self.manifest.sources) - num_others]
         options = {
             **log.options,

@@ -26,9 +26,11 @@ from evenrank.datasets.schema import (
     REQUESTS_NAME,
     USER_ID,
     USER_IDS,
+    VECTOR_FILES,
     DataFile,
     Manifest,
     Split,
+    VectorFile,
     content_hash,
     summarize_lengths,
 )
@@ -64,6 +66,7 @@ from evenrank.preprocess.read.features import FeatureLookup, Interactions
 from evenrank.preprocess.read.keys import KeyTable, TextValues
 from evenrank.preprocess.read.places import source_files
 from evenrank.preprocess.read.times import check_era, utc_text
+from evenrank.preprocess.read.vectors import write_vectors
 from evenrank.preprocess.replace import REJECTS_NAME
 from evenrank.preprocess.writer import (
     EVENTS_PER_FILE,
@@ -109,6 +112,7 @@ class Job:
         config, features, earlier = self.config, (self.source.context, self.source.item_features), self.earlier.values()
         sizes = [*(of.rows.estimated_size() for of in features), *(of.values.estimated_size() for of in earlier)]
         keys = [*(of.keys for of in features), *(of.keys for of in earlier)]
+        keys += [of.keys for of in self.source.vectors.values()]
         num_texts = [*self.source.id_kinds.values()].count("text")
         of_event = sum(np.dtype(dtype).itemsize for dtype in self.dtypes.values()) + _BYTES_PER_TEXT * num_texts
         taken = before + int(sum(sizes)) + sum(3 * of_column.nbytes for of_column in keys)
@@ -169,14 +173,20 @@ class Job:
                 )
                 for name, of in ids.items()
             }
-            if config.memory_limit is not None:  # which has no room for both
+            pending_vectors = {name: background.submit(self._write_vectors, name, ids[name]) for name in source.vectors}
+            if config.memory_limit is not None:  # which has no room for all
                 wait(pending_summaries.values())
+                wait(pending_vectors.values())
             rules = self._rules(facts, buckets, num_left, ids)
             splits, largest, statistics = self._write_splits(rules, engine)
             self.counts["listed users without events"] = max(0, num_listed - statistics.eval_users)
             item_table = write_item_features(self.folder, source, ids[ITEM_ID], rules.items.requested)
             sources = pending_sources.result()
             summaries = {name: pending.result() for name, pending in pending_summaries.items()}
+            vectors = {}
+            for name, written in pending_vectors.items():
+                vectors[name], counts = written.result()
+                self.counts |= counts
             if listed is not None:
                 sources += source_files([(listed, listed.name)])
         first_ms, last_ms = log.limits_ms
@@ -220,6 +230,7 @@ class Job:
                 **{name: label_ids(of, source.feature_ids.get(name)) for name, of in labels.items() if source.files},
             },
             item_features=item_table,
+            vectors=vectors,
         )
         manifest = replace(manifest, content_hash=content_hash(manifest))
         manifest.write(self.folder)
@@ -360,6 +371,20 @@ class Job:
         known = {"split": self.options["split"], "by": self.rule.by, "cut_share": cut_share}
         report = statistics.report(self.folder, engine, config.filters.overlap, **known)
         return splits, statistics.largest, report
+
+    def _write_vectors(self, name: str, ids: Ids) -> tuple[VectorFile, dict[str, int]]:
+        """Write the vectors of users or items; also count those that lack one, and those without events."""
+        given, of = self.source.vectors[name], name.removesuffix("_id")
+        if ids.table is None:
+            raise DataError(
+                f"{given.path} has vectors of {of}s, whose ids are {ids.summary.rule}; choose --ids {of}=dense"
+            )
+        found, earlier = ids.encode(given.keys), None if self.base is None else self.base.vectors(name, given)
+        file = write_vectors(given, found, len(ids.table) + 1, self.folder / VECTOR_FILES[name], earlier)
+        return file, {
+            f"{of}s with a vector but no event (left out)": given.shape[0] - int(np.count_nonzero(found)),
+            f"{of}s without a vector": file.missing,
+        }
 
     def _split(self, name: str, rules: RangeRules, files: list[DataFile], lengths: NDArray[np.int64]) -> Split:
         files = files or [write_no_rows(self.folder, split_file(name, 0), split_schema(rules, name))]

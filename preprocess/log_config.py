@@ -206,6 +206,12 @@ class TabularConfig(Settings):
     item_features_as: Annotated[ItemFeaturesAs, Needs("item_features")] = "events"
     """Where to write features of items. `events`: columns of events; `table`: item_features.parquet, one row per item,
     also with lists."""
+    item_vectors: Annotated[Path | None, Option("FILE")] = None
+    """File with a dense vector per item, of float16 or float32, for dense ids: .parquet with `item_column`, or one
+    other column of ids, and a column of lists; or NAME.npy [n, d], with the n raw ids in NAME.ids.npy, or in
+    NAME.ids.txt, one per line. Written as item_vectors.npy, by id, for VectorLookup."""
+    user_vectors: Annotated[Path | None, Option("FILE")] = None
+    """The same for users: `user_column`, user_vectors.npy."""
 
     def _check(self) -> None:
         if bool(self.timestamp_column) == (self.timestamp_unit == "row"):
@@ -254,6 +260,12 @@ class TabularConfig(Settings):
             for name, (paths, key, columns) in files.items()
             if paths
         }
+
+    @property
+    def vector_files(self) -> dict[str, tuple[Path, str]]:
+        """The files with vectors of users and items, where they are given, and the columns of ids, by `user_id`, ..."""
+        given = {USER_ID: (self.user_vectors, self.user_column), ITEM_ID: (self.item_vectors, self.item_column)}
+        return {name: (path, key) for name, (path, key) in given.items() if path is not None}
 
     @property
     def needed_columns(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from evenrank.core.errors import DataError
 from evenrank.core.files import is_trusted, locked, open_regular
 from evenrank.core.listing import list_files
 from evenrank.core.storage import CONNECTIONS, Remote
-from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME, REQUESTS_NAME, version_name
+from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME, REQUESTS_NAME, VECTOR_FILES, version_name
 from evenrank.preprocess.build.vocabulary import vocabulary_name
 from evenrank.preprocess.engine import UnfinishedError
 
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 # Files that the folder of a dataset may contain besides its manifest and its splits.
 ITEM_FEATURES_NAME = "item_features.parquet"
 REJECTS_NAME = "rejects.csv"
-_OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME, REJECTS_NAME)
+_OPTIONAL_FILES = (REQUESTS_NAME, ITEM_FEATURES_NAME, *VECTOR_FILES.values(), REJECTS_NAME)
 
 DATASET_NAME = "dataset"  # folder of the new dataset in that of a run
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _AT_ONCE = 8  # files that are flushed or removed at a time
-_IN_VERSION = re.compile(r"[0-9a-f]{16}/(manifest\.json|rejects\.csv|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)")
+_IN_VERSION = re.compile(
+    r"[0-9a-f]{16}/(manifest\.json|rejects\.csv|\w+_vectors\.npy|\w[\w.-]*\.parquet|\w[\w.-]*/part-\d+\.parquet)"
+)
 _LOGGER = logging.getLogger("evenrank.preprocess")
 _Result = TypeVar("_Result")
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +34,7 @@ from evenrank.preprocess.read.places import Copies, copies_in
 from evenrank.preprocess.read.public import CATALOG, CUSTOM, SYNTHETIC, ensure_raw_files
 from evenrank.preprocess.read.synthetic import draw_interactions, expand_interactions, parse_expansion
 from evenrank.preprocess.read.values import TextIdsError
+from evenrank.preprocess.read.vectors import ids_files
 from evenrank.preprocess.replace import DATASET_NAME, replace_dataset, wrap_write_errors
 
 _PLAN_NAME, WORK_NAME = "plan.json", "work"
@@ -62,6 +64,7 @@ def preprocess(
     check_not_forked()
     out, before, custom = locate(config.out), own_memory(), config.custom
     given = [] if custom is None else [*custom.events, custom.context, *custom.item_features]
+    given += [] if custom is None else [path for path, _ in custom.vector_files.values()]
     paths = filter(None, (*given, parse_split(config.split).file))
     _check_out([path for path in paths if not is_url(path)], out)
 
@@ -80,11 +83,16 @@ def _with_copies(config: PreprocessConfig, copies: Copies) -> PreprocessConfig:
     custom, listed = config.custom, parse_split(config.split).file
     shared = Path.absolute if config.engine == "ray" else Path
     if custom is not None:
+        for path in chain(*(ids_files(vectors) for vectors, _ in custom.vector_files.values())):
+            if isinstance(remote := locate(path), Remote) and remote.is_file():
+                copies.path_of(path)
         custom = replace(
             custom,
             events=tuple(shared(copies.path_of(path)) for path in custom.events),
             context=custom.context and copies.path_of(custom.context),
             item_features=tuple(map(copies.path_of, custom.item_features)),
+            item_vectors=custom.item_vectors and copies.path_of(custom.item_vectors),
+            user_vectors=custom.user_vectors and copies.path_of(custom.user_vectors),
         )
     return replace(
         config,

@@ -31,6 +31,7 @@ from evenrank.preprocess.read.values import (
     raw_id,
     with_ids,
 )
+from evenrank.preprocess.read.vectors import Vectors
 
 _ROW = "evenrank row"
 _OPTIONS = {USER_ID: ("--user-column", "--context-columns"), ITEM_ID: ("--item-column", "--item-columns")}
@@ -234,6 +235,7 @@ class Interactions:
     files: Sequence[Path] = ()  # that are read
     context: Features = NO_FEATURES  # of users
     item_features: Features = NO_FEATURES
+    vectors: Mapping[str, Vectors] = field(default_factory=dict)  # of `user_id` and `item_id`, where there are any
     has_item_table: bool = False  # whether features of items are a table, not columns of events
     num_actions: int | None  # None if the largest action is only known once all events are read
     time_unit: TimestampUnit = "ms"  # of the raw times; with `row`, those of events are undefined

@@ -31,6 +31,7 @@ from evenrank.preprocess.read.values import (
     raw_id,
     with_ids,
 )
+from evenrank.preprocess.read.vectors import read_vectors
 
 _MAX_ACTION = 2**31 - 1
 _PER_STAR = {"stars": 1, "half-stars": 2}  # steps of the scale, which ends with 5 stars
@@ -81,7 +82,9 @@ def read_tabular(
     may_differ = [name for name in columns if kinds[name] != "text" and (name in known or rules[name] != KEEP)]
     guessed = {name: columns[name] for name in may_differ}
     reading = replace(reading, kinds=kinds, guessed=guessed, described={})
+    vectors = {name: read_vectors(*given, name, kinds[name]) for name, given in config.vector_files.items()}
     others = [path for files_of in config.feature_files.values() for path in files_of.paths]
+    others += [path for of in vectors.values() for path in of.files]
     names = [*((path, file.source) for path, file in files.items()), *((path, path.name) for path in others)]
 
     def part(table: Table) -> EventPart:
@@ -95,6 +98,7 @@ def read_tabular(
         files=(*files, *others),
         context=read_features(config, USER_ID, kinds[USER_ID]),
         item_features=read_features(config, ITEM_ID, kinds[ITEM_ID]),
+        vectors=vectors,
         has_item_table=bool(config.item_features) and config.item_features_as == "table",
         num_actions=_num_actions(config),
         time_unit=config.timestamp_unit,
@@ -105,6 +109,8 @@ def read_tabular(
             "delimiter": next((table.separator for table in tables if table.separator is not None), None),
             "context": None if config.context is None else config.context.name,
             "item_features": [path.name for path in config.item_features],
+            "item_vectors": config.item_vectors and config.item_vectors.name,
+            "user_vectors": config.user_vectors and config.user_vectors.name,
         },
         id_kinds=kinds,
     )

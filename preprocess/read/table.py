@@ -189,13 +189,8 @@ class Table:
                 break
         return found.head(limit)
 
-    def read_distinct(
-        self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr], *, keeps_first: bool = False
-    ) -> tuple[pl.DataFrame, int]:
-        """Return the distinct rows with a `key`, a column of ids; none may be malformed, fail a check or share it.
-
-        With `keeps_first`, the first row of each key is returned, and also how many others there are.
-        """
+    def read_good(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
+        """Return columns of all rows, none of which may be malformed or fail a check."""
         parts = []
         for rows in self.read():
             part = rows.check(columns, checks)
@@ -206,7 +201,18 @@ class Table:
             parts.append(part.good)
         if not any(map(len, parts)):
             raise DataError(f"{self.path} contains no rows; create or download it again")
-        distinct = pl.concat(parts).drop_nulls(key)  # null is text, which no event has if its ids are integers
+        return pl.concat(parts)
+
+    def read_distinct(
+        self, key: str, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr], *, keeps_first: bool = False
+    ) -> tuple[pl.DataFrame, int]:
+        """Return the distinct rows with a `key`, a column of ids; none may be malformed, fail a check or share it.
+
+        With `keeps_first`, the first row of each key is returned, and also how many others there are.
+        """
+        distinct = self.read_good(columns, checks).drop_nulls(
+            key
+        )  # null is text, which no event has if its ids are integers
         if distinct.get_column(key).is_duplicated().any():
             distinct = distinct.unique(maintain_order=True)
         num_rows = len(distinct)
