@@ -48,7 +48,7 @@ def make_semantic_ids(
     largest_group = int(numbers.max(initial=-1)) + 1
     if earlier.collisions == "level":
         if config.append is None:
-            sizes = (*sizes[:-1], max(sizes[-1], largest_group))
+            sizes = (*sizes[:-1], max(sizes[-1], 2 * largest_group))  # room for later items
         if largest_group > sizes[-1]:
             raise ConfigError(
                 f"{largest_group:,} items have the same codes, and the last level of {config.append} has {sizes[-1]:,} "
