@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from evenrank.core.errors import MissingPackageError
 from evenrank.core.optional_imports import naming_extras
 
 POINTS_PER_CODE = 256  # of the sample, as in faiss
 _ITERATIONS = 25  # likewise
 _VALUES_AT_ONCE = 1 << 24
 _MOST_WITHOUT_FAISS = 10**10  # points * d * codes: half a minute per level on one core
-# Of balancing; temperatures are relative to the mean squared distance, and prices of steps end near the exact ones.
-_ROUNDS, _STEPS, _TEMPERATURES, _MAX_SCORES = 5, 10, (0.3, 0.09, 0.03), 1 << 26
+# Of balancing; temperatures are relative to the mean squared distance.
+_ROUNDS, _STEPS, _TEMPERATURES, _MAX_SCORES = 8, 10, (0.3, 0.1, 0.03, 0.01), 1 << 23
 
 OnStage = Callable[[str], None]
 
@@ -95,16 +94,16 @@ def _kmeans(points: Tensor, codes: int, seed: int) -> Tensor:
     """Return centroids [codes, d]: of faiss on a CPU, of PyTorch on a GPU or where faiss is missing."""
     if not points.is_cuda:
         try:
-            with naming_extras():
-                import faiss
-
+            import faiss
+        except ModuleNotFoundError:
+            if points.numel() * codes > _MOST_WITHOUT_FAISS:
+                with naming_extras():
+                    raise
+        else:
             sizes = {"min_points_per_centroid": 1, "max_points_per_centroid": POINTS_PER_CODE}
             trained = faiss.Kmeans(points.shape[1], codes, niter=_ITERATIONS, seed=seed, **sizes)
             trained.train(points.numpy())
             return torch.from_numpy(trained.centroids)
-        except MissingPackageError:
-            if points.numel() * codes > _MOST_WITHOUT_FAISS:
-                raise
     random = torch.Generator().manual_seed(seed)
     centroids = points[torch.randperm(len(points), generator=random)[:codes].to(points.device)]
     no_prices = torch.zeros(codes, device=points.device)

@@ -49,7 +49,7 @@ def reconstruction_error(
         error += float(np.square(chunk - reconstruct(codes[begin : begin + rows], books)).sum(dtype=np.float64))
         squares += float(np.square(chunk).sum(dtype=np.float64))
         total += chunk.sum(axis=0, dtype=np.float64)
-    variance = squares - float(total @ total) / len(items)
+    variance = squares - float(total @ total) / max(1, len(items))
     return error / variance if variance > 0 else 0.0
 
 
@@ -57,6 +57,8 @@ def neighbours_kept(
     vectors: NDArray[Any], items: NDArray[np.int64], codes: NDArray[np.int32], books: Codebooks
 ) -> float:
     """Return the share of nearest items that are nearest by reconstruction; of equally near ones, the expected one."""
+    if len(items) < 2:
+        return 1.0
     drawn, most = np.random.default_rng(0), min(_NEIGHBOURS, len(items) - 1)
     sample = np.sort(drawn.choice(len(items), min(len(items), _CANDIDATES), replace=False))
     queries = drawn.choice(len(sample), min(len(sample), _QUERIES), replace=False)
@@ -71,7 +73,7 @@ def neighbours_kept(
         is_nearer, is_tied = by_made < limit, by_made == limit
         places = (most - is_nearer.sum(axis=1, keepdims=True)) / is_tied.sum(axis=1, keepdims=True)
         kept += float(np.take_along_axis(is_nearer + is_tied * places, near, axis=1).sum())
-    return kept / (most * len(queries)) if most else 1.0
+    return kept / (most * len(queries))
 
 
 def _distances(queries: NDArray[np.float32], points: NDArray[np.float32], own: Any, place: Any) -> NDArray[np.float32]:
