@@ -20,12 +20,12 @@ _DTYPES = {"float16": torch.float16, "float32": torch.float32}
 class _Mapped:
     """A mapped file, which copies and other processes map again: copies of a model have no copies of it."""
 
-    def __init__(self, path: str, dtype: str, offset: int, shape: tuple[int, int]) -> None:
+    def __init__(self, *given: Any) -> None:
+        path, dtype, offset, shape = self._given = given
         self.array = np.memmap(path, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)
-        self._arguments = path, dtype, offset, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Mapped, self._arguments
+        return _Mapped, self._given
 
 
 class VectorLookup(nn.Module):
@@ -69,7 +69,7 @@ class VectorLookup(nn.Module):
         if on_host:
             if device is not None:
                 raise ConfigError(f"on_host=True has no table on a device; leave device={str(device)!r} out")
-            self._mapped = _Mapped(str(vectors.filename), vectors.dtype.str, vectors.offset, vectors.shape)
+            self._mapped = _Mapped(vectors.filename, vectors.dtype.str, vectors.offset, vectors.shape)
             return
         self._table = torch.zeros(self.num_ids, self.width, dtype=_DTYPES[vectors.dtype.name], device=device)
         if self._table.is_meta:
@@ -89,9 +89,12 @@ class VectorLookup(nn.Module):
         Raises:
             DataError: with `on_host`, an id is not below `num_ids`; otherwise PyTorch has an error of its own.
         """
-        if self._mapped is None:
-            assert self._table is not None
-            return functional.embedding(values, self._table)
+        return self._read(values) if self._table is None else functional.embedding(values, self._table)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which would trace functions of NumPy
+    def _read(self, values: Tensor) -> Tensor:
+        """Return the vectors of ids from the mapped file."""
+        assert self._mapped is not None
         vectors, ids = self._mapped.array, values.cpu().numpy().reshape(-1)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_ids:
             raise DataError(

@@ -7,7 +7,6 @@ that, and again after it has changed; from a URL, it is fetched once, into the u
 import hashlib
 import os
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import StreamSource
 from evenrank.datasets.unpack import find_or_build
 
-_CHUNK = 1 << 24  # bytes
 VectorSource = SequenceStore | StreamSource | Path | str
 
 
@@ -56,34 +54,25 @@ def open_vectors(source: VectorSource, of: str = ITEM_ID) -> "np.memmap[Any, Any
             f"{place or 'a store in memory'} has no vectors of {of}; preprocess it with "
             f"--{of.removesuffix('_id')}-vectors FILE, and open that dataset"
         )
-    path, folder = place / file.path, place if isinstance(place, Path) else None
-    if isinstance(path, Remote):
-        entry = find_or_build(None, f"{file.sha256}-vectors", partial(_fetch, path, file.sha256))
-        path = entry / "vectors.npy"
+    remote, path = place / file.path, Path(f"{place}", file.path)
+    if isinstance(remote, Remote):
+
+        def fetch(entry: Path) -> None:
+            with (entry / file.path).open("xb") as copy:
+                _check(remote, (chunk for chunk in remote.chunks() if copy.write(chunk)), file.sha256)
+
+        path = find_or_build(None, f"{file.sha256}-vectors", fetch) / file.path
     with open_regular(path) as opened:
-        if folder is not None:  # the entry is empty, and there once the file has been read
-            status = os.fstat(opened.fileno())
-            version = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
-            chunks = iter(lambda: opened.read(_CHUNK), b"")
-            find_or_build(folder, f"{file.sha256}-vectors-{version}", lambda _: _check(path, chunks, file.sha256))
-        opened.seek(0)
-        try:
-            np.lib.format.read_magic(opened)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
-            if (shape, dtype.name) != ((file.rows, file.width), file.dtype):
-                raise ValueError(
-                    f"it has {shape} of {dtype}, and {file.rows, file.width} of {file.dtype} by the manifest"
-                )
-            vectors = np.memmap(opened, dtype, mode="r", offset=opened.tell(), shape=shape)
-            vectors.filename = str(path.absolute())
-            return vectors
-        except ValueError as error:
-            raise DataError(f"{path} cannot be read ({error}); {REMEDY}") from error
-
-
-def _fetch(remote: Remote, sha256: str, entry: Path) -> None:
-    with (entry / "vectors.npy").open("xb") as copy:
-        _check(remote, (chunk for chunk in remote.chunks() if copy.write(chunk)), sha256)
+        status = os.fstat(opened.fileno())
+        if isinstance(place, Path):  # an empty entry of the cache says that this file has been read
+            version = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+            chunks = iter(lambda: opened.read(1 << 24), b"")
+            find_or_build(place, f"{file.sha256}-vectors-{version}", lambda _: _check(path, chunks, file.sha256))
+        num_bytes = file.rows * file.width * np.dtype(file.dtype).itemsize
+        shape = file.rows, file.width
+        vectors = np.memmap(opened, file.dtype, mode="r", offset=status.st_size - num_bytes, shape=shape)
+        vectors.filename = str(path.absolute())
+        return vectors
 
 
 def _check(path: Path | Remote, chunks: Iterable[bytes], sha256: str) -> None:

@@ -380,8 +380,7 @@ class Job:
                 f"{given.path} has vectors of {of}s, whose ids are {ids.summary.rule}; choose --ids {of}=dense"
             )
         found, earlier = ids.encode(given.keys), None if self.base is None else self.base.vectors(name, given)
-        path = self.folder / VECTOR_FILES[name]
-        file = write_vectors(given, found, len(ids.table) + 1, path, self.work, earlier)
+        file = write_vectors(given, found, len(ids.table) + 1, self.folder / VECTOR_FILES[name], earlier)
         return file, {
             f"{of}s with a vector but no event (left out)": given.shape[0] - int(np.count_nonzero(found)),
             f"{of}s without a vector": file.missing,

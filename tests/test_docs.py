@@ -33,9 +33,9 @@ Check = Callable[[Path], Iterator[object]]
 OURS = ("evenrank", "hstu", "semantic_ids", "trainer")
 # What a reader has: a model and its parts, the settings of a job, places, and functions of a loop.
 READERS = """
-Model balance balancer batch config cost data device embedding encode eval_batches evaluate folder head_dim heads key
-loader log_step max_length mesh model nearest_rows num_tasks optimizer path positions projections query rank saved
-scores seconds source table target train value world_size writers
+Model balance balancer batch config cost data device embedding encode eval_batches evaluate folder head_dim heads ids
+key loader log_step max_length mesh model nearest_rows num_tasks optimizer path positions projections query rank saved
+scores seconds source table target train value vectors world_size writers
 """
 
 

@@ -56,6 +56,8 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "item_features": (["items.csv", "a,b.csv"], CUSTOM, {"item_columns": NAMES}),
     "item_columns": (NAMES, CUSTOM, {"item_features": ["items.csv"]}),
     "item_features_as": ("events", CUSTOM, {"item_features": ["items.csv"], "item_columns": NAMES}),
+    "item_vectors": ("items.npy", CUSTOM, {}),
+    "user_vectors": ("users.parquet", CUSTOM, {}),
     "users": (20_000, DRAWN, {}),
     "items": (50_000, DRAWN, {}),
     "lengths": ("histogram:path=data,column=length", DRAWN, {}),
@@ -186,13 +188,13 @@ def test_of_two_options_that_define_the_split_the_one_on_the_command_line_wins(h
 def test_paths_in_a_file_are_relative_to_its_folder(here: Path) -> None:
     texts = {"out": "out", "split": "file:users,x.txt", "events": ["a.csv", "/b.csv"], "context": "users.csv"}
     options = {"dataset": "custom", **texts, "vocabulary": "../old", "item_features": "items.csv", "label": "file:x"}
-    options |= {"context_columns": NAMES, "item_columns": NAMES}
+    options |= {"context_columns": NAMES, "item_columns": NAMES, "item_vectors": "x.npy"}
     (here / "sub").mkdir()
     values = parse(options, Path("sub", "log.toml"), options)
     assert (values["split"], values["events"]) == ("file:sub/users,x.txt", [Path("sub/a.csv"), Path("/b.csv")])
     assert values["item_features"] == [Path("sub/items.csv")]
-    names = ("out", "context", "vocabulary", "label")  # the label is a column
-    assert " ".join(str(values[name]) for name in names) == "sub/out sub/users.csv sub/../old file:x"
+    names = ("out", "context", "item_vectors", "vocabulary", "label")  # the label is a column
+    assert " ".join(str(values[name]) for name in names) == "sub/out sub/users.csv sub/x.npy sub/../old file:x"
     options = {"dataset": "synthetic", "lengths": "histogram:column=length,path=a", "split": "file:/users.txt"}
     values = parse(options, Path("sub", "log.toml"), options)
     assert (values["lengths"], values["split"]) == ("histogram:column=length,path=sub/a", "file:/users.txt")

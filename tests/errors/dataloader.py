@@ -27,6 +27,7 @@ from evenrank.dataloader import (
     Requests,
     StreamConfig,
     TimeWindows,
+    VectorLookup,
     build_loader,
     build_stream_loader,
     dense,
@@ -46,6 +47,7 @@ from tests.dataloader.collate.stores import STORE, store_of_items
 from tests.dataloader.rich_batch import rich_batch
 from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
 from tests.datasets.logs import MANIFEST
+from tests.datasets.test_vectors import add_vectors
 from tests.errors.scene import Row, Scene
 
 Case = tuple[Callable[[Scene], Any], str]
@@ -383,6 +385,17 @@ def _load_into(scene: Scene, config: dict[str, Any], **other: Any) -> Any:
     _loader(scene.data, **other).load_state_dict(_loader(scene.data, **config).state_dict())
 
 
+def _lookup(scene: Scene, **options: Any) -> Any:
+    add_vectors(folder := copy_dataset(scene.data, scene.folder / "with"))
+    return VectorLookup(folder, **options)
+
+
+OF_VECTORS = _rows(
+    ConfigError,
+    (lambda s: _lookup(s, key_map=MAP), "key_map has 9 rows, fewer than the 497 ids of item_id; make it larger"),
+    (lambda s: _lookup(s, device="meta"), "a table of vectors cannot be on device 'meta', where it has no values; ..."),
+    (lambda s: _lookup(s, device="cpu", on_host=True), "on_host=True has no table on a device; leave device='cpu' out"),
+)  # fmt: skip
 OF_WEEKS = {"order": TimeWindows(every="1w"), "max_num_candidates": 1}
 OF_STATES = _rows(
     StateError,
@@ -401,4 +414,4 @@ OF_STATES = _rows(
     (lambda s: decode(encode(Row)), "the loader's part of the state contains tests.errors.scene.Row, which is not ..."),
 )  # fmt: skip
 
-ROWS = [*OF_STATES, *OF_SETTINGS, *OF_CODES, *OF_COLUMNS, *OF_DATA, *OF_SAMPLERS, *OF_SAMPLES, *OF_ROUTING]
+ROWS = [*OF_VECTORS, *OF_STATES, *OF_SETTINGS, *OF_CODES, *OF_COLUMNS, *OF_DATA, *OF_SAMPLERS, *OF_SAMPLES, *OF_ROUTING]

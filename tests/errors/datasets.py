@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets import FolderLog, describe_log, open_store, read_manifest
+from evenrank.datasets import FolderLog, describe_log, open_store, open_vectors, read_manifest
 from evenrank.datasets.continuous_log import rows_of_table
 from evenrank.datasets.distributions import Histogram, Uniform, draw_actions, parse_distribution
 from evenrank.datasets.mixture import MixtureOrder
@@ -172,6 +172,16 @@ ROWS = [
     mapped("video_id", 600, "the dataset has no column 'video_id' to map; known: user_id, segment, item_id,..."),
     mapped("item_id", 100, "item_id is up to ... in the dataset, too large for a table of num_embeddings=100;..."),
     config(lambda s: open_store(s.data).remapped(MAP).remapped(MAP), "the column 'item_id' is mapped already; ..."),
+    config(
+        lambda s: open_vectors(s.data, "action"), "there are no vectors of 'action'; choose one of user_id, item_id"
+    ),
+    data(
+        lambda s: open_vectors(s.data), "<data> has no vectors of item_id; preprocess it with --item-vectors FILE, ..."
+    ),
+    data(lambda s: open_vectors(open_stream(s.data, "eval"), "user_id"), "<data> has no vectors of user_id; prepro..."),
+    data(
+        lambda _: open_vectors(store_of([[1]])), "a store in memory has no vectors of item_id; preprocess it with ..."
+    ),
     data(lambda scene: read_manifest(scene.folder), UNPACKED),
     manifest("{", "<folder>/manifest.json is not valid JSON..."),
     manifest('{"schema_version": 99}', "...schema version 99, this version of evenrank reads 2..."),
