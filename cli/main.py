@@ -36,13 +36,14 @@ def main() -> None:
     from evenrank.cli.inspect_dataset import inspect_command
     from evenrank.cli.metrics import metrics_command
     from evenrank.cli.preprocess import preprocess_command
+    from evenrank.cli.semantic_ids import semantic_ids_command
     from evenrank.cli.simulate import simulate_command
     from evenrank.cli.warmup import warmup_command
 
     app = typer.Typer(**_PLAIN)
     app.callback()(_global_options)
     for command in (
-        *(preprocess_command, inspect_command, simulate_command, metrics_command, fit_command),
+        *(preprocess_command, semantic_ids_command, inspect_command, simulate_command, metrics_command, fit_command),
         *(inspect_balance_command, demo_command, warmup_command),
     ):
         app.command(command.__name__.removesuffix("_command").replace("_", "-"))(command)

@@ -50,7 +50,8 @@ def _requirements() -> dict[str, list[Requirement]]:
 def extras() -> dict[str, str]:
     """Return the extra that installs each package, by the name that is imported, of the extras for users."""
     of_users = sorted(set().union(*(requirement.extras for requirement in _requirements().get("all", ()))))
-    return {requirement.name.replace("-", "_"): extra for extra in of_users for requirement in _requirements()[extra]}
+    packages = ((requirement.name, extra) for extra in of_users for requirement in _requirements()[extra])
+    return {name.removesuffix("-cpu").replace("-", "_"): extra for name, extra in packages}  # faiss-cpu is faiss
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
+from evenrank.semantic_ids.bundle import CODES, Bundle, read_bundle
 
 SEMANTIC_ID, CANDIDATE_ID = "semantic_id", "candidate_id"
 _NO_CODE = -1
@@ -32,6 +33,8 @@ class CodeTable:
     """[levels]: the codes of a level are in 0..size-1."""
     alternatives: NDArray[np.int32] | None = None
     """[items, A, levels]: further codes of each item, as of other tokenizers; then -1. None: each item has one code."""
+    bundle: Bundle | None = None
+    """What the codes were made of, by which datasets and states are checked. None: it is not known."""
 
     def __post_init__(self) -> None:
         codes, sizes = self.codes, self.codebook_sizes
@@ -103,16 +106,19 @@ class CodeTable:
 
 
 def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) -> CodeTable:
-    """Read a table of codes from a `.pt` or `.npy` file, without running code from it.
+    """Read a table of codes from a folder of semantic ids, or a `.pt` or `.npy` file, without running code from it.
 
     Args:
-        path: of a file of integers [levels, items] or [levels, items, codes of an item]; -1: no code.
-        codebook_sizes: per level; None: the largest code of the level + 1.
+        path: of the folder, or a file of integers [levels, items] or [levels, items, codes of an item]; -1: no code.
+        codebook_sizes: per level; None: those of the folder, or the largest code of the level + 1.
 
     Raises:
         DataError: the file cannot be read, or is not such a table.
     """
-    path = Path(path)
+    path, bundle = Path(path), None
+    if path.is_dir():
+        bundle = read_bundle(path)
+        path, codebook_sizes = path / CODES, codebook_sizes or bundle.codebook_sizes
     table = _read_tensor(path)
     if table.ndim not in (2, 3) or table.dtype.kind not in "iu" or not table.size:
         shapes = "[levels, items] or [levels, items, codes of an item]"
@@ -135,7 +141,7 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
     more = np.ascontiguousarray(codes[:, 1:]) if codes.shape[1] > 1 else None
     try:
         own = np.ascontiguousarray(codes[:, 0])
-        return CodeTable(codes=own, codebook_sizes=tuple(map(int, sizes)), alternatives=more)
+        return CodeTable(codes=own, codebook_sizes=tuple(map(int, sizes)), alternatives=more, bundle=bundle)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from error
 

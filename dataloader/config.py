@@ -169,10 +169,11 @@ class LoaderConfig(Settings):
     negatives: Annotated[Negatives | None, _NO_CODES] = None
     """Draw negatives for the candidates or, without candidates and labels, for the items after the first."""
     codes: Path | str | CodeTable | None = None
-    """Codes of the items, for SemanticIdBatches: a `.pt` or `.npy` file of integers [levels, items], -1 for no code, or
-    [levels, items, codes of an item], -1 where an item has fewer; or a table."""
+    """Codes of the items, for SemanticIdBatches: a folder of `evenrank semantic-ids`; a `.pt` or `.npy` file of
+    integers [levels, items], -1 for no code, or [levels, items, codes of an item], -1 where an item has fewer; or a
+    table."""
     codebook_sizes: Annotated[tuple[int, ...] | None, Needs("codes")] = None
-    """Codes per level of a file; None: the largest code of the level + 1."""
+    """Codes per level of a file; None: those of the folder, or the largest code of the level + 1."""
     label_offsets: Annotated[bool, Needs("codes")] = False
     """Make labels tokens, with the offsets of their levels, instead of codes."""
     history_labels: Annotated[bool, Needs("codes")] = False

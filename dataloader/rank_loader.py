@@ -65,7 +65,8 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         self._transform = transform
         self._memory = Memory(config.device, pins=config.pin_memory)
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
-        self._set_up(CurrentPosition(config.seed), manifest.ids if ids is None else ids, config.key_maps)
+        meaning = {**(manifest.ids if ids is None else ids), **self._collate.ids}
+        self._set_up(CurrentPosition(config.seed), meaning, config.key_maps)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._hand_out(self._made_steps())

@@ -3,9 +3,9 @@
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/train_semantic_ids.py --data out/synthetic
 
-An item is a tuple of codes, one per level, instead of a row of one large table (as in TIGER, Rajput et al., 2023). The
-table of codes is made here from the item ids; a real one comes from a quantizer, in a .npy or .pt file. The model and
-the beam search over the items that exist are those of examples/semantic_ids. What evenrank adds is in `main` and
+An item is a tuple of codes, one per level, instead of a row of one large table (as in TIGER, Rajput et al., 2023).
+Without --codes, a folder of `evenrank semantic-ids`, they are made up from the item ids here. The model and the beam
+search over the items that exist are those of examples/semantic_ids. What evenrank adds is in `main` and
 `evaluate`: LoaderConfig, which turns histories into tokens, and the balance of the loader.
 """
 
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader import CodeTable, Loader, LoaderConfig, SemanticIdBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, StepMetrics, summarize
+from evenrank.dataloader.codes import read_codes
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
 from next_item import report, run
@@ -27,7 +28,7 @@ from semantic_ids import Catalogue, DecoderConfig, SemanticIdModel, beam_search
 LEVELS, BEAMS = 3, 10
 
 
-def make_codes(num_items: int) -> CodeTable:
+def make_up_codes(num_items: int) -> CodeTable:
     """Return the digits of each item id as its codes. Id 0 stands for no item and has none."""
     size = int(np.ceil(num_items ** (1 / LEVELS)))  # of each codebook
     ids = np.arange(num_items)
@@ -37,7 +38,7 @@ def make_codes(num_items: int) -> CodeTable:
 
 
 def open_loader(data: Path, codes: CodeTable, split: str, balance: BalanceConfig) -> Loader[SemanticIdBatch]:
-    """Return this rank's loader of a split: 16 samples per rank, of 64 events at most, of LEVELS tokens each."""
+    """Return this rank's loader of a split: 16 samples per rank, of 64 events at most, of a token per level each."""
     config = LoaderConfig(split=split, codes=codes, batch_size=16, max_history_length=64, candidate_feature=True)
     return build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size(), balance=balance)
 
@@ -50,19 +51,20 @@ def evaluate(model: SemanticIdModel, loader: Loader[SemanticIdBatch], catalogue:
     return " | ".join(f"{name} {value:.4f}" for name, value in metrics.compute().items() if "recall" in name)
 
 
-def main(data: Path = Path("out/synthetic"), steps: int = 100) -> None:
+def main(data: Path = Path("out/synthetic"), codes: Path | None = None, steps: int = 100) -> None:
     """Train on semantic ids, and evaluate before and after; run it under torchrun."""
-    codes = make_codes(read_manifest(data).vocabulary_sizes["item_id"])
+    num_items = read_manifest(data).vocabulary_sizes["item_id"]
+    table = make_up_codes(num_items) if codes is None else read_codes(codes)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = SemanticIdModel(DecoderConfig(codebook_sizes=codes.codebook_sizes, hidden=64, heads=2, layers=2, dropout=0))
-    parallel, catalogue = DistributedDataParallel(model), Catalogue(codes)
+    model = SemanticIdModel(DecoderConfig(codebook_sizes=table.codebook_sizes, hidden=64, heads=2, layers=2, dropout=0))
+    parallel, catalogue = DistributedDataParallel(model), Catalogue(table)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     average = LossAverage()
     loads: list[StepMetrics] = []
     balance = BalanceConfig(cost=model.config.cost(), on_step=loads.append)
-    loader = open_loader(data, codes, "train", balance)
-    held_out = open_loader(data, codes, "eval", BalanceConfig(cost=model.config.cost()))
+    loader = open_loader(data, table, "train", balance)
+    held_out = open_loader(data, table, "eval", BalanceConfig(cost=model.config.cost()))
     report(f"before training | {evaluate(model, held_out, catalogue)}")
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))
     for step, batch in enumerate(itertools.islice(epochs, steps), start=1):

@@ -14,7 +14,7 @@ from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch, na
 from evenrank.dataloader.batches.memory import HOST, Memory
 from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.dataloader.batches.token_padding import PaddedKey, TokenPadding
-from evenrank.dataloader.codes import CodeTable, read_codes
+from evenrank.dataloader.codes import SEMANTIC_ID, CodeTable, read_codes
 from evenrank.dataloader.collate.gather import (
     DrawKey,
     HistorySpans,
@@ -38,7 +38,7 @@ from evenrank.dataloader.collate.targets import TargetFeatures
 from evenrank.dataloader.config import LoaderConfig
 from evenrank.datasets.continuous_log import LogSource
 from evenrank.datasets.order import resolve_order
-from evenrank.datasets.schema import FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, Manifest
+from evenrank.datasets.schema import FLOAT, ITEM_ID, TIMESTAMP_MS, USER_ID, IdSummary, Manifest
 from evenrank.datasets.store import SequenceStore
 
 _FLOAT_FIELDS = ("float_features", "float_labels", "weights", LOG_Q)
@@ -106,8 +106,10 @@ class Collate:
         return made.of(manifest)
 
     def of(self, manifest: Manifest) -> "Collate":
-        """Return this collate for another dataset; a ConfigError if it lacks a column."""
+        """Return this collate for another dataset; an error if it lacks a column or has other items than the codes."""
         config, columns, targets = self.config, manifest.columns, None
+        if self.table is not None and self.table.bundle is not None:
+            self.table.bundle.check_items(manifest)
         kinds = [column.name for column in columns if column.kind == "event" and column.dtype != FLOAT]
         if config.pools is not None and config.pools.column not in kinds:
             raise ConfigError(
@@ -127,6 +129,11 @@ class Collate:
             "codes": None if self.table is None else self.table.describe(),
             "negatives": None if self.sampler is None else self.sampler.describe(),
         }
+
+    @property
+    def ids(self) -> dict[str, IdSummary]:
+        """The versions of the codes, if they are known, for states."""
+        return {} if self.table is None or self.table.bundle is None else {SEMANTIC_ID: self.table.bundle.codes}
 
     def filters(self) -> tuple[object, ...]:
         """Return the settings of a loader's fingerprint: those that decide which rows are samples, and the codes."""

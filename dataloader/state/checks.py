@@ -20,6 +20,7 @@ from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.rules import Bounds, Valid
 from evenrank.core.settings import check_value, show
 from evenrank.datasets.schema import IdSummary
+from evenrank.semantic_ids.bundle import RULE
 
 # So that the samples that a mixture has drawn since the first epoch can be counted in int64.
 Epoch = Annotated[int, Bounds(at_least=0, below=1 << 31)]
@@ -118,10 +119,12 @@ def check_vocabulary(entry: str, ids: Mapping[str, IdSummary], *, source: str) -
     for name, version in versions.items():
         # Older datasets do not say what the ids of features mean.
         if name in ids and not ids[name].extends(version):
+            remedy = "preprocess it with --vocabulary of the dataset that the state is of"
+            if ids[name].rule == RULE:
+                remedy = "pass the folder of codes that the state is of, or one made with --append of it"
             raise StateError(
                 f"{source} has {name} with {_rule_of(version)}, which this dataset, with "
-                f"{_rule_of(ids[name].version)}, does not extend; preprocess it with --vocabulary of the dataset that "
-                "the state is of"
+                f"{_rule_of(ids[name].version)}, does not extend; {remedy}"
             )
 
 

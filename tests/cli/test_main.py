@@ -22,7 +22,7 @@ from tests.cli.test_preprocess import OPTIONS, flag
 from tests.dataloader.balance.metrics.example_steps import STEPS, TIMED_STEPS
 from tests.dataloader.balance.metrics.example_steps import write as write_log
 
-COMMANDS = ("preprocess", "inspect", "simulate", "metrics", "fit", "inspect-balance", "demo", "warmup")
+COMMANDS = ("preprocess", "semantic-ids", "inspect", "simulate", "metrics", "fit", "inspect-balance", "demo", "warmup")
 SECTIONS = {
     "preprocess": "Dataset|Splits and filters|Ids|Logs (--dataset custom)|Features (--dataset custom)|"
     "Synthetic data (--dataset synthetic)|Options",

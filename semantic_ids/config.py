@@ -1,0 +1,55 @@
+"""`SemanticIdsConfig`: the options of making semantic ids."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from evenrank.core.errors import ConfigError
+from evenrank.core.rules import AppliesTo, Bounds, Option, Seed
+from evenrank.core.settings import Settings
+from evenrank.core.storage import is_url
+
+_NEW = AppliesTo(append=(None,))
+Method = Literal["residual-kmeans", "balanced"]
+Collisions = Literal["level", "nearest"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SemanticIdsConfig(Settings):
+    """Which codes are made of the item vectors of a dataset."""
+
+    dataset: Annotated[Path | str, Option("PATH", is_argument=True)]
+    """Folder or URL written by `evenrank preprocess` with --item-vectors."""
+    levels: Annotated[int, Bounds(at_least=1, at_most=16), Option("COUNT", panel="Codes"), _NEW] = 3
+    """Codebooks, each of what the levels before leave of a vector."""
+    codes: Annotated[int, Bounds(at_least=2, at_most=1 << 16), Option("COUNT"), _NEW] = 256
+    """Codes of a level."""
+    method: Annotated[Method, _NEW] = "residual-kmeans"
+    """`residual-kmeans`: the nearest code. `balanced`: codes have prices, so that each is used about equally often."""
+    collisions: Annotated[Collisions, _NEW] = "level"
+    """For items with the same codes. `level`: one more level numbers them. `nearest`: each but the first takes, level
+    by level, the nearest code below which a tuple is free."""
+    seed: Annotated[Seed, Option("NUMBER"), _NEW] = 0
+    """Seed of the sample that codebooks are made of, and of k-means."""
+    append: Annotated[Path | None, Option("FOLDER")] = None
+    """Semantic ids of an earlier version of the dataset: keep its codebooks and codes, and add those of other items."""
+    out: Annotated[Path | None, Option("FOLDER", panel="Output")] = None
+    """New folder. None: NAME-semantic-ids, next to the dataset NAME."""
+
+    def _check(self) -> None:
+        if self.codes**self.levels >= 1 << 62:  # a tuple of codes is one int64
+            raise ConfigError(f"{self.levels} levels of {self.codes} codes have over 2^62 tuples; choose fewer")
+
+    @property
+    def folder(self) -> Path:
+        """The folder to write; a ConfigError if something is there, or there is no default."""
+        folder = self.out
+        if folder is None:
+            if is_url(self.dataset):
+                raise ConfigError(f"{self.dataset} is a URL, which has nothing next to it; choose a folder with --out")
+            named = Path(self.dataset)
+            named = named if named.name not in ("", "..") else named.resolve()
+            folder = named.with_name(f"{named.name}-semantic-ids")
+        if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+            raise ConfigError(f"{folder} exists, and is never replaced; remove it, or choose another --out")
+        return folder

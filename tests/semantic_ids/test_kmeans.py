@@ -1,0 +1,86 @@
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from evenrank.semantic_ids import kmeans
+from evenrank.semantic_ids.kmeans import Codebooks, encode, train_codebooks
+from evenrank.semantic_ids.report import reconstruct, usage
+from tests.semantic_ids.crafted import vectors_of
+
+QUIET: Any = lambda stage: None  # noqa: E731
+ROWS = np.arange(4000)
+
+
+def train(vectors: NDArray[Any], *, is_balanced: bool = False, seed: int = 0) -> Codebooks:
+    return train_codebooks(vectors.copy(), 2, 32, is_balanced=is_balanced, seed=seed, on_stage=QUIET)
+
+
+def error_of(vectors: NDArray[Any], books: Codebooks) -> float:
+    return float(np.square(vectors - reconstruct(encode(vectors, ROWS, books, QUIET), books)).mean())
+
+
+def test_pytorch_makes_codebooks_as_good_as_those_of_faiss() -> None:
+    pytest.importorskip("faiss")
+    vectors = vectors_of(len(ROWS), 16, centers=40)
+    of_faiss = error_of(vectors, train(vectors))
+    with patch.dict(sys.modules, faiss=None):
+        of_torch = error_of(vectors, train(vectors))
+    assert of_torch == pytest.approx(of_faiss, rel=0.02)
+    assert of_faiss < 0.2 * vectors.var()
+
+
+def test_large_samples_need_faiss() -> None:
+    vectors = vectors_of(100)
+    limit = patch.object(kmeans, "_MOST_WITHOUT_FAISS", 100 * 6 * 32 - 1)
+    with patch.dict(sys.modules, faiss=None), limit, pytest.raises(ImportError, match="faiss"):
+        train(vectors)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_the_same_seed_makes_the_same_codebooks(is_balanced: bool, is_missing: bool) -> None:
+    vectors = vectors_of(600)
+    with patch.dict(sys.modules, {"faiss": None} if is_missing else {}):
+        first, second = (train(vectors, is_balanced=is_balanced, seed=5) for _ in range(2))
+        other = train(vectors, is_balanced=is_balanced, seed=6)
+    assert all(np.array_equal(*both) for both in zip(first, second, strict=True))
+    assert not np.array_equal(first.centroids, other.centroids)
+
+
+def test_balanced_codes_are_used_about_equally_often() -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(len(ROWS), 6)) * np.exp(rng.normal(size=(len(ROWS), 1)))  # a few items are far away
+    vectors = vectors.astype(np.float32)
+    plain, balanced = train(vectors), train(vectors, is_balanced=True)
+    bits = [usage(encode(vectors, ROWS, books, QUIET), (32, 32))["entropy_bits"] for books in (plain, balanced)]
+    assert max(bits[0]) < 4.5 < 4.95 < min(bits[1]) <= 5  # of log2(32)
+    assert error_of(vectors, plain) < error_of(vectors, balanced) < 3 * error_of(vectors, plain)
+    assert not plain.prices.any()
+
+
+def test_codes_are_the_nearest_of_what_is_left_with_prices_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    books = Codebooks(rng.normal(size=(3, 8, 4)).astype(np.float32), rng.random((3, 8)).astype(np.float32))
+    vectors = rng.normal(size=(50, 4)).astype(np.float16)
+    expected = []
+    for vector in vectors.astype(np.float64):
+        found, left = [], vector
+        for centroids, prices in zip(*books, strict=True):
+            found.append(int((np.square(left - centroids).sum(axis=1) + prices).argmin()))
+            left = left - centroids[found[-1]]
+        expected.append(found)
+    items = rng.permutation(50)[:40]
+    monkeypatch.setattr(kmeans, "_VALUES_AT_ONCE", 8 * 7)  # in parts of 7 items
+    assert encode(vectors, items, books, QUIET).tolist() == [expected[item] for item in items]
+
+
+def test_codes_without_points_get_the_worst_ones() -> None:
+    vectors = np.repeat(np.arange(40, dtype=np.float32), [400] + [1] * 39)[:, None]  # most draws are of the same point
+    with patch.dict(sys.modules, faiss=None):
+        books = train(vectors)
+    codes = encode(vectors, np.arange(len(vectors)), books, QUIET)
+    assert len(np.unique(codes[:, 0])) == 32
