@@ -164,7 +164,10 @@ class Loader(StepLoader[Batch]):
         shape = StepShape(
             self._rank, self._world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight
         )
-        stored = StoredSamples(stores, self._collate, config.batch_size)
+        collate = self._collate
+        if config.negatives is not None and config.negatives.counted == "before":
+            collate = collate.counted_before(self._windows.begin(epoch))
+        stored = StoredSamples(stores, collate, config.batch_size)
         return OpenedSamples(
             order=order,
             sampler=make_step_sampler(stored, shape, self._balance, self._costs),
