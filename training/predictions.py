@@ -1,7 +1,7 @@
 """`PredictionWriter`: the predictions of an evaluation as Parquet files, one per rank, each sample once.
 
     OUT/part-00000.parquet ...      of each rank with samples, a row per sample: sample_id, user_id, item_id, score
-    OUT/predictions.json            the number of samples, and the rows of each file
+    OUT/_predictions.json           the number of samples, and the rows of each file
 
 They are written to OUT.partial, which becomes OUT when all ranks are done: whatever is in OUT is complete.
 """
@@ -28,7 +28,7 @@ from evenrank.dataloader.loader import Loader
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 from evenrank.datasets.store import SequenceStore
 
-PREDICTIONS = "predictions.json"
+PREDICTIONS = "_predictions.json"  # readers of folders skip such names
 _ROWS_AT_ONCE = 1 << 16  # of a row group
 
 
