@@ -220,19 +220,13 @@ class SequenceStore:
         return counts
 
     def first_times(self) -> NDArray[np.int64]:
-        """Return the time of the first of these events of each item, `NEVER_MS` without one: int64 [items].
-
-        Raises:
-            ConfigError: events have no times.
-        """
-        firsts, (items, times) = np.full(self.manifest.vocabulary_sizes[ITEM_ID], NEVER_MS), self._trained()
-        if not times.any():  # as of a folder of Parquet files that has none
-            raise ConfigError(f"{self.folder or 'the dataset'} has no times of events, which known_at needs")
-        np.minimum.at(firsts, items, times)
+        """Return the time of the first of these events of each item, `NEVER_MS` without one: int64 [items]."""
+        firsts = np.full(self.manifest.vocabulary_sizes[ITEM_ID], NEVER_MS)
+        np.minimum.at(firsts, *self._trained())
         return firsts
 
     def _trained(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the items and the times of the events of `train` or, without it, of this split."""
+        """Return the items and the times of all events of `train` or, without it, of this split."""
         store = self
         if self.split != "train" and "train" in self.manifest.splits and self.folder is not None:
             store = _open(self.folder, "train", None, self.source)

@@ -130,19 +130,21 @@ def _make_tables(
     """Return the tables, with popularity as it was at a time."""
     is_dense = all(source.manifest.ids[ITEM_ID].rule == "dense" for source in sources)
     weights, firsts = np.ones(size), np.full(size, NEVER_MS)
+    for source in sources if settings.known_at else ():
+        if not isinstance(source, SequenceStore):
+            raise ConfigError("streams and logs do not know when items came first; use build_loader, or known_at=False")
+        of_source = source.first_times()
+        np.minimum(firsts[: len(of_source)], of_source, out=firsts[: len(of_source)])
     if settings.by == "popularity" or not is_dense:
         weights = _count(sources, size, before_ms)
         if not weights.any():  # of the first window
             weights = np.minimum(_count(sources, size, NEVER_MS), 1)
         weights = np.where(weights > 0, weights ** (settings.alpha if settings.by == "popularity" else 0), 0)
     weights[: int(is_dense)] = 0  # unknown
-    for source in sources if settings.known_at else ():
-        if not isinstance(source, SequenceStore):
-            raise ConfigError("streams and logs do not know when items came first; use build_loader, or known_at=False")
-        of_source = source.first_times()
-        np.minimum(firsts[: len(of_source)], of_source, out=firsts[: len(of_source)])
     if settings.known_at:
         weights[firsts == NEVER_MS] = 0
+        if not firsts[firsts < NEVER_MS].any():  # as of a folder of Parquet files
+            raise ConfigError("known_at needs the times of the events of train, and there are none; leave it out")
     items, total = np.flatnonzero(weights), weights.sum()
     if not len(items):
         raise ConfigError("negatives are drawn from the items of the split 'train', which has none; add events")
