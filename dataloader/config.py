@@ -45,6 +45,12 @@ class Negatives(Settings):
     by drawn negatives."""
     fixed: bool = False
     """Give a sample the same negatives each time, for evaluation. False: draw others in each epoch."""
+    known_at: bool = False
+    """Draw only items with an event of `train` up to the time of the sample's first target, of which `log_q` then is
+    the logarithm of the probability; before the first event, only the first item. Streams cannot."""
+    counted: Annotated[Literal["all", "before"], AppliesTo(by=("popularity",))] = "all"
+    """`before`: with `TimeWindows`, count only events before the begin of the sample's window; where there are none,
+    draw all items uniformly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +174,9 @@ class LoaderConfig(Settings):
     """Column of events, or contextual feature of floats, with the weight of each loss token: `weights` of a batch."""
     negatives: Annotated[Negatives | None, _NO_CODES] = None
     """Draw negatives for the candidates or, without candidates and labels, for the items after the first."""
+    candidate_sets: Annotated[Path | str | None, _NO_CODES] = None
+    """Parquet file of the items that targets are ranked among, for evaluation: `user_id` int64, one row per user, and
+    `candidates` list<int64>, ids of the dataset. Users without a row are left out."""
     codes: Path | str | CodeTable | None = None
     """Codes of the items, for SemanticIdBatches: a folder of `evenrank semantic-ids`; a `.pt` or `.npy` file of
     integers [levels, items], -1 for no code, or [levels, items, codes of an item], -1 where an item has fewer; or a
@@ -212,6 +221,11 @@ class LoaderConfig(Settings):
             raise ConfigError(
                 f"stochastic_length keeps the newest {drawn.newest} events, but cuts histories to "
                 f"{int(drawn.limit(self.max_history_length))}; lower newest, or raise alpha or max_history_length"
+            )
+        is_before = self.negatives is not None and self.negatives.counted == "before"
+        if is_before and not isinstance(resolve_order(self.order), TimeWindows):
+            raise ConfigError(
+                f"counted='before' is before a window of time, got order {self.order!r}; pass TimeWindows(every='1d')"
             )
         if self.negatives and not self.max_num_candidates and self.labels:
             raise ConfigError("negatives are for items that are predicted, not actions; set max_num_candidates to 1")

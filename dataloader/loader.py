@@ -164,7 +164,10 @@ class Loader(StepLoader[Batch]):
         shape = StepShape(
             self._rank, self._world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight
         )
-        stored = StoredSamples(stores, self._collate, config.batch_size)
+        collate = self._collate
+        if config.negatives is not None and config.negatives.counted == "before":
+            collate = collate.counted_before(self._windows.begin(epoch))
+        stored = StoredSamples(stores, collate, config.batch_size)
         return OpenedSamples(
             order=order,
             sampler=make_step_sampler(stored, shape, self._balance, self._costs),
@@ -254,9 +257,10 @@ class Loader(StepLoader[Batch]):
 
     def collate(self, sample_ids: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Return a batch of an epoch, without padding, of the samples with these `sample_ids`, int64 [n]."""
-        groups = group_by_store(self._samples_of(epoch).stored.stores, sample_ids)
+        stored = self._samples_of(epoch).stored
+        groups = group_by_store(stored.stores, sample_ids)
         batch: Batch
-        (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._current.seed, epoch=epoch)
+        (batch,) = stored.collate(groups, sample_ids, batch_size=len(sample_ids), seed=self._current.seed, epoch=epoch)
         return batch
 
     def _batches(self, steps: Sequence[StepSamples], *, seed: int, epoch: int) -> list[Batch]:

@@ -21,7 +21,7 @@ from evenrank.dataloader.batches.padding import pad_tokens
 from evenrank.dataloader.batches.tensors import outside_inference_mode
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import StoreRows
-from evenrank.dataloader.collate.negatives import Sources
+from evenrank.dataloader.collate.item_lists import Sources
 from evenrank.dataloader.config import LoaderConfig
 from evenrank.dataloader.sampling.epoch_positions import EpochPositions, EpochSamples
 from evenrank.dataloader.sampling.steps import StepSampler, StepSamples, StepShape, remapped_stores
@@ -33,7 +33,7 @@ from evenrank.datasets.schema import IdSummary, Manifest
 from evenrank.datasets.store import SequenceStore
 
 # Compared by their contents: the file may be at another path on another host.
-_FILES = frozenset({"codes", "codebook_sizes", "negatives"})
+_FILES = frozenset({"codes", "codebook_sizes", "negatives", "candidate_sets"})
 
 Transform = Callable[[Batch, np.random.Generator], Batch]
 """Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""

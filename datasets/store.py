@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
@@ -53,6 +54,7 @@ from evenrank.datasets.unpack import (
 
 _REMAPPED_LAYOUT = "v1"  # version of the cache's contents, part of the entry's name
 _VALUES_AT_ONCE = 1 << 20
+NEVER_MS = np.iinfo(np.int64).max  # later than every event
 
 
 class ColumnMap(Protocol):
@@ -198,12 +200,37 @@ class SequenceStore:
                 row[NUM_TARGETS] = int(self.num_targets[index])
         return found
 
-    def item_counts(self) -> NDArray[np.int64]:
-        """Return the events of each item in the split `train` or, if there is none, in this split: int64 [items]."""
+    def raw_ids(self, name: str) -> pa.Array | None:
+        """Return what the log has for the ids 1, 2, ... of users or items; None: there is no vocabulary of them.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        place = self.source or self.folder
+        if place is None or name not in self.manifest.ids or self.manifest.ids[name].rule != "dense":
+            return None
+        return _read_vocabulary(name, place).sort_by("id").column("value").combine_chunks()
+
+    def item_counts(self, before_ms: int = NEVER_MS) -> NDArray[np.int64]:
+        """Return the events of each item before a time, in `train` or, without it, in this split: int64 [items]."""
+        counts, (items, times) = np.zeros(self.manifest.vocabulary_sizes[ITEM_ID], dtype=np.int64), self._trained()
+        for first in range(0, len(items), _VALUES_AT_ONCE):
+            part = slice(first, first + _VALUES_AT_ONCE)
+            np.add.at(counts, items[part][times[part] < before_ms], 1)
+        return counts
+
+    def first_times(self) -> NDArray[np.int64]:
+        """Return the time of the first of these events of each item, `NEVER_MS` without one: int64 [items]."""
+        firsts = np.full(self.manifest.vocabulary_sizes[ITEM_ID], NEVER_MS)
+        np.minimum.at(firsts, *self._trained())
+        return firsts
+
+    def _trained(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the items and the times of all events of `train` or, without it, of this split."""
         store = self
         if self.split != "train" and "train" in self.manifest.splits and self.folder is not None:
             store = _open(self.folder, "train", None, self.source)
-        return np.bincount(store.columns[ITEM_ID], minlength=self.manifest.vocabulary_sizes[ITEM_ID])
+        return store.columns[ITEM_ID], store.columns[TIMESTAMP_MS]
 
     def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
         """Return this store with other values in some columns, cached next to the dataset's.
@@ -266,12 +293,15 @@ def _raw_values(name: str, values: NDArray[Any], manifest: Manifest, place: Path
         return [labels[value] if value < len(labels) else value for value in values.tolist()]
     if place is None or name not in manifest.ids or manifest.ids[name].rule != "dense":
         return list(values.tolist())
+    table = _read_vocabulary(name, place, pc.field("id").isin(np.unique(values)))  # of many more than fit, perhaps
+    known = dict(zip(table["id"].to_pylist(), table["value"].to_pylist(), strict=True))
+    return [known.get(value) for value in values.tolist()]
+
+
+def _read_vocabulary(name: str, place: Path | Remote, filters: pc.Expression | None = None) -> pa.Table:
     path = place / f"vocabulary_{name}.parquet"
     with open_file(path) as opened, wrap_parquet_errors(str(path)):
-        is_given = pc.field("id").isin(np.unique(values))  # of which a vocabulary can have many more than fit
-        table = pq.read_table(opened, columns=["id", "value"], filters=is_given)
-        known = dict(zip(table["id"].to_pylist(), table["value"].to_pylist(), strict=True))
-    return [known.get(value) for value in values.tolist()]
+        return pq.read_table(opened, columns=["id", "value"], filters=filters)
 
 
 def _reopen(

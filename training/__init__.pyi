@@ -15,6 +15,7 @@ from .flops import (
 from .loss import LossAverage, accumulate, in_batch_mask, label_bits, scale_loss
 from .metrics import BinaryAUC, ClassificationMetrics, RankingMetrics, RegressionMetrics
 from .peaks import DevicePeaks, computed_peaks, device_peaks, peaks_by_name
+from .predictions import PredictionWriter
 from .step_timer import StepTimer
 from .watch import FiniteCheck, MemoryUsage, MemoryWatch, StallWatch
 
@@ -30,6 +31,7 @@ __all__ = [
     "MemoryUsage",
     "MemoryWatch",
     "ModelFlops",
+    "PredictionWriter",
     "RankingMetrics",
     "RegressionMetrics",
     "StallWatch",

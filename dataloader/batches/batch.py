@@ -277,6 +277,8 @@ class SequenceBatch(JaggedBatch):
     log_q: KeyedJaggedTensor | None = None
     """float32: natural logarithm of the probability to draw an item; keys: `negative`, of `negatives`, 0 of hard ones;
     `positive`, of the candidates or, without candidates, of all items but the first."""
+    candidate_sets: KeyedJaggedTensor | None = None
+    """int64; key `item_id`: the items that the targets of each sample are ranked among, in the order of the file."""
     num_candidates: Tensor = dense()
     """int64 [batch_size]: how many of the last item ids are candidates."""
     request_ts_ms: Tensor | None = dense(default=None)

@@ -29,7 +29,8 @@ from evenrank.dataloader.collate.gather import (
     pad_rows,
 )
 from evenrank.dataloader.collate.item_features import read_item_features
-from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler, Sources
+from evenrank.dataloader.collate.item_lists import CANDIDATE_SETS, CandidateSets, Sources
+from evenrank.dataloader.collate.negatives import LOG_Q, NegativeSampler
 from evenrank.dataloader.collate.parts import Part, list_parts, predicted_events
 from evenrank.dataloader.collate.pools import EventPools
 from evenrank.dataloader.collate.selection import Selection, select_events
@@ -70,6 +71,7 @@ class Collate:
     parts: tuple[Part, ...]
     table: CodeTable | None = None
     sampler: NegativeSampler | None = None
+    candidate_sets: CandidateSets | None = None
     selections: tuple[Selection, ...] = ()
     """Of the events of histories, one after the other."""
     targets: TargetFeatures | None = None
@@ -86,7 +88,7 @@ class Collate:
             ConfigError: the dataset lacks a column, or is none to draw negatives from.
             DataError: a file of codes or of hard negatives is missing or malformed.
         """
-        table, negatives = config.codes, config.negatives
+        table, negatives, sets = config.codes, config.negatives, config.candidate_sets
         if table is not None and not isinstance(table, CodeTable):
             table = read_codes(table, config.codebook_sizes)
         items, selections = config.key_maps.get(ITEM_ID), list[Selection]()
@@ -99,6 +101,7 @@ class Collate:
             parts=(),
             table=table,
             sampler=None if negatives is None else NegativeSampler.create(negatives, sources, items),
+            candidate_sets=None if sets is None else CandidateSets.read(sets, sources, config.key_maps),
             selections=tuple(selections),
             item_tables=_read_item_tables(config, sources),
             has_requests=resolve_order(config.order).has_requests,
@@ -123,11 +126,16 @@ class Collate:
         lists = {column.name for column in columns if column.kind == "list"}
         return replace(self, parts=parts, targets=targets, padding=_token_padding(config, parts, lists))
 
+    def counted_before(self, begin_ms: int) -> "Collate":
+        """Return this collate for a window of time, whose negatives' popularity is that of the time before it."""
+        return self if self.sampler is None else replace(self, sampler=self.sampler.before(begin_ms))
+
     def describe(self) -> dict[str, str | None]:
         """Return what files say, by option: the same for equal contents, at any path."""
         return {
             "codes": None if self.table is None else self.table.describe(),
             "negatives": None if self.sampler is None else self.sampler.describe(),
+            CANDIDATE_SETS: None if self.candidate_sets is None else self.candidate_sets.describe(),
         }
 
     @property
@@ -144,7 +152,8 @@ class Collate:
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons.
 
-        They have fewer events than candidates or, if rows have numbers of targets, none; or an item without a code.
+        They have fewer events than candidates or, if rows have numbers of targets, none; or an item without a code; or
+        are of a user without a candidate set.
         """
         reasons: dict[str, NDArray[np.int64]] = {}
         if self.config.user_id:
@@ -153,6 +162,8 @@ class Collate:
             is_short = store.lengths < most if store.num_targets is None else store.num_targets < 1
             reason = "no event to predict" if most == 1 else f"fewer events than {most} candidates"
             reasons[reason] = np.flatnonzero(is_short)
+        if (sets := self.candidate_sets) is not None:
+            reasons["no candidate set of the user"] = np.flatnonzero(sets.find(store, np.arange(len(store))) < 0)
         if self.table is not None:
             reasons["an item without a code"] = self._rows_without_codes(store, self.table)
         return reasons
@@ -257,6 +268,8 @@ class Collate:
         if self.sampler is not None:
             begin, end, limit = predicted_events(config)
             fields |= self.sampler.values(groups, getattr(spans, begin), getattr(spans, end), limit, of_values)
+        if self.candidate_sets is not None:
+            fields[CANDIDATE_SETS] = {ITEM_ID: self.candidate_sets.values(groups, num_samples)}
         return groups, spans, fields
 
     def _values_of(

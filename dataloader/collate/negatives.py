@@ -3,49 +3,53 @@
 Each sample has one set, shared by its candidates or targets: a set per target would multiply the bytes of a batch and
 of its exchange. Random words are a function of seed, epoch, sample id, draw and attempt, so a sample has the same
 negatives in any batch on any rank. Items are drawn in O(1) by the alias method (Vose, "A linear algorithm for
-generating random numbers with a given distribution", 1991). A draw of the user's own items is repeated; after 64
-attempts, the drawable items are tried in turn, and a user who has all of them gets one of these.
+generating random numbers with a given distribution", 1991). With `known_at`, which items can be drawn depends on the
+time of the sample. They are a prefix of all, in the order of their first events, where a draw is a binary search among
+cumulative weights, in O(log M). A draw of the user's own items is repeated; after 64 attempts, the drawable items are
+tried in turn, and a user who has all of them gets one of these.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.core.errors import ConfigError, DataError, first_line
-from evenrank.core.files import check_regular
+from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import GOLDEN, draw_unit
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
+from evenrank.dataloader.collate.item_lists import Sources, check_items, read_item_lists
 from evenrank.dataloader.collate.selection import stored_events
 from evenrank.dataloader.config import Negatives
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.continuous_log import LogSource
-from evenrank.datasets.schema import ITEM_ID
-from evenrank.datasets.store import SequenceStore
-from evenrank.datasets.stream import StreamSource
+from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
+from evenrank.datasets.store import NEVER_MS, SequenceStore
 
 Floats = NDArray[np.float32]
-Sources = Sequence[SequenceStore | StreamSource | LogSource]
 
 NEGATIVES, LOG_Q = "negatives", "log_q"
 _ATTEMPTS = 64
-_MAX_ITEMS = 1 << 31  # 36 bytes each
+_MAX_ITEMS = 1 << 31  # 36 bytes each, or 60
 _MIN_SLOTS = 1 << 13  # of a table of the items of a sample; so many fit into the second-level cache
 
 
 class _Tables(NamedTuple):
-    """M cells of probability 1/M each, and tables by item. Items are as in batches: rows of a table with a KeyMap."""
+    """M cells of probability 1/M each, and tables by item. Items are as in batches: rows of a table with a KeyMap.
+
+    With `known_at`, cells come in the order of their first items' first events, and are of these alone.
+    """
 
     cells: Ints  # [M, 2]: each drawable item, and the one that is drawn instead
     thresholds: NDArray[np.float64]  # [M]: the first one's share of the cell
     log_q: Floats  # of one event for items that are never drawn
+    firsts: Ints  # [M] with `known_at`, ascending: the time of the first event of each cell's item; else empty
+    cumulative: NDArray[np.float64]  # [M], likewise: sums of weights up to each cell's
+    first_of: Ints  # of each item, likewise
     hard_begins: Ints
     hard_ends: Ints
     hard_items: Ints
@@ -57,6 +61,8 @@ class NegativeSampler:
 
     settings: Negatives
     tables: _Tables
+    sources: Sources
+    key_map: KeyMap | None
 
     @classmethod
     def create(cls, settings: Negatives, sources: Sources, key_map: KeyMap | None) -> "NegativeSampler":
@@ -68,34 +74,20 @@ class NegativeSampler:
         size = max(source.manifest.vocabulary_sizes[ITEM_ID] for source in sources)
         if size > _MAX_ITEMS:
             raise ConfigError(f"negatives need tables of all {size:,} ids of items; preprocess with --ids item=dense")
-        is_dense = all(source.manifest.ids[ITEM_ID].rule == "dense" for source in sources)
-        weights = np.ones(size)
-        if settings.by == "popularity" or not is_dense:
-            weights[:] = 0
-            for source in sources:
-                if isinstance(source, LogSource):
-                    raise ConfigError("a log that grows has no counts of its items; use dense ids and by='uniform'")
-                counts = source.item_counts()
-                weights[: len(counts)] += counts
-            alpha = settings.alpha if settings.by == "popularity" else 0
-            weights = np.where(weights > 0, weights**alpha, 0)
-        weights[: int(is_dense)] = 0  # unknown
-        items = np.flatnonzero(weights)
-        if not len(items):
-            raise ConfigError("negatives are drawn from the items of the split 'train', which has none; add events")
-        total = weights.sum()
-        rows, num_rows = (items, size) if key_map is None else (key_map(items), key_map.num_embeddings)
-        log_q = np.full(num_rows, -np.log(total), dtype=np.float32)
-        log_q[rows] = np.log(weights[items] / total)
-        thresholds = weights[items] * len(items) / total
-        cells = np.stack([rows, rows[_find_aliases(thresholds)]], axis=1)
-        hard = _read_hard(settings.hard, size, key_map, num_rows)
-        return cls(settings=settings, tables=_Tables(cells, thresholds, log_q, *hard))
+        hard = _read_hard(settings.hard, size, key_map, size if key_map is None else key_map.num_embeddings)
+        tables = _make_tables(settings, sources, size, key_map, hard)
+        return cls(settings=settings, tables=tables, sources=sources, key_map=key_map)
+
+    def before(self, begin_ms: int) -> "NegativeSampler":
+        """Return the sampler for a window of time that begins then, with `counted="before"`."""
+        size = max(source.manifest.vocabulary_sizes[ITEM_ID] for source in self.sources)
+        hard = self.tables.hard_begins, self.tables.hard_ends, self.tables.hard_items
+        return replace(self, tables=_make_tables(self.settings, self.sources, size, self.key_map, hard, begin_ms))
 
     def describe(self) -> str:
         """Return the settings, without the path of the file, and a hash of all that is drawn from."""
         digest = hashlib.sha256(b"".join(array.tobytes() for array in self.tables))
-        names = ("count", "by", "alpha", "exclude_own", "num_hard", "fixed")
+        names = ("count", "by", "alpha", "exclude_own", "num_hard", "fixed", "known_at", "counted")
         settings = [getattr(self.settings, name) for name in names]
         return f"{settings} {digest.hexdigest()[:16]}"
 
@@ -115,7 +107,8 @@ class NegativeSampler:
             words = (key._replace(epoch=0) if self.settings.fixed else key).words()
             for store, of_store, samples in groups:
                 of_store, own = store.rows_of(of_store), stored_events(store, ITEM_ID)
-                places = (store.columns[ITEM_ID], samples, begins, ends, starts, own, store.offsets, of_store)
+                events = store.columns[ITEM_ID], store.columns[TIMESTAMP_MS]
+                places = (*events, samples, begins, ends, starts, own, store.offsets, of_store)
                 shares = (width, self.settings.num_hard, self.settings.exclude_own)
                 _draw(*places, words, *shares, self.tables, items, negative, positive)
         drawn = KeyValues(ITEM_ID, rows, widths, width, array=items)
@@ -126,25 +119,64 @@ class NegativeSampler:
         }
 
 
+def _make_tables(
+    settings: Negatives,
+    sources: Sources,
+    size: int,
+    key_map: KeyMap | None,
+    hard: tuple[Ints, Ints, Ints],
+    before_ms: int = NEVER_MS,
+) -> _Tables:
+    """Return the tables, with popularity as it was at a time."""
+    is_dense = all(source.manifest.ids[ITEM_ID].rule == "dense" for source in sources)
+    weights, firsts = np.ones(size), np.full(size, NEVER_MS)
+    for source in sources if settings.known_at else ():
+        if not isinstance(source, SequenceStore):
+            raise ConfigError("streams and logs do not know when items came first; use build_loader, or known_at=False")
+        of_source = source.first_times()
+        np.minimum(firsts[: len(of_source)], of_source, out=firsts[: len(of_source)])
+    if settings.by == "popularity" or not is_dense:
+        weights = _count(sources, size, before_ms)
+        if not weights.any():  # of the first window
+            weights = np.minimum(_count(sources, size, NEVER_MS), 1)
+        weights = np.where(weights > 0, weights ** (settings.alpha if settings.by == "popularity" else 0), 0)
+    weights[: int(is_dense)] = 0  # unknown
+    if settings.known_at:
+        weights[firsts == NEVER_MS] = 0
+        if not firsts[firsts < NEVER_MS].any():  # as of a folder of Parquet files
+            raise ConfigError("known_at needs the times of the events of train, and there are none; leave it out")
+    items, total = np.flatnonzero(weights), weights.sum()
+    if not len(items):
+        raise ConfigError("negatives are drawn from the items of the split 'train', which has none; add events")
+    items = items[np.argsort(firsts[items], kind="stable")]
+    weights, firsts = weights[items], firsts[items]
+    rows, num_rows = (items, size) if key_map is None else (key_map(items), key_map.num_embeddings)
+    log_q, first_of = np.full(num_rows, -np.log(total), dtype=np.float32), np.full(num_rows, NEVER_MS)
+    log_q[rows], first_of[rows] = np.log(weights / total), firsts
+    thresholds = weights * len(items) / total
+    cells = np.stack([rows, rows[_find_aliases(thresholds)]], axis=1)
+    end = None if settings.known_at else 0
+    return _Tables(cells, thresholds, log_q, firsts[:end], np.cumsum(weights)[:end], first_of[:end], *hard)
+
+
+def _count(sources: Sources, size: int, before_ms: int) -> NDArray[np.float64]:
+    """Return the events of each item before a time, of all sources."""
+    counts = np.zeros(size)
+    for source in sources:
+        if isinstance(source, LogSource):
+            raise ConfigError("a log that grows has no counts of its items; use dense ids and by='uniform'")
+        of_source = source.item_counts(before_ms) if isinstance(source, SequenceStore) else source.item_counts()
+        counts[: len(of_source)] += of_source
+    return counts
+
+
 def _read_hard(path: Path | str | None, size: int, key_map: KeyMap | None, num_rows: int) -> tuple[Ints, Ints, Ints]:
     """Return where the hard negatives of each item begin and end, and all of them; none without a file."""
     begins, ends, none = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64), np.empty(0, np.int64)
     if path is None:
         return none, none, none
-    check_regular(Path(path))
-    try:
-        table = pq.read_table(path, columns=[ITEM_ID, NEGATIVES])
-        lists = table[NEGATIVES].cast(pa.list_(pa.int64())).combine_chunks()
-        items, negatives = table[ITEM_ID].cast(pa.int64()).to_numpy(), lists.flatten().to_numpy()
-        lengths = lists.value_lengths().to_numpy()
-    except (OSError, KeyError, pa.ArrowException) as error:
-        reason = f"({first_line(error)}); write item_id int64 and negatives list<int64>, without nulls"
-        raise DataError(f"{path} is no Parquet file of hard negatives {reason}") from error
-    for ids in (items, negatives):
-        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-            raise DataError(f"{path} has items {ids.min()} to {ids.max()}, the dataset 0 to {size - 1}; use its ids")
-    if len(np.unique(items)) < len(items):
-        raise DataError(f"{path} has an item in more than one row; join their lists")
+    items, lengths, negatives = read_item_lists(path, "hard negatives", ITEM_ID, NEGATIVES, size)
+    check_items(path, items, size)
     items, negatives = (items, negatives) if key_map is None else (key_map(items), key_map(negatives))
     ends[items] = np.cumsum(lengths)
     begins[items] = ends[items] - lengths
@@ -187,16 +219,24 @@ def _is_own(item: int, own: Ints, before: int, slots: Ints) -> bool:
 
 
 @compiled
-def _draw_item(word: np.uint64, number: int, cells: Ints, thresholds: NDArray[np.float64]) -> int:
-    place = draw_unit(word, number) * len(cells)
+def _draw_item(word: np.uint64, number: int, num_known: int, tables: _Tables) -> int:
+    """Return the item of a draw, among those of the first `num_known` cells."""
+    share = draw_unit(word, number)
+    cells, cumulative = tables.cells, tables.cumulative[:num_known]
+    if len(cumulative):
+        known = np.searchsorted(cumulative, share * cumulative[-1], side="right")
+        return int(cells[min(known, num_known - 1), 0])
+    place = share * len(cells)
     cell = min(int(place), len(cells) - 1)
     item, other = cells[cell, 0], cells[cell, 1]
-    return int(item if place - cell < thresholds[cell] else other)  # both are loaded: a conditional move, not a jump
+    # Both are loaded: a conditional move, not a jump.
+    return int(item if place - cell < tables.thresholds[cell] else other)
 
 
 @compiled
 def _draw(
     column: Ints,
+    times: Ints,
     sample_indices: Ints,
     begins: Ints,
     ends: Ints,
@@ -214,7 +254,7 @@ def _draw(
     out_positive: Floats,
 ) -> int:
     """Write the samples' negatives, the hard ones last, and the logs of probabilities: 0 of hard ones."""
-    cells, thresholds, log_q, hard_begins, hard_ends, hard_items = tables
+    cells, log_q, firsts, cumulative = tables.cells, tables.log_q, tables.firsts, tables.cumulative
     num_slots = _MIN_SLOTS
     for row in rows:
         while exclude_own and num_slots < 2 * (offsets[row + 1] - offsets[row]):
@@ -227,35 +267,42 @@ def _draw(
                 for event in range(offsets[row], offsets[row + 1], 8):
                     touched ^= all_items[event]
         sample, row = sample_indices[index], rows[index]
+        time, num_known, of_known = np.int64(NEVER_MS), len(cells), np.float32(0)  # the log of all weights per known
+        if len(firsts):
+            time = times[begins[sample]] if begins[sample] < ends[sample] else firsts[0]
+            num_known = max(np.searchsorted(firsts, time, side="right"), 1)
+            of_known = np.float32(np.log(cumulative[-1] / cumulative[num_known - 1]))
         for event in range(begins[sample], ends[sample]):
-            out_positive[starts[sample] + event - begins[sample]] = log_q[column[event]]
+            out_positive[starts[sample] + event - begins[sample]] = log_q[column[event]] + of_known
         own = all_items[offsets[row] : offsets[row + 1] if exclude_own else offsets[row]]
         for event in range(len(own)):
             slots[_slot(own[event], own, before, slots)] = before + event + 1
         word, first, last = words[sample], sample * width, (sample + 1) * width
         if num_hard and offsets[row] < ends[sample]:
             target = column[ends[sample] - 1]
-            begin, size = hard_begins[target], hard_ends[target] - hard_begins[target]
+            begin, size = tables.hard_begins[target], tables.hard_ends[target] - tables.hard_begins[target]
             for number in range(size):  # from a random one on, in their order
-                item = hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
+                item = tables.hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
+                if len(firsts) and tables.first_of[item] > time:
+                    continue
                 if not exclude_own and (column[begins[sample] : ends[sample]] == item).any():
                     continue  # no target is its own negative
                 if last > first + width - num_hard and not _is_own(item, own, before, slots):
                     last -= 1
                     out[last], out_negative[last] = item, 0
         for place in range(first, last):
-            out[place] = _draw_item(word, (place - first) * _ATTEMPTS, cells, thresholds)
+            out[place] = _draw_item(word, (place - first) * _ATTEMPTS, num_known, tables)
         spare = -1  # what all draws that found own items only become
         for place in range(first, last):
             attempt = 1
             while attempt < _ATTEMPTS and _is_own(out[place], own, before, slots):
-                out[place] = _draw_item(word, (place - first) * _ATTEMPTS + attempt, cells, thresholds)
+                out[place] = _draw_item(word, (place - first) * _ATTEMPTS + attempt, num_known, tables)
                 attempt += 1
             if attempt == _ATTEMPTS and _is_own(out[place], own, before, slots):
-                while spare < 0 or (attempt < _ATTEMPTS + len(cells) and _is_own(spare, own, before, slots)):
-                    spare = cells[(int(word >> np.uint64(1)) + attempt) % len(cells), 0]
+                while spare < 0 or (attempt < _ATTEMPTS + num_known and _is_own(spare, own, before, slots)):
+                    spare = cells[(int(word >> np.uint64(1)) + attempt) % num_known, 0]
                     attempt += 1
                 out[place] = spare
-            out_negative[place] = log_q[out[place]]
+            out_negative[place] = log_q[out[place]] + of_known
         before += len(own)
     return touched  # so that the compiler does not remove the loads

@@ -119,14 +119,14 @@ class StoredSamples:
 
     def __init__(self, stores: Sequence[SequenceStore], collate: Collate, batch_size: int) -> None:
         self.stores = stores
-        self._collate = collate
+        self.collate = collate
         self._batch_size = batch_size
         self.padding = collate.padding
         self.schema = schema_of(self.batches([StepSamples(_NO_ROWS, {})])[0])
 
     def lengths(self, key: DrawKey) -> SampleLengths:
         """Return the lengths of samples in an epoch."""
-        return self._collate.lengths(group_by_store(self.stores, key.sample_ids), key)
+        return self.collate.lengths(group_by_store(self.stores, key.sample_ids), key)
 
     def name(self, sample_id: int) -> str:
         """Return the row of a sample and the folder of its dataset."""
@@ -143,7 +143,7 @@ class StoredSamples:
             sample_ids = np.concatenate([step.sample_ids for step in run])
             groups = group_by_store(self.stores, sample_ids)
             shape = {"batch_size": self._batch_size, "num_batches": len(run)}
-            batches += self._collate(groups, sample_ids, **shape, seed=seed, epoch=epoch, memory=memory)
+            batches += self.collate(groups, sample_ids, **shape, seed=seed, epoch=epoch, memory=memory)
         for batch, step in zip(batches, steps, strict=True):
             for name, value in step.fields.items():
                 setattr(batch, name, value)

@@ -62,6 +62,7 @@ CHANGES: dict[Any, dict[str, Any]] = {
         "context": (),
         "negatives": Negatives(count=1),
         "stochastic_length": StochasticLength(alpha=1.5),
+        "candidate_sets": "sets.parquet",
         "key_maps": {"item_id": KEY_MAP},
     },
     CODED: {
@@ -103,6 +104,8 @@ def test_ranks_may_differ_in_no_setting_of_training(
     """A new setting is compared unless it is listed as one that may differ; add another value of it above."""
     folder, file = copy_dataset(small_dataset, tmp_path / "data"), tmp_path / "data" / "items.parquet"
     pq.write_table(pa.table({"item_id": [1, 2], "genre": [3, 4]}), file)
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"user_id": [*range(300)], "candidates": [[1]] * 300}), "sets.parquet")
     table = DataFile(path=file.name, rows=2, sha256=sha256_of(file))
     write_manifest(dataclasses.replace(read_manifest(folder), item_features=table), folder)
     known = {name for changes in CHANGES.values() for name in changes}

@@ -78,6 +78,7 @@ def _stream(data: Any, follow: bool = False, **options: Any) -> Any:
     return build(data, _config(**options), **ONE, follow=follow)
 
 
+NEW_ITEMS, COUNTED_BEFORE = Negatives(count=1, known_at=True), Negatives(count=1, by="popularity", counted="before")
 OF_EVENTS = {"extra_events": ("timestamp_ms",), "label": "action", "weight": "price", "negatives": Negatives(count=1)}
 NOT_WITH_CODES: dict[str, Any] = {"num_tasks": 1, "candidate_actions": True, **OF_EVENTS}
 OF_SETTINGS = _rows(
@@ -100,6 +101,8 @@ OF_SETTINGS = _rows(
     (lambda s: _config(order=Requests()), "requests have candidates as targets; pass max_num_candidates of at least 1"),
     (lambda s: _config(num_tasks=2, label="dwell"), "num_tasks above 1 are bits of actions, got label 'dwell'; ..."),
     (lambda s: _config(num_tasks=1, negatives=Negatives(count=1)), "negatives are ...; set max_num_candidates to 1"),
+    (lambda s: _config(negatives=COUNTED_BEFORE), "counted='before' is before a window of time, got order ..."),
+    (lambda s: Negatives(count=1, counted="before"), "Negatives: counted='before' applies to by='popularity', not..."),
     (lambda s: Negatives(count=0), "Negatives: count must be at least 1, got 0"),
     (lambda s: Negatives(count=1, by="events"), "Negatives: by must be one of uniform, ..."),  # type: ignore[arg-type]
     (lambda s: Negatives(count=1, num_hard=2), "Negatives: num_hard=2 has no effect without hard; give both, or ..."),
@@ -172,6 +175,18 @@ def _hard(scene: Scene, table: Any) -> Any:
     return NegativeSampler.create(Negatives(count=1, hard=path, num_hard=1), [store_of_items([], size=9)], None)
 
 
+def _sets(scene: Scene, table: Any) -> Any:
+    """Read candidate sets for a dataset of 9 items."""
+    path = scene.folder / "sets.parquet"
+    pq.write_table(pa.table(table), path)
+    config = LoaderConfig(batch_size=1, max_num_candidates=1, candidate_sets=path)
+    return Collate.create(config, STORE.manifest, [store_of_items([], size=9)])
+
+
+def _known(source: Any, **options: Any) -> Any:
+    return NegativeSampler.create(Negatives(count=1, known_at=True, **options), [source], None)
+
+
 def _popular(size: int, rule: str) -> Any:
     return NegativeSampler.create(Negatives(count=1, by="popularity"), [store_of_items([], size=size, rule=rule)], None)
 
@@ -200,13 +215,22 @@ OF_COLUMNS = [
         (lambda s: _loader(_mapped(s), negatives=Negatives(count=1)), "negatives are drawn before items are ..."),
         (lambda s: RandomBatches(_config(negatives=Negatives(count=1)), num_batches=1), "random batches have no ..."),
         (lambda s: _stream(s.data, negatives=Negatives(count=1)), "...rule 'keep', whose events a stream cannot ..."),
+        (lambda s: _known(store_of_items([[1]], size=9)), "known_at needs the times of the events of train, and ..."),
+        (lambda s: _known(store_of_items([], size=9)), "known_at needs the times of the events of train, and ..."),
+        (lambda s: _stream(s.data, negatives=NEW_ITEMS), "streams and logs do not know when items came first; use ..."),
+        (lambda s: RandomBatches(_config(candidate_sets="a"), num_batches=1), "random batches have no users with ..."),
         (lambda s: _popular(1 << 62, "hash:4611686018427387904"), "negatives need tables of all ..."),
     ),
     *_rows(
         DataError,
         (lambda s: _hard(s, None), "<folder>/hard.parquet is no Parquet file of hard negatives (...); write ..."),
         (lambda s: _hard(s, {"item_id": [1], "negatives": [[None]]}), "...; write item_id int64 and negatives ..."),
-        (lambda s: _hard(s, {"item_id": [1, 1], "negatives": [[2], [3]]}), "... has an item in more than one ..."),
+        (lambda s: _hard(s, {"item_id": [1, 1], "negatives": [[2], [3]]}), "... has item_id 1 in more than one ..."),
+        (lambda s: _hard(s, {"item_id": [9], "negatives": [[1]]}), "... has items 9 to 9, the dataset 0 to 8; ..."),
+        (lambda s: _sets(s, {"user_id": [1]}), "<folder>/sets.parquet is no Parquet file of candidate sets (...); ..."),
+        (lambda s: _sets(s, {"user_id": [1], "candidates": [None]}), "...; write user_id int64 and candidates list..."),
+        (lambda s: _sets(s, {"user_id": [2, 1, 2], "candidates": [[1]] * 3}), "... has user_id 2 in more than one ..."),
+        (lambda s: _sets(s, {"user_id": [2], "candidates": [[-1]]}), "... has items -1 to -1, the dataset 0 to 8; ..."),
         (lambda s: _hard(s, {"item_id": [1], "negatives": [[9]]}), "... has items 9 to 9, the dataset 0 to 8; ..."),
     ),
 ]  # fmt: skip

@@ -5,6 +5,7 @@ import torch
 
 from evenrank import training as t
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.training.metrics import MeanMetrics
 from tests.errors.scene import Row, Scene
 from tests.examples.hstu.samples import make_batch
@@ -21,11 +22,21 @@ def accumulated(returned: Any, got: str) -> Row:
     return row(lambda _: list(t.accumulate(steps_of([1]), 1, task_tokens=lambda batch: returned)), line)
 
 
+ONE, TWO, COLUMN, BATCH = torch.zeros(1), torch.ones(2), torch.zeros(1, 1), batch_of(loss_tokens=1)
+
+
+def predicted(scene: Scene, items: Any = TWO, *, epoch: int = 0, **options: Any) -> None:
+    """Write predictions for the first batch of an epoch, of which a writer was made for epoch 0."""
+    loader = build_loader(scene.data, LoaderConfig(batch_size=2, max_num_candidates=1), rank=0, world_size=1)
+    with t.PredictionWriter(scene.folder / "out", options.pop("loader", loader), **options) as writer:
+        loader.begin_at(epoch)
+        writer.write(next(iter(loader)), items, TWO)
+
+
 def tracked(layers: Any, start: int, stop: int, line: str) -> Row:
     return row(lambda _: t.AttentionTracker(Model(), layers, device="cpu", start=start, stop=stop), line)
 
 
-ONE, TWO, COLUMN, BATCH = torch.zeros(1), torch.ones(2), torch.zeros(1, 1), batch_of(loss_tokens=1)
 TASKS = batch_of(world_loss_tokens=8, dp_size=4, world_task_tokens=torch.tensor([8, 3]))
 SHAPE: Any = {"hidden": 4, "head_dim": 4, "layers": 1}
 T4: Any = t.peaks_by_name("Tesla T4")
@@ -70,6 +81,20 @@ ROWS = [
     row(
         lambda _: MeanMetrics(["a"], {}, ANY, "cpu").add_terms(COLUMN.double(), TWO),
         "weights must be [1], one per s...",
+    ),
+    row(lambda s: predicted(s, epoch=1), "a batch of epoch 1 is not of 0; make a writer for each iteration"),
+    row(
+        lambda s: predicted(s), "items and scores must be [2] or [2, k], items integers, got torch.float32 [2] and ..."
+    ),
+    row(lambda s: predicted(s, ONE.int()), "...got torch.int32 [1] and scores [2]"),
+    row(lambda s: predicted(s, loader=[1]), "PredictionWriter: loader must be of type Loader[Any], got [1]"),
+    row(
+        lambda s: [s.file("out/mine.txt", ""), predicted(s, overwrite=True)],
+        "<folder>/out is there, without predictions; remove it, or choose another folder",
+    ),
+    row(
+        lambda s: [s.file("out/_predictions.json", ""), predicted(s)],
+        "<folder>/out has predictions; pass overwrite=True, or choose another folder",
     ),
     tracked("x.*", 0, 1, "...no module ... 'x.*'; ... types Attention, Linear, Model..."),
     tracked(Attention, 3, 3, "the interval of steps is [3, 3)..."),

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenrank.dataloader import Pools, Requests, Targets, TimeWindows
+import numpy as np
+
+from evenrank.dataloader import Negatives, Pools, Requests, Targets, TimeWindows
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
 from tests.laws import data as of_data
@@ -45,6 +47,16 @@ def _mixture_counts(data: Path, job: Job, epoch: int) -> Counter[int]:
     return epochs[epoch]
 
 
+def _with_negatives(data: Path, job: Job, epoch: int, samples: Samples) -> Samples:
+    """Return samples with the negatives of a batch of all of them, on one rank."""
+    from tests.laws.running import see_values
+
+    loader = make(data, replace(job, way="plain", workers=0, fault=None).of(0, 1))
+    drawn = dict(see_values(loader.collate(np.array([*samples], dtype=np.int64), epoch=epoch)))
+    names = ("negatives.item_id", "log_q.negative", "log_q.positive")
+    return {sample: {**values, **{name: drawn[sample][name] for name in names}} for sample, values in samples.items()}
+
+
 KINDS: dict[str, Kind] = {
     "shuffle": Kind(
         make=lambda data, job, balance: making.built(data, job, balance, max_num_candidates=2),
@@ -73,9 +85,16 @@ KINDS: dict[str, Kind] = {
     ),
     "windows of time": Kind(
         make=lambda data, job, balance: making.built(
-            data, job, balance, order=TimeWindows(every="1w", start=of_data.START), max_num_candidates=3
+            data,
+            job,
+            balance,
+            order=TimeWindows(every="1w", start=of_data.START),
+            max_num_candidates=3,
+            negatives=Negatives(count=2, by="popularity", known_at=True, counted="before"),
         ),
-        samples=lambda data, job, epoch: of_data.samples_of_targets(data, max_targets=3, week=epoch),
+        samples=lambda data, job, epoch: _with_negatives(
+            data, job, epoch, of_data.samples_of_targets(data, max_targets=3, week=epoch)
+        ),
     ),
     "targets": Kind(
         make=lambda data, job, balance: making.built(
