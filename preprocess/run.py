@@ -154,12 +154,12 @@ def _rules_of_counted(config: PreprocessConfig, rules: Mapping[str, str]) -> dic
     for name in (counted := parse_min_count(config.min_count)):
         column = name.removesuffix("_id")
         if rules[name] not in (AUTO, DENSE):
-            reason = f"the ids of {column}s are {rules[name]}, without a vocabulary; give --ids {column}=dense"
+            reason = f"the ids of {column}s are {rules[name]}, without a vocabulary; give --ids {column}=dense, or"
         elif unknown.get(name, "append") != "append":
-            reason = f"unknown {column}s get no ids with {column}={unknown[name]} of unknown"
+            reason = f"new {column}s get no ids, as unknown is {unknown[name]} for them;"
         else:
             continue
-        raise ConfigError(f"min_count={config.min_count!r} has no effect: {reason}, or leave {column} out of min_count")
+        raise ConfigError(f"min_count={config.min_count!r} has no effect: {reason} leave {column} out of it")
     return dict.fromkeys(counted, DENSE)
 
 
