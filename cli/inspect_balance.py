@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,6 +71,8 @@ def inspect_balance_command(ctx: typer.Context) -> None:
         from evenrank.dataloader import LoaderConfig
         from evenrank.dataloader.balance import BalanceConfig
 
+        # Imported later, its defaults would keep the group, whose threads can abort the end of the process.
+        import_module("torch.distributed.nn.functional")
         config = LoaderConfig(**asdict(samples), max_num_candidates=chosen.max_num_candidates)
         on_stage("waiting for the other ranks")
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))

@@ -57,7 +57,8 @@ def inspect_command(
     )
     for table in tables_of(manifest, statistics.num_events):
         console.print_result(table)
-    console.print_aligned(statistics.describe())
+    audit = {what: f"{count:,}" for what, count in manifest.options.get("audit", {}).items()}
+    console.print_aligned({**statistics.describe(), **audit})
     with console.stages() as on_stage:
         from evenrank.cli.reports.dataset_page import render_page
         from evenrank.datasets.store import open_store

@@ -132,8 +132,8 @@ def _whole_rows(stores: Sequence[SequenceStore], users: Ints, dataset: Path | st
     if is_divided.any():
         raise ConfigError(
             f"requests need all events of a user in one row, but {dataset} divides those of user "
-            f"{ordered[is_again[is_divided][0]]}; preprocess it without --window, hashed ids, `--unknown oov` and a "
-            "second log that overlaps the first"
+            f"{ordered[is_again[is_divided][0]]}; preprocess it without --window, hashed ids, `--unknown oov`, "
+            "--min-count for users and a second log that overlaps the first"
         )
     places = np.searchsorted(ordered, users, side="right") - 1  # -1: below all
     return np.where(np.append(ordered, 0)[places] == users, np.append(order, -1)[places], -1)

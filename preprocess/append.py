@@ -144,7 +144,9 @@ def read_base(folder: Path, config: PreprocessConfig, rules: Mapping[str, str]) 
     lossy += ["the split"] * bool(rule.gap_ms or rule.eval_ms)
     hashed = [name for name, of in ids.items() if of.summary.rule not in (DENSE, KEEP)]
     reason = (
-        f"{', '.join(lossy)} left out events that may count by now"
+        "min_count gives the id 0 to values that may be frequent by now"
+        if config.min_count or manifest.options.get("min_count")
+        else f"{', '.join(lossy)} left out events that may count by now"
         if lossy
         else f"{', '.join(hashed)} has ids that are hashes"
         if hashed

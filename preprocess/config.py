@@ -76,7 +76,14 @@ def parse_unknown(text: str) -> dict[str, str]:
     return _parse_per_column("unknown", text, ", ".join(get_args(Unknown)), lambda rule: rule in get_args(Unknown))
 
 
-def _parse_per_column(option: str, text: str, expected: str, is_valid: Callable[[str], bool]) -> dict[str, str]:
+def parse_min_count(text: str) -> dict[str, int]:
+    """Parse `5`, or `item=5,user=2`: how many events a value needs for an id, for each column that has a rule."""
+    is_count = re.compile("[1-9][0-9]{0,8}").fullmatch
+    counts = _parse_per_column("min_count", text, "events (1 to 999999999)", is_count)
+    return {name: int(count) for name, count in counts.items()}
+
+
+def _parse_per_column(option: str, text: str, expected: str, is_valid: Callable[[str], object]) -> dict[str, str]:
     rules: dict[str, str] = {}
     for part in text.split(",") if text else ():
         column, has_column, rule = part.strip().partition("=")
@@ -159,6 +166,10 @@ class PreprocessConfig(Settings):
     """Ids of users and items: `dense`, numbered by first appearance, with a vocabulary; `keep`, the integers of the
     log; `hash:N`, a hash below N; `auto`, `dense` or `keep` by their range. For both, or `item=RULE,user=RULE`.
     Default: `dense` for public datasets but Yambda, `auto` for custom ones, else `keep`."""
+    min_count: Annotated[str, Parsed(parse_min_count), Option("item=EVENTS")] = ""
+    """`item=5`: items with fewer events, after filters and in all splits, share the id 0 of unknown ones, and their
+    events stay; also for users, or one number for both. Ids are `dense` then. Of a later log, only values that
+    `vocabulary` lacks are counted."""
     vocabulary: Annotated[Path | None, Option("FOLDER")] = None
     """Earlier dataset, also at a URL, whose ids are kept, for a later log. None: ids begin anew."""
     unknown: Annotated[

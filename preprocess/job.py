@@ -59,7 +59,7 @@ from evenrank.preprocess.build.vocabulary import (
     vocabulary_name,
     write_vocabulary,
 )
-from evenrank.preprocess.config import Filters, PreprocessConfig
+from evenrank.preprocess.config import Filters, PreprocessConfig, parse_min_count
 from evenrank.preprocess.engine import Engine, Memory, num_cores, threads
 from evenrank.preprocess.log_config import DENSE
 from evenrank.preprocess.read.features import FeatureLookup, Interactions
@@ -135,6 +135,7 @@ class Job:
             "seed": config.seed,
             "on_error": config.on_error,
             "unknown": config.unknown,
+            **({"min_count": config.min_count} if config.min_count else {}),
             "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
             "requests": None if config.requests is None else asdict(config.requests),
         }
@@ -295,14 +296,19 @@ class Job:
 
     def _number(self, buckets: Buckets, texts: Mapping[str, TextValues], engine: Engine) -> dict[str, Ids]:
         """Find the ids of users and items, at the same time."""
-        kinds = self.source.id_kinds
+        kinds, min_counts = self.source.id_kinds, parse_min_count(self.config.min_count)
 
         def number(name: str) -> Ids:
-            column = IdColumn(name, kinds[name], texts.get(name), buckets, self.work / "values")
+            values, min_count = self.work / "values", min_counts.get(name, 1)
+            column = IdColumn(name, kinds[name], texts.get(name), buckets, values, min_count)
             return number_ids(self.rules[name], column, self.earlier.get(name), engine)
 
         with ThreadPoolExecutor(2) as both:
-            return dict(zip(kinds, both.map(number, kinds), strict=True))
+            ids = dict(zip(kinds, both.map(number, kinds), strict=True))
+        for name, of in ids.items():
+            rare = f"rare {name.removesuffix('_id')}s (kept"
+            self.counts |= {f"{rare}, with the id 0)": of.num_rare, f"events of {rare})": of.num_rare_events}
+        return ids
 
     def _rules(self, facts: SplitFacts, buckets: Buckets, num_left: int, ids: Mapping[str, Ids]) -> RangeRules:
         """Return what becomes of the events that are left."""

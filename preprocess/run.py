@@ -24,7 +24,7 @@ from evenrank.preprocess.append import continue_features, read_base
 from evenrank.preprocess.build.buckets import Columns
 from evenrank.preprocess.build.splits import IN_EVAL, parse_split, second_log
 from evenrank.preprocess.build.vocabulary import EarlierIds, read_earlier
-from evenrank.preprocess.config import PreprocessConfig, parse_ids, parse_unknown
+from evenrank.preprocess.config import PreprocessConfig, parse_ids, parse_min_count, parse_unknown
 from evenrank.preprocess.engine import check_not_forked, own_memory
 from evenrank.preprocess.job import Job
 from evenrank.preprocess.log_config import AUTO, DENSE, KEEP, SyntheticConfig
@@ -120,6 +120,7 @@ def _write(
     elif config.vocabulary is not None:
         earlier = read_earlier(config.vocabulary, parse_unknown(config.unknown))
         rules |= {name: ids.summary.rule for name, ids in earlier.items()}
+    rules |= _rules_of_counted(config, rules)
     copies.remove_others()
     known: dict[str, IdKind] = {name: ids.summary.kind for name, ids in earlier.items()}
     first_ms = {} if base is None else base.first_ms
@@ -150,6 +151,24 @@ def _write(
                 remedy = "write all ids alike, or preprocess both logs at once"
                 raise DataError(f"{found[name]}, and {kind}; {remedy}") from None
             known |= dict.fromkeys(found, "text")
+
+
+def _rules_of_counted(config: PreprocessConfig, rules: Mapping[str, str]) -> dict[str, str]:
+    """Return the rules of ids of the columns with a least count, given those of all; a ConfigError if it has no effect.
+
+    Only a vocabulary can lack values.
+    """
+    unknown = parse_unknown(config.unknown)
+    for name in (counted := parse_min_count(config.min_count)):
+        column = name.removesuffix("_id")
+        if rules[name] not in (AUTO, DENSE):
+            reason = f"the ids of {column}s are {rules[name]}, without a vocabulary; give --ids {column}=dense, or"
+        elif unknown.get(name, "append") != "append":
+            reason = f"new {column}s get no ids, as unknown is {unknown[name]} for them;"
+        else:
+            continue
+        raise ConfigError(f"min_count={config.min_count!r} has no effect: {reason} leave {column} out of it")
+    return dict.fromkeys(counted, DENSE)
 
 
 def _check_out(files: Sequence[Path], out: Path | Remote, fetched: Sequence[Remote] = ()) -> None:

@@ -7,11 +7,12 @@
 
 A mutant is one expression or statement that is replaced: an operator, a bound, a constant that is off by one, a check
 that is dropped, arguments that are swapped. `run` plants it in a copy of the checkout and runs, until one fails, the
-tests that killed it before, those of its file, of its folder, the laws, and those of its part of the package, processes
-last. What fails has to fail again, alone, and to pass without the mutant. What no test notices survives, also if
---limits stopped a stage of tests; some survivors change no result. Sensitive rooms come first, and in them what may
-survive. Results are appended as they come; what has one in the file is not run again, so another file compares commits.
-A mutant is found by the text that it replaces in its function, and if that is gone, in any function of this name.
+tests that killed it before, those of its file, of its folder, of errors, the laws, and those of its part of the
+package, processes last. What fails has to fail again, alone, and to pass without the mutant. What no test notices
+survives, also if --limits stopped a stage of tests; some survivors change no result. Sensitive rooms come first, and in
+them what may survive. Results are appended as they come; what has one in the file is not run again, so another file
+compares commits. A mutant is found by the text that it replaces in its function, and if that is gone, in any function
+of this name.
 """
 
 import ast
@@ -194,6 +195,8 @@ def stages(file: str, killer: str) -> Iterator[list[str]]:
     while not (ROOT / folder).is_dir():
         folder = folder.parent
     yield [str(folder), *done, "-m", LIGHT]
+    if (ROOT / "tests/errors").is_dir():  # mistakes in all parts of the package
+        yield ["tests/errors", *done]
     if path.parts[0] not in ("preprocess", "cli") and (ROOT / "tests/laws").is_dir():  # laws of reading and balancing
         yield ["tests/laws", *done]
     if len(folder.parts) > 2:

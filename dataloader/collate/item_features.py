@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.storage import Remote
 from evenrank.datasets.schema import FLOAT, ITEM_ID, REMEDY
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import StreamSource
@@ -34,18 +36,16 @@ def read_item_features(source: SequenceStore | StreamSource, names: Sequence[str
     if (size := manifest.vocabulary_sizes[ITEM_ID]) > _MAX_ITEMS:
         raise ConfigError(f"item_features needs arrays of all {size:,} ids of items; preprocess with --ids item=dense")
     if isinstance(source, StreamSource):
-        path: Any = f"{source.root}/{file.path}"
-        with wrap_parquet_errors(path):
-            table = pq.read_table(path, filesystem=source.files)
+        place: Path | Remote | None = Remote(files=source.files, path=source.root, url=source.root)
     else:
         place = source.source or source.folder
-        assert place is not None  # because stores in memory have no table of features
-        path = place / file.path
-        with open_file(path) as opened, wrap_parquet_errors(str(path)):
-            content = opened.read()
-            if hashlib.sha256(content).hexdigest() != file.sha256:
-                raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
-            table = pq.read_table(pa.BufferReader(content))
+    assert place is not None  # because stores in memory have no table of features
+    path = place / file.path
+    with open_file(path) as opened, wrap_parquet_errors(str(path)):
+        content = opened.read()
+        if hashlib.sha256(content).hexdigest() != file.sha256:
+            raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
+        table = pq.read_table(pa.BufferReader(content))
     check_columns([ITEM_ID], table.column_names, path, REMEDY)
     known = [name for name in table.column_names if name != ITEM_ID]
     features = {}

@@ -278,7 +278,7 @@ def _draw(
         for event in range(len(own)):
             slots[_slot(own[event], own, before, slots)] = before + event + 1
         word, first, last = words[sample], sample * width, (sample + 1) * width
-        if num_hard and offsets[row] < ends[sample]:
+        if num_hard and begins[sample] < ends[sample]:
             target = column[ends[sample] - 1]
             begin, size = tables.hard_begins[target], tables.hard_ends[target] - tables.hard_begins[target]
             for number in range(size):  # from a random one on, in their order

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evenrank.core.errors import ConfigError
-from hstu import kernels
+from hstu import attention_kernels, row_kernels
 from hstu.layers import HSTULayer, Sequences
 
 HEAD_DIMS = (64, 128, 256)
@@ -115,9 +115,9 @@ BACKWARD_KEY_VALUE = {
 BACKWARD_KEY = {(256, BF16): Launch(128, 32, 8, 3, tma=True), (256, FP32): Launch(32, 32, 4, 1)}
 BACKWARD_VALUE = {(256, BF16): Launch(128, 64, 8, 2, tma=True), (256, FP32): Launch(32, 32, 4, 1)}
 
-_FORWARD = Kernel(kernels.attention_forward)
-_BACKWARD_QUERY = Kernel(kernels.attention_backward_query)
-_BACKWARD_KEY = Kernel(kernels.attention_backward_key)
+_FORWARD = Kernel(attention_kernels.attention_forward)
+_BACKWARD_QUERY = Kernel(attention_kernels.attention_backward_query)
+_BACKWARD_KEY = Kernel(attention_kernels.attention_backward_key)
 
 
 def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
@@ -234,8 +234,8 @@ def _descriptors(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-_NORM_FORWARD, _NORM_BACKWARD = Kernel(kernels.norm_forward), Kernel(kernels.norm_backward)
-_SILU_FORWARD, _SILU_BACKWARD = Kernel(kernels.silu_forward), Kernel(kernels.silu_backward)
+_NORM_FORWARD, _NORM_BACKWARD = Kernel(row_kernels.norm_forward), Kernel(row_kernels.norm_backward)
+_SILU_FORWARD, _SILU_BACKWARD = Kernel(row_kernels.silu_forward), Kernel(row_kernels.silu_backward)
 _SILU_VALUES = 1024  # of each of V, Q and K that a program computes at a time
 _MAX_PROGRAMS = 528  # that sum gradients: 4 for each multiprocessor of an H100 or H200, which has room for all at once
 

@@ -1,7 +1,7 @@
 """The ids of users and items, the rows of embedding tables: rules, and their vocabularies.
 
 auto       `dense` or `keep`, whichever fits the values: `keep` where at least half of the ids up to the largest occur
-dense      1, 2, ... by first appearance, listed in a vocabulary; 0 is left for unknown values
+dense      1, 2, ... by first appearance, listed in a vocabulary; 0 is left for unknown and rare values
 keep       the integers of the log
 hash:1000  a hash of the value, 0..999, for which no vocabulary is needed
 
@@ -64,6 +64,9 @@ class Ids:
     """Of the keys, in the order of their ids, if the rule is `dense`."""
     rows: Sequence[Path] = ()
     """Files of the values in the same order, and how often each occurs."""
+    num_rare: int = 0
+    """Values with fewer events than `min_count`, which share the id 0."""
+    num_rare_events: int = 0
 
     def encode(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the ids of keys: int64 [n] both; of those that a vocabulary lacks, 0."""
@@ -128,16 +131,19 @@ class IdColumn:
     texts: TextValues | None  # by key, if the kind is text
     buckets: Buckets  # of events, or of values that were counted in part
     work: Path
+    min_count: int = 1  # events of a value that gets an id of its own, unless it has one
 
 
 class Part(NamedTuple):
-    """The values with some keys, in order; of those that an earlier vocabulary has, only how often they occur."""
+    """The values with some keys, in order, but rare ones; of those that an earlier vocabulary has, only the counts."""
 
     path: Path  # of a file of `first`, `value`, `key` (if they are texts), `count`
     known: Path | None  # of a file of `place` in the earlier vocabulary, `count`
     num_values: int  # all
     num_lacking: int  # in the earlier vocabulary
     num_events: int  # of those that it lacks
+    num_rare: int  # of those that it lacks
+    num_rare_events: int
     limits: tuple[int, ...]  # the least and the largest value, unless they are texts
     samples: Sequence[tuple[int, Any, int]]  # first, value and number of every n-th row
 
@@ -152,10 +158,13 @@ def number_ids(rule: str, column: IdColumn, earlier: EarlierIds | None, engine: 
         return Ids(size=None, summary=summary)
     known = earlier if earlier is not None and earlier.unknown else None
     parts = _find_values(column, None if known is None else KeyTable(known.keys), engine)
-    distinct = sum(part.num_values for part in parts)
+    distinct, num_rare = sum(part.num_values for part in parts), sum(part.num_rare for part in parts)
+    if known is None and 0 < distinct == num_rare:
+        reason = f"all {distinct:,} values of {column.name} have fewer than {column.min_count:,} events each"
+        raise DataError(f"{reason}; lower min_count")
     summary = replace(summary, distinct=distinct)
     if engine.memory is not None:
-        engine.memory.take(f"{distinct:,} ids of {column.name}", BYTES_PER_ID * distinct)
+        engine.memory.take(f"{distinct - num_rare:,} ids of {column.name}", BYTES_PER_ID * (distinct - num_rare))
     if rule.startswith(HASH):
         ids = Ids(size=int(rule.partition(":")[2]), summary=summary)
         _, counts = np.unique(ids.encode(_keys_in(column.kind, [part.path for part in parts])), return_counts=True)
@@ -185,7 +194,9 @@ def number_ids(rule: str, column: IdColumn, earlier: EarlierIds | None, engine: 
         summary = replace(summary, unknown_values=num_values, unknown_events=num_events)
         rows = [_write_known(known, column, parts), *([] if known.unknown == "oov" else rows)]
     table = KeyTable(_keys_in(column.kind, rows))
-    return Ids(size=len(table) + 1, summary=summary, table=table, rows=rows)
+    rare_events = sum(part.num_rare_events for part in parts)
+    size = len(table) + 1
+    return Ids(size=size, summary=summary, table=table, rows=rows, num_rare=num_rare, num_rare_events=rare_events)
 
 
 def _find_values(column: IdColumn, known: KeyTable | None, engine: Engine) -> list[Part]:
@@ -217,6 +228,7 @@ def _sort_part(column: IdColumn, known: KeyTable | None, index: int) -> Part:
         places = pl.Series("place", known.find(keys))
         of_known = _write(column, f"known-{index:05d}", part.select(places, COUNT).filter(places >= 0))
         part = part.filter(places < 0)
+    lacking, part = part, part.filter(pl.col(COUNT) >= column.min_count)
     if column.texts is not None:
         part = part.join(column.texts.part(index), on=KEY, how="left")
     else:
@@ -225,8 +237,10 @@ def _sort_part(column: IdColumn, known: KeyTable | None, index: int) -> Part:
         part = part.with_columns(pl.Series(VALUE, part.get_column(KEY).to_numpy().view(dtype))).drop(KEY)
     part = part.sort(_ORDER)
     samples = part.select(*_ORDER, pl.int_range(pl.len())).gather_every(max(1, _VALUES_PER_RANGE // _SAMPLES)).rows()
-    path, num_events = _write(column, f"part-{index:05d}", part), int(part.get_column(COUNT).sum())
-    return Part(path, of_known, len(keys), len(part), num_events, limits, samples)
+    path = _write(column, f"part-{index:05d}", part)
+    num_events, num_frequent = (int(rows.get_column(COUNT).sum()) for rows in (lacking, part))
+    rare = len(lacking) - len(part), num_events - num_frequent
+    return Part(path, of_known, len(keys), len(lacking), num_events, *rare, limits, samples)
 
 
 def _counts_in(column: IdColumn, index: int) -> _Counts:
@@ -258,7 +272,7 @@ def _add_up(
 
 def _merge(column: IdColumn, parts: Sequence[Part], engine: Engine) -> list[Path]:
     """Write the values of all parts in their order, in one file after the other."""
-    size = sum(part.num_lacking for part in parts)
+    size = sum(part.num_lacking - part.num_rare for part in parts)
     num_ranges = min(-(-size // _VALUES_PER_RANGE), max(_MANY_RANGES, -(-size // _MAX_VALUES_PER_RANGE)))
     samples = sorted(sample[:2] for part in parts for sample in part.samples)
     limits = [samples[len(samples) * index // num_ranges] for index in range(1, num_ranges)]
@@ -275,7 +289,7 @@ def _merge_range(column: IdColumn, parts: Sequence[Part], task: tuple[int, Seque
         before = 0 if begin is None else max(0, bisect_left(part.samples, begin) - 1)
         after = [] if end is None else part.samples[bisect_left(part.samples, end) :]
         begin_row = part.samples[before][2] if part.samples else 0
-        end_row = after[0][2] if after else part.num_lacking
+        end_row = after[0][2] if after else part.num_lacking - part.num_rare
         slices.append(_scan(part.path).slice(begin_row, end_row - begin_row))
     rows = pl.concat(slices)
     if begin is not None:

@@ -37,6 +37,7 @@ OPTIONS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "ray_address": ("auto", EVERY, {"engine": "ray"}),
     "stride": (4, EVERY, {"window": 8}),
     "by_date": (True, EVERY, {"requests": 60.0}),
+    "min_count": ("item=5", EVERY, {}),
     "vocabulary": ("old", EVERY - {"all"}, {}),
     "unknown": ("oov", EVERY - {"all"}, {"vocabulary": "old"}),
     "events": (["log.csv", "a,b.csv"], CUSTOM, {}),

@@ -146,6 +146,32 @@ def test_an_epoch_on_two_ranks_sees_each_sample_once_and_shows_progress_on_one(
     assert idle_before > 5 > idle_after
 
 
+# Prints whether the group of a rank is alive, after the command has destroyed it.
+OF_GROUP = """
+import sys, weakref
+import torch.distributed as dist
+from evenrank.cli.main import main
+init, groups = dist.init_process_group, []
+def start(*args, **options):
+    init(*args, **options)
+    groups.append(weakref.ref(dist.group.WORLD))
+dist.init_process_group = start
+try:
+    main()
+finally:
+    print("alive:", [group() is not None for group in groups])
+"""
+
+
+def test_no_thread_of_the_group_is_left_when_the_command_ends_which_could_abort_the_process(
+    small_dataset: Path,
+) -> None:
+    of_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = (sys.executable, "-P", "-c", OF_GROUP, "inspect-balance", small_dataset)
+    run = run_program(*command, environment={**os.environ, **of_rank})
+    assert (run.returncode, run.stdout.splitlines()[-1]) == (0, "alive: [False]"), run.stderr
+
+
 def test_inspecting_balance_without_torchrun_shows_the_command_to_run(small_dataset: Path, tmp_path: Path) -> None:
     for program in ((SCRIPTS / "inspect_balance.py",), ("-m", "evenrank", "inspect-balance")):
         run = run_program(sys.executable, *program, small_dataset, cwd=tmp_path)

@@ -78,7 +78,7 @@ def test_the_run_and_the_page_count_each_event_once(here: Path) -> None:
     # 3,000 events on each of 7 days. Rows of eval repeat the events of train before those to predict.
     events = [f"{n % 4999},{n % 50},{1_704_067_200 + n * 86_400 // 3000}" for n in range(21_000)]
     (here / "log.csv").write_text("\n".join(["user_id,item_id,timestamp", *events]))
-    log = ("--dataset", "custom", "--events", "log.csv")
+    log = ("--dataset", "custom", "--events", "log.csv", "--min-count", "user=5")
     lines = printed("preprocess", *log, "--split", "leave-last:1", "--out", "a log").splitlines()
     assert lines[-1] == "next: evenrank inspect 'a log'"
     described = read_statistics(read_manifest(here / "a log")).describe()
@@ -88,6 +88,9 @@ def test_the_run_and_the_page_count_each_event_once(here: Path) -> None:
     assert len({line.index(text) for line, text in zip(shown, described.values(), strict=True)}) == 1  # aligned
     inspected = printed("inspect", "a log").splitlines()
     assert set(shown) <= set(inspected)
+    rare = ("rare users (kept, with the id 0)", "3,995"), ("events of rare users (kept)", "15,980")
+    for texts in (lines, inspected):
+        assert {*rare} <= {tuple(re.split(": +", line)) for line in texts}
     assert next(line for line in inspected if line.strip().startswith("all")).split()[-2] == "21,000"
     html = (here / "a log-report.html").read_text()
     assert all(text in text_of(html) for text in described.values())

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pyarrow.parquet as pq
 import pytest
 import typer
@@ -44,14 +43,6 @@ AMAZON = {
     "meta_All_Beauty.jsonl.gz": [_product(item) for item in range(6)],
 }
 OF_USERS = {"item_id": [f"B00P{item}" for item in range(4)], "helpful_vote": [0, 1, 2, 3]}
-YAMBDA = {
-    "uid": pl.Series([100, 100, 400], dtype=pl.UInt32),
-    "timestamp": pl.Series([0, 25_999_000, 5], dtype=pl.UInt32),
-    "item_id": pl.Series([8_326_270, 1, 8_326_270], dtype=pl.UInt32),
-    "is_organic": pl.Series([1, 0, 0], dtype=pl.UInt8),
-    "played_ratio_pct": pl.Series([97, 0, 102], dtype=pl.UInt16),
-    "track_length_seconds": pl.Series([105, None, 105], dtype=pl.UInt32),
-}
 TENREC = """user_id,item_id,click,follow,like,share,video_category,watching_times,gender,age
 1,5,1,0,0,0,1,3,2,4\n1,6,0,0,1,0,\\N,0,2,4\n1,7,1,1,1,1,1,5,2,4\n2,5,1,0,0,0,1,0,1,3
 """
@@ -74,11 +65,6 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {f"AGKH{user}": OF_USERS for user in range(5)},
         "eval": {f"AGKH{user}": {"action": [(user + n) % 5 for n in range(5)], "num_targets": 1} for user in range(5)},
         "features": {"B00P1": ("Howard", ["Beauty", "Care 1"]), "B00P4": (None, [])},
-    },
-    "yambda": {
-        "files": {"flat/50m/listens.parquet": pl.DataFrame(YAMBDA)},
-        "train": {400: {"item_id": [8_326_270], "action": [0], "played_ratio_pct": [102]}},
-        "eval": {100: {"item_id": [8_326_270, 1], "num_targets": 1, "track_length_seconds": [105, 0]}},
     },
     "taobao-user-behavior": {
         "files": {"UserBehavior.csv": TAOBAO},
@@ -104,13 +90,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _write(path: Path, content: str | Sequence[dict[str, Any]] | pl.DataFrame) -> None:
+def _write(path: Path, content: str | Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, pl.DataFrame):
-        content.write_parquet(path)
-    else:
-        text = content if isinstance(content, str) else "".join(f"{json.dumps(row)}\n" for row in content)
-        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    text = content if isinstance(content, str) else "".join(f"{json.dumps(row)}\n" for row in content)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
 def _features(out: Path) -> dict[Any, tuple[Any, ...]]:

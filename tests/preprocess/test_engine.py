@@ -132,6 +132,11 @@ def test_a_run_that_needs_more_memory_goes_on_under_a_higher_limit(
     assert caplog.messages == ["going on with what an earlier run has finished"]
     preprocess(replace(config, out=tmp_path / "whole"))
     assert bytes_in(tmp_path / "out") == bytes_in(tmp_path / "whole")
+    pl.concat([log, log.head(5)]).write_csv(tmp_path / "log.csv")
+    monkeypatch.setattr(vocabulary, "BYTES_PER_ID", 10**9)
+    rare = replace(config, out=tmp_path / "rare", memory_limit=round(own_memory() / 1e9 + 1, 2), min_count="2")
+    with pytest.raises(UnfinishedError, match=r", for 5 ids of .*"):  # rare ones need no memory
+        preprocess(rare)
 
 
 def _preprocess_and_return_peak(config: PreprocessConfig) -> float:

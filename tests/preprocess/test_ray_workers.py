@@ -43,7 +43,7 @@ def test_the_bytes_are_those_of_the_local_engine(here: Path, address: str) -> No
     others |= {"on_error": "skip", "rejects": True}
     given: dict[str, Any] = {"vocabulary": here / "log", "unknown": "item=drop,user=append"}
     for config in (
-        of_log(here / "log", Path("log.csv"), log={"label": "rating:float?"}, ids="dense", **others),
+        of_log(here / "log", Path("log.csv"), log={"label": "rating:float?"}, min_count="item=60", **others),
         of_log(here / "later", here / "later.csv", **given, **others),
     ):
         preprocess(config)

@@ -12,16 +12,19 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import Cross, LoaderConfig, Pools, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import DrawKey, group_by_store
+from evenrank.dataloader.collate.item_features import read_item_features
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.schema import DataFile, sha256_of
 from evenrank.datasets.store import Slices
+from evenrank.datasets.stream import StreamSource
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import STORE
 
@@ -218,6 +221,12 @@ def test_features_that_cannot_be_made_are_refused(tmp_path: Path, options: dict[
 
 def test_a_table_that_is_not_the_one_of_the_manifest_is_refused(tmp_path: Path) -> None:
     store = _store([5], 4, tmp_path)
+    stream = StreamSource(manifest=store.manifest, split="train", files=fs.LocalFileSystem(), root=str(tmp_path))
+    sources = (store, stream)
+    artists = [read_item_features(source, ["artist"])["artist"].tolist() for source in sources]
+    assert artists == [ARTISTS.tolist()] * 2
     pq.write_table(pa.table({"item_id": [1], "artist": [2]}), tmp_path / "features.parquet")
-    with pytest.raises(DataError, match=r"features.parquet does not have the SHA-256 in its manifest; preprocess"):
-        build_loader(store, CONFIG, rank=0, world_size=1)
+    message = r"features.parquet does not have the SHA-256 in its manifest; preprocess"
+    for source in sources:
+        with pytest.raises(DataError, match=message):
+            read_item_features(source, ["artist"])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenrank.core.errors import DataError
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.preprocess import job
@@ -49,6 +50,12 @@ def _defined(log: Sequence[Event], column: int, known: Iterable[Any] = ()) -> Ro
     firsts = {value: min(event[2] for event in log if event[column] == value) for value in counts}
     new = sorted(counts.keys() - {*known}, key=lambda value: (firsts[value], value))
     return [(index, value, counts[value]) for index, value in enumerate([*known, *new], start=1)]
+
+
+def _frequent(log: Sequence[Event], column: int, least: int, known: Iterable[Any] = ()) -> Rows:
+    """Return the vocabulary of a log whose values need a number of events, unless they are known."""
+    rows = [row for row in _defined(log, column, known) if row[2] >= least or row[1] in known]
+    return [(index, value, count) for index, (_, value, count) in enumerate(rows, start=1)]
 
 
 def _events(out: Path) -> Counter[Event]:
@@ -105,6 +112,44 @@ def test_ids_are_numbered_by_first_appearance_and_unknown_values_follow_their_ru
             assert monday.vocabulary_sizes[name] == len(expected) + 1
         assert bytes_in(folder / "monday" / "train") == bytes_in(folder / "parts" / "train")
         assert _events(folder / "monday") == Counter(first)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_with_fewer_events_share_the_id_0_and_later_ones_count_anew(
+    tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    values, dtype = VALUES[kind]
+    logs = st.lists(st.tuples(values, values, st.integers(0, 5)), min_size=1, max_size=30)
+
+    @settings(max_examples=12)
+    @given(st.tuples(logs, logs), st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    def check(days: tuple[list[Event], list[Event]], least: tuple[int, int]) -> None:
+        folder, known = tmp_path_factory.mktemp("days"), [list[Any](), list[Any]()]
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name, size in SMALL_PARTS:
+                patch.setattr(module, name, size)
+            for day, events_of_day in enumerate(days):
+                log = [(user, item, time + day * DAY) for user, item, time in events_of_day]
+                path, out = write_log(folder / f"{day}.parquet", log, dtype=dtype), folder / f"out {day}"
+                options: dict[str, Any] = {"vocabulary": folder / "out 0"} if day else {}
+                options["min_count"] = f"user={least[0]},item={least[1]}"
+                rows = [_frequent(log, column, least[column], known[column]) for column in (0, 1)]
+                if not all(rows):
+                    with pytest.raises(DataError, match=r"all \d+ values of .*; lower min_count"):
+                        number(out, path, **options)
+                    return
+                audit, expected = number(out, path, **options).options["audit"], list[Any](log)
+                for c, name in enumerate(NAMES):
+                    assert _rows(out, name) == rows[c]
+                    known[c] = [value for _, value, _ in rows[c]]
+                    rare = [event[c] for event in log if event[c] not in known[c]]
+                    expected = [(*e[:c], e[c] if e[c] in known[c] else None, *e[c + 1 :]) for e in expected]
+                    what = f"rare {name.removesuffix('_id')}s (kept"
+                    assert audit.get(f"{what}, with the id 0)", 0) == len({*rare})
+                    assert audit.get(f"events of {what})", 0) == len(rare)
+                assert _events(out) == Counter(expected)
 
     check()
 
