@@ -5,7 +5,7 @@
 Jobs of one process, with the settings of ml-20m.toml, take turns; alpha 2 trains histories whole. Steps of 4 ranks with
 8 samples each are planned for 20 epochs, and trained by nobody.
 
-    tokens, gflop           of an epoch of the model, mean over seeds and epochs
+    tokens, gflop           of an epoch, and of a step; mean over epochs
     cpu_ms                  processor time of a step of this process, mean over an epoch; rounds, in turns
     auc, normalized_entropy of whole histories, of the best of 4 epochs by each
     last_auc                after the last epoch
@@ -48,7 +48,7 @@ def train(data: Path, out: Path, *options: str) -> Row:
     steps, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
     return {
         "tokens": fmean(line["tokens"] for line in steps),
-        "gflop": fmean(line["tflops"] * line["step_ms"] for line in steps),  # of each interval, which are equally long
+        "gflop": fmean(line["tflops"] * line["step_ms"] for line in steps),
         "auc": max(line["auc"] for line in evaluations),
         "normalized_entropy": min(line["normalized_entropy"] for line in evaluations),
         "last_auc": evaluations[-1]["auc"],
