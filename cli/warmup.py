@@ -82,19 +82,10 @@ def _preprocess(folder: Path) -> None:
 
 def _train(folder: Path) -> None:
     """Lay out an exchange, and load steps of synthetic data, packed and not, if they could be made."""
-    from evenrank.dataloader import (
-        Cross,
-        LoaderConfig,
-        Negatives,
-        Pools,
-        Requests,
-        StochasticLength,
-        Targets,
-        TimeWindows,
-        build_loader,
-    )
+    from evenrank.dataloader import Cross, LoaderConfig, Negatives, Pools, Requests, Targets, TimeWindows, build_loader
     from evenrank.dataloader.balance import BalanceConfig
     from evenrank.dataloader.balance.exchange.exchange import warm_up
+    from evenrank.dataloader.config import StochasticLength
 
     warm_up()
     if (folder / "data").exists():

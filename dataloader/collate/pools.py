@@ -6,6 +6,7 @@ together            1 4 1         the newest three of all values
 """
 
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class EventPools:
     """Finds the events of histories. Any thread may use it."""
 
     def __init__(self, pools: Pools, max_history_length: int) -> None:
-        self._pools, self._limit = pools, max_history_length
+        self._pools, self._limit, self.within = pools, max_history_length, pools.within
         self._values = np.array(pools.values, dtype=np.int64)
         share = max(1, max_history_length // len(pools.values)) if pools.each else max_history_length
         self._shares = np.full(len(pools.values), min(share, max_history_length))
@@ -35,21 +36,12 @@ class EventPools:
     def __reduce__(self) -> tuple[Any, ...]:
         return EventPools, (self._pools, self._limit)  # what was counted is counted again
 
-    @property
-    def within(self) -> int:
-        """The events before the candidates that are looked at."""
-        return self._pools.within
-
     def choose(self, store: SequenceStore, spans: HistorySpans, key: DrawKey) -> tuple[Ints, FindPlaces]:
         """Return how many events of each of m histories are of the kinds, [m], and what finds them."""
         column, sizes = store.columns[self._pools.column], np.empty_like(spans.begins)
         begins, ends, blocks = spans.begins, spans.history_ends, self._blocks(column)
         _count(column, self._values, blocks, begins, ends, self._shares, self._limit, sizes)
-
-        def find_places(begins: Ints, out: Ints) -> None:
-            _find_places(column, self._values, spans.history_ends, spans.ends, begins, sizes, self._shares, out)
-
-        return sizes, find_places
+        return sizes, partial(_find_places, column, self._values, ends, spans.ends, sizes, self._shares)
 
     def _blocks(self, column: NDArray[Any]) -> Ints:
         """Return how often each value is in the column before each block: int64 [blocks + 1, values]."""
@@ -96,9 +88,9 @@ def _find_places(
     values: Ints,
     history_ends: Ints,
     ends: Ints,
-    out_begins: Ints,
     sizes: Ints,
     shares: Ints,
+    out_begins: Ints,
     out: Ints,
 ) -> None:
     # The kind of each value from -1 to the largest and one more, which stand for all below and above.

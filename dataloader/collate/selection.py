@@ -19,9 +19,8 @@ of their store, in the order of time, those of a sample from its begin on."""
 class Selection(Protocol):
     """Chooses the events of histories. Any thread may use it."""
 
-    @property
-    def within(self) -> int:
-        """The events before the candidates that are chosen from."""
+    within: int
+    """The events before the candidates that are chosen from."""
 
     def choose(self, store: SequenceStore, spans: HistorySpans, key: DrawKey) -> tuple[Ints, FindPlaces]:
         """Return how many events of each of m histories are selected, [m], and what finds them."""

@@ -1,8 +1,10 @@
 """Histories of which a random part is trained: `StochasticLength`, drawn by compiled loops.
 
-events     a b c d e f g h i | ?      max_history_length = 9, alpha = 1.26, newest = 2: 9^0.63 = 4 events
+events     a b c d e f g h i | ?      max_history_length = 9, alpha = 1.27, newest = 2: 4 = int(9^0.635) events
 an epoch     b     e     h i          with probability 1 - (4 / 9)^2, else all of them
 """
+
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +29,7 @@ class EventDraws:
         words = mix64(~key.words())  # other ones than those that negatives are drawn by
         lengths, sizes = spans.history_ends - spans.begins, np.empty_like(spans.begins)
         _draw_sizes(words, lengths, self._limit, sizes)
-
-        def find_places(begins: Ints, out: Ints) -> None:
-            _draw_places(words, *spans, sizes, self._newest, begins, out)
-
-        return sizes, find_places
+        return sizes, partial(_draw_places, words, *spans, sizes, self._newest)
 
 
 @compiled

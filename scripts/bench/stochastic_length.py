@@ -5,8 +5,8 @@
 Jobs of one process, with the settings of ml-20m.toml, take turns; alpha 2 trains histories whole. Steps of 4 ranks with
 8 samples each are planned for 20 epochs, and trained by nobody.
 
-    tokens, gflop           of an epoch of the model, mean over seeds and epochs
-    step_ms                 median of the epochs of a seed
+    tokens, gflop           of an epoch, and of a step; mean over epochs
+    cpu_ms                  processor time of a step of this process, mean over an epoch; rounds, in turns
     auc, normalized_entropy of whole histories, of the best of 4 epochs by each
     last_auc                after the last epoch
     ratio, ratio_whole      heaviest rank over the lower bound, mean over steps, as they are planned, and as they are
@@ -18,17 +18,24 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
+import torch
 
-from evenrank.dataloader import LoaderConfig, StochasticLength, build_loader
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, StochasticLength, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
+from evenrank.datasets import read_manifest
+from evenrank.training import scale_loss
 from report import Row, emit, machine, show
+from trainer import TrainConfig, World, ranking
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LENGTH, _RANKS, _EPOCHS = 200, 4, 20  # the first as in ml-20m.toml
+_LENGTH, _RANKS, _EPOCHS, _ROUNDS = 200, 4, 20, 3  # the first as in ml-20m.toml
 _COST = HSTUCost(hidden=64, heads=2, head_dim=32, layers=2, interleave_actions=True)
 
 
@@ -41,12 +48,29 @@ def train(data: Path, out: Path, *options: str) -> Row:
     steps, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
     return {
         "tokens": fmean(line["tokens"] for line in steps),
-        "gflop": fmean(line["tflops"] * line["step_ms"] for line in steps),  # of each interval, which are equally long
-        "step_ms": median(line["step_ms"] for line in steps),
+        "gflop": fmean(line["tflops"] * line["step_ms"] for line in steps),
         "auc": max(line["auc"] for line in evaluations),
         "normalized_entropy": min(line["normalized_entropy"] for line in evaluations),
         "last_auc": evaluations[-1]["auc"],
     }
+
+
+def time_steps(data: Path, drawn: StochasticLength, epoch: int) -> float:
+    """Train an epoch; return the processor time of a step, without its loader, in ms."""
+    settings = TrainConfig(max_history_length=_LENGTH, data=str(data))
+    task = ranking(settings, read_manifest(data), World(rank=0, size=1, device=torch.device("cpu")))
+    config = task.read(batch_size=8, max_history_length=_LENGTH, stochastic_length=drawn, drop_last=True)
+    balance = BalanceConfig(cost=task.cost)
+    loader: Loader[SequenceBatch] = build_loader(data, config, rank=0, world_size=1, balance=balance)
+    loader.begin_at(epoch)
+    optimizer, seconds = torch.optim.AdamW(task.model.parameters(), lr=2e-3), []
+    for batch in loader:
+        started = time.process_time()
+        scale_loss(task.model(batch)[0], batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.process_time() - started)
+    return 1e3 * fmean(seconds)
 
 
 def plan(data: Path, drawn: StochasticLength) -> Row:
@@ -80,6 +104,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     emit(machine())
+    torch.set_num_threads(1)
+    draws = {alpha: StochasticLength(alpha=alpha, newest=args.newest) for alpha in args.alphas}
+    times: dict[float, list[float]] = {alpha: [] for alpha in draws}
+    for epoch in range(_ROUNDS):
+        for alpha, drawn in draws.items():
+            times[alpha].append(time_steps(args.data, drawn, epoch))
     jobs: dict[float, list[Row]] = {alpha: [] for alpha in args.alphas}
     num_steps = len(build_loader(args.data, LoaderConfig(batch_size=8), rank=0, world_size=1))
     with tempfile.TemporaryDirectory() as folder:
@@ -96,9 +126,7 @@ def main() -> None:
     rows = []
     for alpha, of_seeds in jobs.items():
         lists = {name: [of_seed[name] for of_seed in of_seeds] for name in of_seeds[0]}
-        rows.append(
-            emit({"alpha": alpha, **lists, **plan(args.data, StochasticLength(alpha=alpha, newest=args.newest))})
-        )
+        rows.append(emit({"alpha": alpha, "cpu_ms": times[alpha], **lists, **plan(args.data, draws[alpha])}))
     show(rows)
 
 
