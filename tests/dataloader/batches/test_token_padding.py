@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import (
+    ElasticLoader,
+    ElasticSampler,
     JaggedCollate,
     LoaderConfig,
     LossKey,
@@ -26,6 +29,7 @@ from evenrank.dataloader import (
     RandomFeature,
     SequenceBatch,
     build_loader,
+    build_stream_loader,
     dense,
     jagged,
     random_codes,
@@ -217,6 +221,22 @@ def test_all_ranks_raise_the_error_of_a_total_that_is_too_large_in_the_same_step
             begin + rf"a rank has \d+ values of item_id, but the largest total of pad_tokens_to is {MOST_TOKENS}; ",
             error,
         )
+
+
+def test_streams_and_elastic_loaders_pad_too(small_dataset: Path) -> None:
+    config = LoaderConfig(batch_size=9, max_history_length=40)
+    plain, padded = (
+        list(build_stream_loader(small_dataset, dataclasses.replace(config, pad_tokens_to=of), rank=0, world_size=1))
+        for of in (None, 128)
+    )
+    for before, batch in zip(plain, padded, strict=True):
+        assert bits_of(without_token_padding(batch).replace(token_padding=None)) == bits_of(before)
+        assert batch.features.length_per_key()[0] % 128 == 0
+    samples: Any = [{"item_id": [3] * (i % 7)} for i in range(20)]
+    collate = JaggedCollate({"item_id": jagged(max_length=9)}, pad_tokens_to=16)
+    sampler = ElasticSampler(20, batch_size=4, rank=0, world_size=1)
+    for batch in ElasticLoader(DataLoader(samples, batch_sampler=sampler, collate_fn=collate)):
+        assert (batch.batch_size, batch.features.length_per_key()) == (4 + 2, [16])
 
 
 def test_features_that_are_lists_stay_empty_in_padding() -> None:
