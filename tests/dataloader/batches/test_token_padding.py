@@ -233,10 +233,10 @@ def test_streams_and_elastic_loaders_pad_too(small_dataset: Path) -> None:
         assert bits_of(without_token_padding(batch).replace(token_padding=None)) == bits_of(before)
         assert len(batch.features["item_id"].values()) % 128 == 0
     samples: Any = [{"item_id": [3] * (i % 7)} for i in range(20)]
-    collate = JaggedCollate({"item_id": jagged(max_length=9)}, pad_tokens_to=16)
+    collate = JaggedCollate({"item_id": jagged(max_length=9)}, pad_tokens_to=24)
     sampler = ElasticSampler(20, batch_size=4, rank=0, world_size=1)
     for batch in ElasticLoader(DataLoader(samples, batch_sampler=sampler, collate_fn=collate)):
-        assert (batch.batch_size, batch.features.length_per_key()) == (4 + 2, [16])
+        assert (batch.batch_size, batch.features.length_per_key()) == (4 + 3, [24])
 
 
 def test_features_that_are_lists_stay_empty_in_padding() -> None:
