@@ -140,17 +140,13 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         return self._memory if self._transform is None and self._collate.padding is None else HOST
 
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
-        """Transform a batch, with a generator for seed, epoch and `counters`, and pad its tokens, if asked to."""
-        if self._collated_in is self._memory:
-            return batch
-        if self._transform is not None:
-            batch = self._transformed(batch, self._transform, make_rng(seed, batch.epoch, *counters))
-        return self._memory.move(pad_tokens(batch, self._collate.padding))
-
-    def _transformed(self, batch: Batch, transform: Transform[Batch], rng: np.random.Generator) -> Batch:
+        """Transform a batch, if there is a transform, with a generator for seed, epoch and `counters`, and pad it."""
+        padding = self._collate.padding
+        if self._transform is None:
+            return batch if padding is None else self._memory.move(pad_tokens(batch, padding))
         epoch, step, position = batch.epoch, batch.step, batch.position
         try:
-            batch = transform(batch, rng)
+            batch = self._transform(batch, make_rng(seed, epoch, *counters))
         except StopIteration as error:  # would be taken for the end of the epoch
             raise RuntimeError(
                 f"the transform raised StopIteration in step {step} of epoch {epoch}; pass next() a default, or raise "
@@ -159,7 +155,7 @@ class RankLoader(EpochPositions, EpochNode[Batch], Generic[Batch]):
         if not isinstance(batch, JaggedBatch):
             raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
         batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
-        return batch
+        return self._memory.move(pad_tokens(batch, padding))
 
 
 class StepLoader(RankLoader[Batch]):

@@ -108,10 +108,9 @@ def in_batch_mask(batch: SequenceBatch) -> Tensor:
     history = batch.features["item_id"]
     items, lengths = history.values(), history.lengths().long()
     labels = None if batch.any_labels is None else batch.any_labels["label"]
-    is_real = torch.arange(len(lengths), device=items.device) < batch.num_real
-    targets = (lengths - 1).clamp(min=0) * is_real if labels is None else labels.lengths().long()
-    num_targets = batch.loss_tokens if labels is None else len(labels.values())  # which may be more, see `known`
     rows = torch.arange(len(lengths), device=items.device)
+    targets = (lengths - 1).clamp(min=0) * (rows < batch.num_real) if labels is None else labels.lengths().long()
+    num_targets = batch.loss_tokens if labels is None else len(labels.values())  # which may be more, see `known`
     row_of_target = torch.repeat_interleave(rows, targets, output_size=num_targets)
     from_end = targets.cumsum(0)[row_of_target] - torch.arange(num_targets, device=items.device)
     items = torch.searchsorted(items.sort().values, items)  # because ids of 63 bits leave no room for the row

@@ -37,9 +37,8 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     padded: dict[str, Any] = {}
     for name, value in batch.tensors():
         if isinstance(value, KeyedJaggedTensor):
-            lengths = np.pad(
-                value.lengths().view(len(value.keys()), batch.batch_size).numpy(), ((0, 0), (0, num_padding))
-            )
+            lengths = value.lengths().view(len(value.keys()), batch.batch_size).numpy()
+            lengths = np.pad(lengths, ((0, 0), (0, num_padding)))
             padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, weights=value.weights_or_none())
         elif isinstance(value, Tensor):
             padded[name] = torch.cat([value, value.new_full((num_padding, *value.shape[1:]), fills[name])])

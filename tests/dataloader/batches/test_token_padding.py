@@ -13,17 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import (
+    ElasticLoader,
+    ElasticSampler,
     JaggedCollate,
     LoaderConfig,
     LossKey,
     PaddedBatches,
     RandomBatches,
+    RandomData,
+    RandomFeature,
     SequenceBatch,
     build_loader,
+    build_stream_loader,
     dense,
     jagged,
     random_codes,
@@ -33,11 +39,12 @@ from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.batches.padding import pad_tokens, without_token_padding
 from evenrank.dataloader.batches.token_padding import PaddedKey, TokenPadding
 from evenrank.datasets import read_manifest
+from evenrank.datasets.distributions import Uniform
 from evenrank.training import batch_work, in_batch_mask, scale_loss
 from hstu import HSTUConfig, HSTURanking, at_least, tables
 from next_item import NextItem
 from tests.dataloader.balance.batch_bits import bits_of
-from tests.dataloader.balance.costs import item_tokens, rich_tokens
+from tests.dataloader.balance.costs import item_tokens, one_per_sample, rich_tokens
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
 
@@ -185,9 +192,13 @@ def test_an_exchange_pads_as_the_host_does(ranks: RankPool, world_size: int, exc
         assert before == after
 
 
+MOST_TOKENS = 90
+
+
 def _failure(rank: int, world_size: int, path: Path, way: str) -> tuple[int, str]:
     """Return in which step a job ends, and with which error."""
-    balance, config = BalanceConfig(cost=item_tokens), LoaderConfig(batch_size=2, pad_tokens_to=(2, 60))
+    balance = BalanceConfig(cost=one_per_sample)  # so that ranks have different totals
+    config = LoaderConfig(batch_size=2, pad_tokens_to=(2, MOST_TOKENS), prefetch=1)
     own = balance if way == "alone" else None
     batches: Any = build_loader(path, config, rank=rank, world_size=world_size, balance=own)
     num_taken = 0
@@ -207,8 +218,35 @@ def test_all_ranks_raise_the_error_of_a_total_that_is_too_large_in_the_same_step
     assert len({num_taken for num_taken, _ in failures}) == 1
     for _, error in failures:
         assert re.match(
-            begin + r"a rank has \d+ values of item_id, but the largest total of pad_tokens_to is 60; ", error
+            begin + rf"a rank has \d+ values of item_id, but the largest total of pad_tokens_to is {MOST_TOKENS}; ",
+            error,
         )
+
+
+def test_streams_and_elastic_loaders_pad_too(small_dataset: Path) -> None:
+    config = LoaderConfig(batch_size=9, max_history_length=40)
+    plain, padded = (
+        list(build_stream_loader(small_dataset, dataclasses.replace(config, pad_tokens_to=of), rank=0, world_size=1))
+        for of in (None, 128)
+    )
+    for before, batch in zip(plain, padded, strict=True):
+        assert bits_of(without_token_padding(batch).replace(token_padding=None)) == bits_of(before)
+        assert len(batch.features["item_id"].values()) % 128 == 0
+    samples: Any = [{"item_id": [3] * (i % 7)} for i in range(20)]
+    collate = JaggedCollate({"item_id": jagged(max_length=9)}, pad_tokens_to=24)
+    sampler = ElasticSampler(20, batch_size=4, rank=0, world_size=1)
+    for batch in ElasticLoader(DataLoader(samples, batch_sampler=sampler, collate_fn=collate)):
+        assert (batch.batch_size, batch.features.length_per_key()) == (4 + 3, [24])
+
+
+def test_features_that_are_lists_stay_empty_in_padding() -> None:
+    tags = RandomFeature(values=Uniform(low=1, high=9), lengths=Uniform(low=0, high=3), max_length=3)
+    data = RandomData(contextual={"tags": tags, "city": Uniform(low=1, high=9)})
+    config = LoaderConfig(batch_size=4, pad_tokens_to=512, max_history_length=64)
+    (batch,) = RandomBatches(config, data, num_batches=1, rank=0, world_size=1)
+    assert batch.batch_size == 4 + 8
+    assert not batch.features["tags"].lengths()[4:].any()
+    assert batch.features["city"].lengths().tolist() == [1] * 12
 
 
 def test_distinct_random_batches_are_padded_once() -> None:
