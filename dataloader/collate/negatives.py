@@ -29,7 +29,7 @@ from evenrank.datasets.continuous_log import LogSource
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import NEVER_MS, SequenceStore
 
-Floats = NDArray[np.float32]
+Floats, Floats64 = NDArray[np.float32], NDArray[np.float64]
 
 NEGATIVES, LOG_Q = "negatives", "log_q"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
@@ -45,10 +45,10 @@ class _Tables(NamedTuple):
     """
 
     cells: Ints  # [M, 2]: each drawable item, and the one that is drawn instead
-    thresholds: NDArray[np.float64]  # [M]: the first one's share of the cell
+    thresholds: Floats64  # [M]: the first one's share of the cell
     log_q: Floats  # of one event for items that are never drawn
     firsts: Ints  # [M] with `known_at`, ascending: the time of the first event of each cell's item; else empty
-    cumulative: NDArray[np.float64]  # [M], likewise: sums of weights up to each cell's
+    cumulative: Floats64  # [M], likewise: sums of weights up to each cell's
     first_of: Ints  # of each item, likewise
     hard_begins: Ints
     hard_ends: Ints
@@ -159,7 +159,7 @@ def _make_tables(
     return _Tables(cells, thresholds, log_q, firsts[:end], np.cumsum(weights)[:end], first_of[:end], *hard)
 
 
-def _count(sources: Sources, size: int, before_ms: int) -> NDArray[np.float64]:
+def _count(sources: Sources, size: int, before_ms: int) -> Floats64:
     """Return the events of each item before a time, of all sources."""
     counts = np.zeros(size)
     for source in sources:
@@ -184,7 +184,7 @@ def _read_hard(path: Path | str | None, size: int, key_map: KeyMap | None, num_r
 
 
 @compiled
-def _find_aliases(shares: NDArray[np.float64]) -> Ints:
+def _find_aliases(shares: Floats64) -> Ints:
     """Return which cell fills up each of the cells with these shares [M] of mean 1, and limit the shares to 1."""
     aliases = np.arange(len(shares))
     waiting = np.flatnonzero(shares < 1)
@@ -219,19 +219,27 @@ def _is_own(item: int, own: Ints, before: int, slots: Ints) -> bool:
 
 
 @compiled
-def _draw_item(word: np.uint64, number: int, num_known: int, tables: _Tables) -> int:
-    """Return the item of a draw, among those of the first `num_known` cells."""
-    mixed = mix_word(word + np.uint64(number + 1) * _GOLDEN)
-    share = float(np.int64(mixed >> np.uint64(11)))
-    cells, cumulative = tables.cells, tables.cumulative[:num_known]
-    if len(cumulative):
-        known = np.searchsorted(cumulative, share * (2.0**-53 * cumulative[-1]), side="right")
-        return int(cells[min(known, num_known - 1), 0])
-    place = share * (2.0**-53 * len(cells))
+def _share(word: np.uint64, number: int) -> float:
+    """Return the number of a draw, in [0, 1)."""
+    return float(np.int64(mix_word(word + np.uint64(number + 1) * _GOLDEN) >> np.uint64(11))) * 2.0**-53
+
+
+@compiled
+def _draw_item(share: float, cells: Ints, thresholds: Floats64) -> int:
+    place = share * len(cells)
     cell = min(int(place), len(cells) - 1)
     item, other = cells[cell, 0], cells[cell, 1]
-    # Both are loaded: a conditional move, not a jump.
-    return int(item if place - cell < tables.thresholds[cell] else other)
+    return int(item if place - cell < thresholds[cell] else other)  # both are loaded: a conditional move, not a jump
+
+
+@compiled
+def _draw_known(share: float, cells: Ints, cumulative: Floats64, num_known: int) -> int:
+    """Return the item of the first of these cells whose cumulative weight is above a share of all of theirs."""
+    low, high, weight = 0, num_known - 1, share * cumulative[num_known - 1]
+    while low < high:
+        middle = (low + high) >> 1
+        low, high = (low, middle) if cumulative[middle] > weight else (middle + 1, high)
+    return int(cells[low, 0])
 
 
 @compiled
@@ -254,7 +262,7 @@ def _draw(
     out_positive: Floats,
 ) -> int:
     """Write the samples' negatives, the hard ones last, and the logs of probabilities: 0 of hard ones."""
-    cells, log_q, firsts, cumulative = tables.cells, tables.log_q, tables.firsts, tables.cumulative
+    cells, thresholds, log_q, firsts, cumulative, first_of, hard_begins, hard_ends, hard_items = tables
     num_slots = _MIN_SLOTS
     for row in rows:
         while exclude_own and num_slots < 2 * (offsets[row + 1] - offsets[row]):
@@ -267,7 +275,7 @@ def _draw(
                 for event in range(offsets[row], offsets[row + 1], 8):
                     touched ^= column[event]
         sample, row = sample_indices[index], rows[index]
-        time, num_known, of_known = np.int64(NEVER_MS), len(cells), np.float32(0)  # the log of all weights per known
+        time, num_known, of_known = np.int64(NEVER_MS), len(cells), np.float32(0)  # log of the weights of all per known
         if len(firsts):
             time = times[begins[sample]] if begins[sample] < ends[sample] else firsts[0]
             num_known = max(np.searchsorted(firsts, time, side="right"), 1)
@@ -280,10 +288,10 @@ def _draw(
         word, first, last = words[sample], sample * width, (sample + 1) * width
         if num_hard and offsets[row] < ends[sample]:
             target = column[ends[sample] - 1]
-            begin, size = tables.hard_begins[target], tables.hard_ends[target] - tables.hard_begins[target]
+            begin, size = hard_begins[target], hard_ends[target] - hard_begins[target]
             for number in range(size):  # from a random one on, in their order
-                item = tables.hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
-                if len(firsts) and tables.first_of[item] > time:
+                item = hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
+                if len(firsts) and first_of[item] > time:
                     continue
                 if not exclude_own and (column[begins[sample] : ends[sample]] == item).any():
                     continue  # no target is its own negative
@@ -291,12 +299,20 @@ def _draw(
                     last -= 1
                     out[last], out_negative[last] = item, 0
         for place in range(first, last):
-            out[place] = _draw_item(word, (place - first) * _ATTEMPTS, num_known, tables)
+            share = _share(word, (place - first) * _ATTEMPTS)
+            if len(firsts):
+                out[place] = _draw_known(share, cells, cumulative, num_known)
+            else:
+                out[place] = _draw_item(share, cells, thresholds)
         spare = -1  # what all draws that found own items only become
         for place in range(first, last):
             attempt = 1
             while attempt < _ATTEMPTS and _is_own(out[place], own, before, slots):
-                out[place] = _draw_item(word, (place - first) * _ATTEMPTS + attempt, num_known, tables)
+                share = _share(word, (place - first) * _ATTEMPTS + attempt)
+                if len(firsts):
+                    out[place] = _draw_known(share, cells, cumulative, num_known)
+                else:
+                    out[place] = _draw_item(share, cells, thresholds)
                 attempt += 1
             if attempt == _ATTEMPTS and _is_own(out[place], own, before, slots):
                 while spare < 0 or (attempt < _ATTEMPTS + num_known and _is_own(spare, own, before, slots)):
