@@ -22,14 +22,14 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix_word
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
-from evenrank.dataloader.collate.item_lists import Sources, check_items, read_item_lists
+from evenrank.dataloader.collate.item_lists import Sources, read_item_lists
 from evenrank.dataloader.config import Negatives
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.datasets.continuous_log import LogSource
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import NEVER_MS, SequenceStore
 
-Floats, Floats64 = NDArray[np.float32], NDArray[np.float64]
+Floats = NDArray[np.float32]
 
 NEGATIVES, LOG_Q = "negatives", "log_q"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of SplitMix64
@@ -45,10 +45,10 @@ class _Tables(NamedTuple):
     """
 
     cells: Ints  # [M, 2]: each drawable item, and the one that is drawn instead
-    thresholds: Floats64  # [M]: the first one's share of the cell
+    thresholds: NDArray[np.float64]  # [M]: the first one's share of the cell
     log_q: Floats  # of one event for items that are never drawn
     firsts: Ints  # [M] with `known_at`, ascending: the time of the first event of each cell's item; else empty
-    cumulative: Floats64  # [M], likewise: sums of weights up to each cell's
+    cumulative: NDArray[np.float64]  # [M], likewise: sums of weights up to each cell's
     first_of: Ints  # of each item, likewise
     hard_begins: Ints
     hard_ends: Ints
@@ -159,7 +159,7 @@ def _make_tables(
     return _Tables(cells, thresholds, log_q, firsts[:end], np.cumsum(weights)[:end], first_of[:end], *hard)
 
 
-def _count(sources: Sources, size: int, before_ms: int) -> Floats64:
+def _count(sources: Sources, size: int, before_ms: int) -> NDArray[np.float64]:
     """Return the events of each item before a time, of all sources."""
     counts = np.zeros(size)
     for source in sources:
@@ -176,7 +176,6 @@ def _read_hard(path: Path | str | None, size: int, key_map: KeyMap | None, num_r
     if path is None:
         return none, none, none
     items, lengths, negatives = read_item_lists(path, "hard negatives", ITEM_ID, NEGATIVES, size)
-    check_items(path, items, size)
     items, negatives = (items, negatives) if key_map is None else (key_map(items), key_map(negatives))
     ends[items] = np.cumsum(lengths)
     begins[items] = ends[items] - lengths
@@ -184,7 +183,7 @@ def _read_hard(path: Path | str | None, size: int, key_map: KeyMap | None, num_r
 
 
 @compiled
-def _find_aliases(shares: Floats64) -> Ints:
+def _find_aliases(shares: NDArray[np.float64]) -> Ints:
     """Return which cell fills up each of the cells with these shares [M] of mean 1, and limit the shares to 1."""
     aliases = np.arange(len(shares))
     waiting = np.flatnonzero(shares < 1)
@@ -225,7 +224,7 @@ def _share(word: np.uint64, number: int) -> float:
 
 
 @compiled
-def _draw_item(share: float, cells: Ints, thresholds: Floats64) -> int:
+def _draw_item(share: float, cells: Ints, thresholds: NDArray[np.float64]) -> int:
     place = share * len(cells)
     cell = min(int(place), len(cells) - 1)
     item, other = cells[cell, 0], cells[cell, 1]
@@ -233,7 +232,7 @@ def _draw_item(share: float, cells: Ints, thresholds: Floats64) -> int:
 
 
 @compiled
-def _draw_known(share: float, cells: Ints, cumulative: Floats64, num_known: int) -> int:
+def _draw_known(share: float, cells: Ints, cumulative: NDArray[np.float64], num_known: int) -> int:
     """Return the item of the first of these cells whose cumulative weight is above a share of all of theirs."""
     low, high, weight = 0, num_known - 1, share * cumulative[num_known - 1]
     while low < high:
