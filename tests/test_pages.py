@@ -241,7 +241,7 @@ def _evaluation_in_time(names: dict[str, Any]) -> Iterator[Any]:
     sets = [[*range(1, 21), item] for item in last]
     pq.write_table(pa.table({"user_id": users, "candidates": sets}), "candidates.parquet")
     names["model"] = lambda batch, items: items.float()
-    yield
+    yield {"batch_size=256": "batch_size=20"}
     share = np.mean([item >= 20 for item in last])
     assert names["printed"][0]["recall@1"] == pytest.approx(share)
     written = pq.read_table("predictions").to_pydict()

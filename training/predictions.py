@@ -83,7 +83,7 @@ class PredictionWriter:
 
         Args:
             batch: a SequenceBatch or SemanticIdBatch of the iteration.
-            items: ids as in batches, [batch_size], or the best k of each sample, [batch_size, k].
+            items: ids as in batches, [batch_size], or the best k of each sample, [batch_size, k]; also without padding.
             scores: of the same shape; stored as float32.
 
         Raises:
@@ -98,7 +98,7 @@ class PredictionWriter:
             raise ConfigError(
                 f"a batch of epoch {batch.epoch} is not of {self._epoch}; make a writer for each iteration"
             )
-        if shape != list(scores.shape) or shape[:1] != [size] or len(shape) > 2 or items.is_floating_point():
+        if shape != list(scores.shape) or shape[:1] not in ([n], [size]) or len(shape) > 2 or items.is_floating_point():
             found = f"{items.dtype} {shape} and scores {list(scores.shape)}"
             raise ConfigError(f"items and scores must be [{size}] or [{size}, k], items integers, got {found}")
         ids, users = batch.sample_ids[:n].cpu().numpy(), np.empty(n, dtype=np.int64)
