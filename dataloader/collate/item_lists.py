@@ -32,7 +32,7 @@ def read_item_lists(path: Path | str, what: str, key: str, name: str, size: int)
     try:
         table = pq.read_table(path, columns=[key, name])
         lists = table[name].cast(pa.list_(pa.int64())).combine_chunks()
-        keys, items = table[key].cast(pa.int64()).to_numpy(), lists.flatten().to_numpy()
+        keys, items = table[key].cast(pa.int64()).combine_chunks().to_numpy(), lists.flatten().to_numpy()
         lengths = lists.value_lengths().to_numpy().astype(np.int64)
     except (OSError, KeyError, pa.ArrowException) as error:
         reason = f"({first_line(error)}); write {key} int64 and {name} list<int64>, without nulls"

@@ -211,6 +211,7 @@ OF_COLUMNS = [
         (lambda s: _hard(s, {"item_id": [9], "negatives": [[1]]}), "... has items 9 to 9, the dataset 0 to 8; ..."),
         (lambda s: _sets(s, NO_SETS), "<folder>/sets.parquet has no candidate sets; write a row for each user"),
         (lambda s: _sets(s, {"user_id": [1]}), "<folder>/sets.parquet is no Parquet file of candidate sets (...); ..."),
+        (lambda s: _sets(s, {"user_id": [None, 1], "candidates": [[1], [1]]}), "...; write user_id int64 and ..."),
         (lambda s: _sets(s, {"user_id": [1], "candidates": [None]}), "...; write user_id int64 and candidates list..."),
         (lambda s: _sets(s, {"user_id": [2, 1, 2], "candidates": [[1]] * 3}), "... has user_id 2 in more than one ..."),
         (lambda s: _sets(s, {"user_id": [2], "candidates": [[-1]]}), "... has items -1 to -1, the dataset 0 to 8; ..."),
