@@ -230,6 +230,26 @@ def _metrics_of_perfect_scores(names: dict[str, Any]) -> Iterator[Any]:
     assert of_labels["accuracy_0"] == of_labels["accuracy_1"] == 1.0
 
 
+@runs("how-to/models/evaluation-in-time.md")
+def _evaluation_in_time(names: dict[str, Any]) -> Iterator[Any]:
+    """The best of 21 candidates, the target and others, is the item with the largest id."""
+    yield
+    batch = next(iter(names["loader"]))
+    assert len(batch.negatives["item_id"].values()) == 64 * batch.num_real > 0
+    store = open_store(names["path"], "eval")
+    users, last = store.columns["user_id"].tolist(), store.columns["item_id"][store.ends - 1].tolist()
+    sets = [[*range(1, 21), item] for item in last]
+    pq.write_table(pa.table({"user_id": users, "candidates": sets}), "candidates.parquet")
+    names["model"] = lambda batch, items: items.float()
+    yield {"batch_size=256": "batch_size=20"}
+    share = np.mean([item >= 20 for item in last])
+    assert names["printed"][0]["recall@1"] == pytest.approx(share)
+    written = pq.read_table("predictions").to_pydict()
+    assert dict(zip(written["user_id"], [best[0] for best in written["item_id"]], strict=True)) == {
+        user: float(max(20, item)) for user, item in zip(users, last, strict=True)
+    }
+
+
 @runs("how-to/training.md", "Performance")
 def _utilization(names: dict[str, Any]) -> Iterator[Any]:
     names |= {"batch": next(iter(_load(names, batch_size=12, max_num_candidates=1))), "seconds": 1.0}

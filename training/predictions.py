@@ -26,17 +26,16 @@ from evenrank.dataloader.balance.ranks.process_group import Group, process_group
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.loader import Loader
 from evenrank.datasets.schema import ITEM_ID, USER_ID
-from evenrank.datasets.store import SequenceStore
 
-PREDICTIONS = "_predictions.json"  # readers of folders skip such names
+_MANIFEST = "_predictions.json"  # a name that readers of folders skip
 _ROWS_AT_ONCE = 1 << 16  # of a row group
 
 
 class PredictionWriter:
     """Writes the predictions of the next iteration of a loader, in a `with` statement. Collective, as is its end.
 
-    Users and items become those of the log where the dataset has vocabularies, which are then in memory, and which have
-    null for unknown ones. If the body of the statement fails, or the process is killed, a later writer begins anew.
+    Users and items become those of the log where the dataset has vocabularies, which are then in memory; null is
+    unknown. After an error in the body of the statement, or a killed process, another writer begins anew.
 
     Args:
         folder: that all ranks share.
@@ -46,7 +45,7 @@ class PredictionWriter:
 
     Raises:
         ConfigError: the folder has predictions, or something else.
-        RankError: another rank failed, or has other arguments.
+        RankError: another rank failed or has other arguments; at the end, also if a sample is missing or there twice.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PredictionWriter:
     def _begin(self) -> Mapping[str, Any]:
         largest = max(self._stores, key=lambda store: store.manifest.vocabulary_sizes.get(ITEM_ID, 0))
         self._raw_ids = {name: largest.raw_ids(name) for name in (USER_ID, ITEM_ID)}
-        is_complete = (self._path / PREDICTIONS).is_file()
+        is_complete = (self._path / _MANIFEST).is_file()
         if self._path.exists() and not (is_complete and self._overwrite):
             found = (
                 "has predictions; pass overwrite=True" if is_complete else "is there, without predictions; remove it"
@@ -84,7 +83,7 @@ class PredictionWriter:
 
         Args:
             batch: a SequenceBatch or SemanticIdBatch of the iteration.
-            items: ids as in batches, [batch_size], or the best k of each sample, [batch_size, k].
+            items: ids as in batches, [batch_size], or the best k of each sample, [batch_size, k]; also without padding.
             scores: of the same shape; stored as float32.
 
         Raises:
@@ -99,31 +98,27 @@ class PredictionWriter:
             raise ConfigError(
                 f"a batch of epoch {batch.epoch} is not of {self._epoch}; make a writer for each iteration"
             )
-        if shape != list(scores.shape) or shape[:1] != [size] or len(shape) > 2 or items.is_floating_point():
+        if shape != list(scores.shape) or shape[:1] not in ([n], [size]) or len(shape) > 2 or items.is_floating_point():
             found = f"{items.dtype} {shape} and scores {list(scores.shape)}"
             raise ConfigError(f"items and scores must be [{size}] or [{size}, k], items integers, got {found}")
         ids, users = batch.sample_ids[:n].cpu().numpy(), np.empty(n, dtype=np.int64)
         for store, rows, samples in group_by_store(self._stores, ids):
-            users[samples] = _unmapped(store, USER_ID, store.columns[USER_ID][store.rows_of(rows)])
-        best = _unmapped(self._stores[0], ITEM_ID, items[:n].long().flatten().cpu().numpy())
-        values = [self._raw(ITEM_ID, best), pa.array(scores[:n].detach().float().flatten().cpu().numpy())]
+            users[samples] = store.columns[USER_ID][store.rows_of(rows)]
+        best, scores = items[:n].long().flatten().cpu().numpy(), scores[:n].detach().float().flatten()
+        columns = {ITEM_ID: self._raw(ITEM_ID, best), "score": pa.array(scores.cpu().numpy())}
         if len(shape) == 2:
             offsets = pa.array(np.arange(n + 1, dtype=np.int32) * np.int32(shape[1]))
-            values = [pa.ListArray.from_arrays(offsets, of_items) for of_items in values]
-        columns = {
-            "sample_id": pa.array(ids),
-            USER_ID: self._raw(USER_ID, users),
-            ITEM_ID: values[0],
-            "score": values[1],
-        }
-        self._tables.append(pa.table(columns))
+            columns = {name: pa.ListArray.from_arrays(offsets, values) for name, values in columns.items()}
+        self._tables.append(pa.table({"sample_id": ids, USER_ID: self._raw(USER_ID, users), **columns}))
         self._is_seen[ids], self._num_rows = True, self._num_rows + n
         if sum(map(len, self._tables)) >= _ROWS_AT_ONCE:
             self._flush()
 
     def _raw(self, name: str, ids: NDArray[np.int64]) -> pa.Array:
-        """Return the ids of the log."""
-        if (raw_ids := self._raw_ids[name]) is None:
+        """Return the ids of the log for those of batches."""
+        maps, raw_ids = self._stores[0].column_maps, self._raw_ids[name]
+        ids = maps[name].inverse(ids) if name in maps else ids
+        if raw_ids is None:
             return pa.array(ids)
         if len(ids) and not 0 <= ids.min() <= ids.max() <= len(raw_ids):
             found = f"{name} {ids.min()} to {ids.max()}"
@@ -134,8 +129,7 @@ class PredictionWriter:
         if self._tables:
             table = pa.concat_tables(self._tables)
             self._tables.clear()
-            if self._writer is None:
-                self._writer = pq.ParquetWriter(self._partial / _part(self._rank), table.schema)
+            self._writer = self._writer or pq.ParquetWriter(self._partial / _part(self._rank), table.schema)
             self._writer.write_table(table)
 
     def _try(self, call: Callable[[], object]) -> None:
@@ -163,7 +157,6 @@ class PredictionWriter:
             self._check()
 
     def _check(self) -> None:
-        """Complete the folder, or raise a RankError on all ranks. Collective."""
         schema = None if self._writer is None else str(self._writer.schema)
         own = reported(self._error), self._num_rows, schema, np.packbits(self._is_seen)
         errors, rows, schemas, seen = zip(*gather_checked({}, own, self._group), strict=True)
@@ -180,13 +173,10 @@ class PredictionWriter:
 
     def _complete(self, files: Mapping[str, int]) -> Mapping[str, Any]:
         if self._rank == 0:
-            for name, num_rows in files.items():
-                path = self._partial / name
-                if not path.is_file() or pq.read_metadata(path).num_rows != num_rows:
+            for path in (self._partial / name for name in files):
+                if not path.is_file() or pq.read_metadata(path).num_rows != files[path.name]:
                     raise DataError(f"{path} is not there as it was written; choose a folder that all ranks share")
-            write_text(
-                self._partial / PREDICTIONS, json.dumps({"samples": self._num_samples, "files": files}, indent=2)
-            )
+            write_text(self._partial / _MANIFEST, json.dumps({"samples": self._num_samples, "files": files}, indent=2))
             old = self._path.with_name(f"{self._path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             if self._path.exists():
@@ -198,8 +188,3 @@ class PredictionWriter:
 
 def _part(rank: int) -> str:
     return f"part-{rank:05}.parquet"
-
-
-def _unmapped(store: SequenceStore, name: str, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ids of the dataset for rows of a table."""
-    return store.column_maps[name].inverse(values) if name in store.column_maps else values

@@ -32,22 +32,18 @@ def read_item_lists(path: Path | str, what: str, key: str, name: str, size: int)
     try:
         table = pq.read_table(path, columns=[key, name])
         lists = table[name].cast(pa.list_(pa.int64())).combine_chunks()
-        keys, items = table[key].cast(pa.int64()).to_numpy(), lists.flatten().to_numpy()
+        keys, items = table[key].cast(pa.int64()).combine_chunks().to_numpy(), lists.flatten().to_numpy()
         lengths = lists.value_lengths().to_numpy().astype(np.int64)
     except (OSError, KeyError, pa.ArrowException) as error:
         reason = f"({first_line(error)}); write {key} int64 and {name} list<int64>, without nulls"
         raise DataError(f"{path} is no Parquet file of {what} {reason}") from error
-    check_items(path, items, size)
+    for ids in (items, keys[: len(keys) * (key == ITEM_ID)]):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+            raise DataError(f"{path} has items {ids.min()} to {ids.max()}, the dataset 0 to {size - 1}; use its ids")
     distinct, counts = np.unique(keys, return_counts=True)
     for twice in distinct[counts > 1][:1]:
         raise DataError(f"{path} has {key} {twice} in more than one row; join their lists")
     return keys, lengths, items
-
-
-def check_items(path: Path | str, items: Ints, size: int) -> None:
-    """Raise a DataError unless all items are ids of a dataset."""
-    if len(items) and not 0 <= items.min() <= items.max() < size:
-        raise DataError(f"{path} has items {items.min()} to {items.max()}, the dataset 0 to {size - 1}; use its ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,6 +66,8 @@ class CandidateSets:
             raise ConfigError("random batches have no users with candidate sets; leave candidate_sets out")
         size = max(source.manifest.vocabulary_sizes[ITEM_ID] for source in sources)
         users, lengths, items = read_item_lists(path, "candidate sets", USER_ID, "candidates", size)
+        if not len(users):
+            raise DataError(f"{path} has no candidate sets; write a row for each user")
         key_map = {**getattr(sources[0], "column_maps", {}), **key_maps}.get(ITEM_ID)
         order, begins = np.argsort(users), offsets_of(lengths)
         items = items if key_map is None else key_map(items)
@@ -87,7 +85,7 @@ class CandidateSets:
         users = store.columns[USER_ID][store.rows_of(indices)]
         users = store.column_maps[USER_ID].inverse(users) if USER_ID in store.column_maps else users
         places = np.searchsorted(self.users, users, side="right") - 1  # -1: below all
-        return np.where(np.append(self.users, 0)[places] == users, places, -1)
+        return np.where(self.users[places] == users, places, -1)
 
     def values(self, groups: Sequence[StoreRows], num_samples: int) -> KeyValues:
         """Return the items of each of n samples."""

@@ -22,7 +22,7 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import GOLDEN, draw_unit
 from evenrank.dataloader.collate.gather import DrawKey, Ints, KeyValues, StoreRows
-from evenrank.dataloader.collate.item_lists import Sources, check_items, read_item_lists
+from evenrank.dataloader.collate.item_lists import Sources, read_item_lists
 from evenrank.dataloader.collate.selection import stored_events
 from evenrank.dataloader.config import Negatives
 from evenrank.dataloader.routing.key_map import KeyMap
@@ -176,7 +176,6 @@ def _read_hard(path: Path | str | None, size: int, key_map: KeyMap | None, num_r
     if path is None:
         return none, none, none
     items, lengths, negatives = read_item_lists(path, "hard negatives", ITEM_ID, NEGATIVES, size)
-    check_items(path, items, size)
     items, negatives = (items, negatives) if key_map is None else (key_map(items), key_map(negatives))
     ends[items] = np.cumsum(lengths)
     begins[items] = ends[items] - lengths
@@ -219,18 +218,21 @@ def _is_own(item: int, own: Ints, before: int, slots: Ints) -> bool:
 
 
 @compiled
-def _draw_item(word: np.uint64, number: int, num_known: int, tables: _Tables) -> int:
-    """Return the item of a draw, among those of the first `num_known` cells."""
-    share = draw_unit(word, number)
-    cells, cumulative = tables.cells, tables.cumulative[:num_known]
-    if len(cumulative):
-        known = np.searchsorted(cumulative, share * cumulative[-1], side="right")
-        return int(cells[min(known, num_known - 1), 0])
+def _draw_item(share: float, cells: Ints, thresholds: NDArray[np.float64]) -> int:
     place = share * len(cells)
     cell = min(int(place), len(cells) - 1)
     item, other = cells[cell, 0], cells[cell, 1]
-    # Both are loaded: a conditional move, not a jump.
-    return int(item if place - cell < tables.thresholds[cell] else other)
+    return int(item if place - cell < thresholds[cell] else other)  # both are loaded: a conditional move, not a jump
+
+
+@compiled
+def _draw_known(share: float, cells: Ints, cumulative: NDArray[np.float64], num_known: int) -> int:
+    """Return the item of the first of these cells whose cumulative weight is above a share of all of theirs."""
+    low, high, weight = 0, num_known - 1, share * cumulative[num_known - 1]
+    while low < high:
+        middle = (low + high) >> 1
+        low, high = (low, middle) if cumulative[middle] > weight else (middle + 1, high)
+    return int(cells[low, 0])
 
 
 @compiled
@@ -254,7 +256,7 @@ def _draw(
     out_positive: Floats,
 ) -> int:
     """Write the samples' negatives, the hard ones last, and the logs of probabilities: 0 of hard ones."""
-    cells, log_q, firsts, cumulative = tables.cells, tables.log_q, tables.firsts, tables.cumulative
+    cells, thresholds, log_q, firsts, cumulative, first_of, hard_begins, hard_ends, hard_items = tables
     num_slots = _MIN_SLOTS
     for row in rows:
         while exclude_own and num_slots < 2 * (offsets[row + 1] - offsets[row]):
@@ -267,7 +269,7 @@ def _draw(
                 for event in range(offsets[row], offsets[row + 1], 8):
                     touched ^= all_items[event]
         sample, row = sample_indices[index], rows[index]
-        time, num_known, of_known = np.int64(NEVER_MS), len(cells), np.float32(0)  # the log of all weights per known
+        time, num_known, of_known = np.int64(NEVER_MS), len(cells), np.float32(0)  # log of the weights of all per known
         if len(firsts):
             time = times[begins[sample]] if begins[sample] < ends[sample] else firsts[0]
             num_known = max(np.searchsorted(firsts, time, side="right"), 1)
@@ -280,10 +282,10 @@ def _draw(
         word, first, last = words[sample], sample * width, (sample + 1) * width
         if num_hard and begins[sample] < ends[sample]:
             target = column[ends[sample] - 1]
-            begin, size = tables.hard_begins[target], tables.hard_ends[target] - tables.hard_begins[target]
+            begin, size = hard_begins[target], hard_ends[target] - hard_begins[target]
             for number in range(size):  # from a random one on, in their order
-                item = tables.hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
-                if len(firsts) and tables.first_of[item] > time:
+                item = hard_items[begin + (int(word >> np.uint64(1)) + number) % size]
+                if len(firsts) and first_of[item] > time:
                     continue
                 if not exclude_own and (column[begins[sample] : ends[sample]] == item).any():
                     continue  # no target is its own negative
@@ -291,12 +293,20 @@ def _draw(
                     last -= 1
                     out[last], out_negative[last] = item, 0
         for place in range(first, last):
-            out[place] = _draw_item(word, (place - first) * _ATTEMPTS, num_known, tables)
+            share = draw_unit(word, (place - first) * _ATTEMPTS)
+            if len(firsts):
+                out[place] = _draw_known(share, cells, cumulative, num_known)
+            else:
+                out[place] = _draw_item(share, cells, thresholds)
         spare = -1  # what all draws that found own items only become
         for place in range(first, last):
             attempt = 1
             while attempt < _ATTEMPTS and _is_own(out[place], own, before, slots):
-                out[place] = _draw_item(word, (place - first) * _ATTEMPTS + attempt, num_known, tables)
+                share = draw_unit(word, (place - first) * _ATTEMPTS + attempt)
+                if len(firsts):
+                    out[place] = _draw_known(share, cells, cumulative, num_known)
+                else:
+                    out[place] = _draw_item(share, cells, thresholds)
                 attempt += 1
             if attempt == _ATTEMPTS and _is_own(out[place], own, before, slots):
                 while spare < 0 or (attempt < _ATTEMPTS + num_known and _is_own(spare, own, before, slots)):

@@ -175,6 +175,9 @@ def _hard(scene: Scene, table: Any) -> Any:
     return NegativeSampler.create(Negatives(count=1, hard=path, num_hard=1), [store_of_items([], size=9)], None)
 
 
+NO_SETS = {"user_id": pa.array([], pa.int64()), "candidates": pa.array([], pa.list_(pa.int64()))}
+
+
 def _sets(scene: Scene, table: Any) -> Any:
     """Read candidate sets for a dataset of 9 items."""
     path = scene.folder / "sets.parquet"
@@ -227,7 +230,9 @@ OF_COLUMNS = [
         (lambda s: _hard(s, {"item_id": [1], "negatives": [[None]]}), "...; write item_id int64 and negatives ..."),
         (lambda s: _hard(s, {"item_id": [1, 1], "negatives": [[2], [3]]}), "... has item_id 1 in more than one ..."),
         (lambda s: _hard(s, {"item_id": [9], "negatives": [[1]]}), "... has items 9 to 9, the dataset 0 to 8; ..."),
+        (lambda s: _sets(s, NO_SETS), "<folder>/sets.parquet has no candidate sets; write a row for each user"),
         (lambda s: _sets(s, {"user_id": [1]}), "<folder>/sets.parquet is no Parquet file of candidate sets (...); ..."),
+        (lambda s: _sets(s, {"user_id": [None, 1], "candidates": [[1], [1]]}), "...; write user_id int64 and ..."),
         (lambda s: _sets(s, {"user_id": [1], "candidates": [None]}), "...; write user_id int64 and candidates list..."),
         (lambda s: _sets(s, {"user_id": [2, 1, 2], "candidates": [[1]] * 3}), "... has user_id 2 in more than one ..."),
         (lambda s: _sets(s, {"user_id": [2], "candidates": [[-1]]}), "... has items -1 to -1, the dataset 0 to 8; ..."),

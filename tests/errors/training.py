@@ -25,7 +25,7 @@ def accumulated(returned: Any, got: str) -> Row:
 ONE, TWO, COLUMN, BATCH = torch.zeros(1), torch.ones(2), torch.zeros(1, 1), batch_of(loss_tokens=1)
 
 
-def predicted(scene: Scene, items: Any = TWO, *, epoch: int = 0, **options: Any) -> None:
+def predicted(scene: Scene, items: Any = TWO, *, epoch: int = 0, **options: Any) -> Any:
     """Write predictions for the first batch of an epoch, of which a writer was made for epoch 0."""
     loader = build_loader(scene.data, LoaderConfig(batch_size=2, max_num_candidates=1), rank=0, world_size=1)
     with t.PredictionWriter(scene.folder / "out", options.pop("loader", loader), **options) as writer:

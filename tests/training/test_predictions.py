@@ -71,7 +71,8 @@ def evaluate(rank: int, world_size: int, job: Job) -> str:
                         writer.write(batch, items, scores)
                         writer._try(writer._flush)
                 for _ in range({"missing": 0, "twice": 2}.get(job.fault, 1) if is_faulty else 1):
-                    writer.write(batch, items, scores.double())
+                    n = batch.num_real if job.k == 2 else batch.batch_size  # with padding, or without
+                    writer.write(batch, items[:n], scores[:n].double())
                 if job.fault == "body":
                     raise KeyError("a mistake in the loop")
     except Exception as error:
