@@ -52,11 +52,13 @@ def move_to_free(
     for number, item in enumerate(moved):
         if number % _ITEMS_AT_ONCE == 0:
             on_stage(f"free codes of items: {number:,} of {len(moved):,}")
-        residual, prefix = vectors[item], 0
+        residual, prefix, is_own = vectors[item], 0, True
         for level, centroids in enumerate(books.centroids):
-            nearest = np.argsort(norms[level] - 2 * (centroids @ residual), kind="stable").tolist()
-            room = size ** (levels - 1 - level)
-            code = next(code for code in nearest if taken[level][prefix * size + code] < room)
+            code, room = int(codes[item, level]), size ** (levels - 1 - level)
+            if not (is_own and taken[level][prefix * size + code] < room):  # its own is the nearest
+                nearest = np.argsort(norms[level] - 2 * (centroids @ residual), kind="stable").tolist()
+                code = next(code for code in nearest if taken[level][prefix * size + code] < room)
+                is_own = False
             codes[item, level], prefix = code, prefix * size + code
             taken[level][prefix] += 1
             residual -= centroids[code]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenrank.semantic_ids.collisions import move_to_free, number_items, tuple_keys
-from evenrank.semantic_ids.kmeans import Codebooks, Rows
+from evenrank.semantic_ids.kmeans import Codebooks, Rows, encode
 
 QUIET: Any = lambda stage: None  # noqa: E731
 
@@ -85,7 +85,7 @@ def test_moved_items_have_tuples_of_their_own_as_by_trying_all(seed: int, num_it
     books = Codebooks(rng.normal(size=(3, 3, 2)).astype(np.float32), rng.random((3, 3)).astype(np.float32))
     vectors, every = rng.normal(size=(num_items, 2)), list(np.ndindex(3, 3, 3))
     before = {every[i] for i in rng.choice(27, rng.integers(0, 28 - num_items), replace=False)}
-    codes = np.array([every[i] for i in rng.choice(rng.integers(1, 28), num_items)], dtype=np.int32)
+    codes = encode(rows_of(vectors), books, QUIET)
     expected = plain_move(vectors, [tuple(row) for row in codes.tolist()], before, books)
     keys = tuple_keys(np.array([*before], dtype=np.int32).reshape(-1, 3), 3)
     move_to_free(rows_of(vectors), codes, keys, books, QUIET)
