@@ -50,7 +50,7 @@ class Bundle:
 
     def check_items(self, manifest: Manifest) -> None:
         """Raise a DataError unless ids of items mean the same in a dataset, which may have fewer or more of them."""
-        ids = manifest.ids[ITEM_ID]
+        ids = manifest.ids.get(ITEM_ID, self.items)  # Parquet of other programs does not say what its ids mean
         if not (ids.extends(self.items.version) or self.items.extends(ids.version)):
             raise DataError(
                 f"the semantic ids are of other items than those of the dataset {manifest.dataset!r}; make them of it, "
