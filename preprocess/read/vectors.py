@@ -23,7 +23,7 @@ from evenrank.preprocess.read.table import FAULT, WHOLE, Rows, Table
 from evenrank.preprocess.read.tabular import open_table
 from evenrank.preprocess.read.values import id_checks, raw_id, with_ids
 
-_BLOCK_BYTES = 1 << 25
+_BLOCK_BYTES = 1 << 24
 _DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # of Arrow, by the names of NumPy
 _RAW_ID, _ROW = "id", "evenrank row"
 
@@ -47,7 +47,7 @@ class Vectors:
                 mapped = np.load(self.path, mmap_mode="r", allow_pickle=False)
                 yield from ((row, mapped[row : row + at_once]) for row in range(0, len(mapped), at_once))
                 return
-            with pq.ParquetFile(self.path) as file:
+            with pq.ParquetFile(self.path, memory_map=True) as file:  # or buffers of all row groups stay
                 batches = file.iter_batches(batch_size=at_once, columns=_lists(file)[:1])
                 for number, batch in enumerate(batches):
                     lengths = pc.list_value_length(batch.column(0)).fill_null(0).to_numpy()
@@ -77,7 +77,7 @@ def read_vectors(path: Path, key: str, name: str, kind: IdKind) -> Vectors:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
             shape, dtype, table, key = array.shape, array.dtype.name, _ids_beside(path), _RAW_ID
         else:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, memory_map=True) as file:
                 names, lists = file.schema_arrow.names, _lists(file)
                 others = [other for other in names if other not in lists]
                 if len(lists) != 1 or (key not in others and len(others) != 1):
