@@ -4,7 +4,7 @@ Each level has the code argmin_j |r - c_j|^2 + p_j of what the levels before lef
 Without prices p it is residual quantization (Chen, Guan, Wang, 2010). Balanced codes have those of optimal transport
 with equal masses, found by Sinkhorn's iteration (Cuturi, 2013) with falling temperature, in turns with new means.
 
-Cost: 2 * iterations * points * codes * d FLOPs per level; memory: the sample and 64 MB, whatever the number of items.
+Cost: 4 * iterations * points * codes * d FLOPs per level; memory: the sample and a few 100 MB for any number of items.
 Matrix products instead of scattered sums make it repeatable, also on a GPU.
 """
 
