@@ -13,7 +13,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,23 +43,19 @@ class Bundle:
     """Codes per level; appending never changes them, so that a trained model fits."""
     items: IdSummary
     """The ids of the items, as in the manifest of the dataset."""
-    codes: IdSummary
+    codes: IdSummary = IdSummary(rule=RULE, kind="int64")
     """The versions of the codes: a later one has all codes of the earlier ones; SHA-256 of codes.npy."""
-    sha256: Mapping[str, str]
+    sha256: Mapping[str, str] = field(default_factory=dict)
     """Of `codebooks.npy` and `prices.npy`, and of the dataset's `vectors`."""
 
     def check_items(self, manifest: Manifest) -> None:
         """Raise a DataError unless ids of items mean the same in a dataset, which may have fewer or more of them."""
-        ids = manifest.ids[ITEM_ID]
+        ids = manifest.ids.get(ITEM_ID, self.items)  # Parquet of other programs does not say what its ids mean
         if not (ids.extends(self.items.version) or self.items.extends(ids.version)):
             raise DataError(
-                f"the semantic ids are of items with {_short(self.items)}, the dataset {manifest.dataset!r} has "
-                f"{_short(ids)}; make them of this dataset, or preprocess it with --vocabulary of theirs"
+                f"the semantic ids are of other items than those of the dataset {manifest.dataset!r}; make them of it, "
+                "or preprocess it with --vocabulary of theirs"
             )
-
-
-def _short(ids: IdSummary) -> str:
-    return f"the vocabulary {ids.versions[-1].sha256[:12]}" if ids.versions else f"{ids.rule} ids"
 
 
 def read_bundle(folder: Path | str) -> Bundle:

@@ -4,11 +4,12 @@ Each level has the code argmin_j |r - c_j|^2 + p_j of what the levels before lef
 Without prices p it is residual quantization (Chen, Guan, Wang, 2010). Balanced codes have those of optimal transport
 with equal masses, found by Sinkhorn's iteration (Cuturi, 2013) with falling temperature, in turns with new means.
 
-Cost: 2 * iterations * points * codes * d FLOPs per level; memory: the sample and 64 MB, whatever the number of items.
+Cost: 4 * iterations * points * codes * d FLOPs per level; memory: the sample and a few 100 MB for any number of items.
 Matrix products instead of scattered sums make it repeatable, also on a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,29 @@ _ROUNDS, _STEPS, _TEMPERATURES, _MAX_SCORES = 8, 10, (0.3, 0.1, 0.03, 0.01), 1 <
 OnStage = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of vectors that may be mapped from a file: float32 when they are read."""
+
+    vectors: NDArray[Any]
+    items: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, place: Any) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self.vectors[self.items[place]].astype(np.float32)
+        return found
+
+
+def parts(count: int, columns: int, on_stage: OnStage, what: str) -> Iterator[slice]:
+    """Yield slices of so many rows, which together have few enough values, and say how far it is."""
+    rows = _rows(columns)
+    for begin in range(0, count, rows):
+        on_stage(f"{what}: {begin:,} of {count:,}")
+        yield slice(begin, begin + rows)
+
+
 class Codebooks(NamedTuple):
     """What makes codes of vectors."""
 
@@ -39,7 +63,7 @@ class Codebooks(NamedTuple):
 
 
 def train_codebooks(
-    sample: NDArray[np.float32], levels: int, codes: int, *, is_balanced: bool, seed: int, on_stage: OnStage
+    sample: NDArray[np.float32], *, levels: int, codes: int, is_balanced: bool, seed: int, on_stage: OnStage
 ) -> Codebooks:
     """Return the codebooks of a sample [n, d], which is overwritten; n >= codes.
 
@@ -60,20 +84,16 @@ def train_codebooks(
     return Codebooks(*map(np.stack, zip(*books, strict=True)))
 
 
-def encode(vectors: NDArray[Any], items: NDArray[np.int64], books: Codebooks, on_stage: OnStage) -> NDArray[np.int32]:
-    """Return the codes [n, levels] of some rows of `vectors` [items, d], which may be mapped from a file."""
+def encode(vectors: Rows, books: Codebooks, on_stage: OnStage) -> NDArray[np.int32]:
+    """Return the codes [n, levels] of vectors [n, d]."""
     centroids, prices = (torch.from_numpy(part).to(_device()) for part in books)
-    levels, num_codes, width = centroids.shape
-    codes = np.empty((len(items), levels), dtype=np.int32)
-    rows = _rows(max(num_codes, width))
-    for begin in range(0, len(items), rows):
-        on_stage(f"codes of items: {begin:,} of {len(items):,}")
-        chunk = vectors[items[begin : begin + rows]].astype(np.float32)
-        residuals = torch.from_numpy(chunk).to(centroids.device)
-        for level in range(levels):
-            nearest = _scores(residuals, centroids[level], prices[level]).argmin(dim=1)
-            residuals -= centroids[level][nearest]
-            codes[begin : begin + rows, level] = nearest.cpu().numpy()
+    codes = np.empty((len(vectors), len(centroids)), dtype=np.int32)
+    for part in parts(len(vectors), max(centroids.shape[1:]), on_stage, "codes of items"):
+        residuals = torch.from_numpy(vectors[part]).to(centroids.device)
+        for level, of_level in enumerate(centroids):
+            nearest = _scores(residuals, of_level, prices[level]).argmin(dim=1)
+            residuals -= of_level[nearest]
+            codes[part, level] = nearest.cpu().numpy()
     return codes
 
 

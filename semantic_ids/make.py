@@ -1,6 +1,5 @@
 """`make_semantic_ids`: the vectors of a dataset -> codebooks, codes and their report, in a new folder."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,18 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.schema import ITEM_ID, IdSummary, Manifest, read_manifest
+from evenrank.datasets.schema import ITEM_ID, Manifest, read_manifest
 from evenrank.datasets.vectors import open_vectors
 from evenrank.semantic_ids import bundle, report
 from evenrank.semantic_ids.collisions import move_to_free, number_items, tuple_keys
 from evenrank.semantic_ids.config import SemanticIdsConfig
-from evenrank.semantic_ids.kmeans import POINTS_PER_CODE, Codebooks, encode, train_codebooks
+from evenrank.semantic_ids.kmeans import POINTS_PER_CODE, Codebooks, OnStage, Rows, encode, parts, train_codebooks
 
-_VALUES_AT_ONCE = 1 << 24
+_Begin = tuple[bundle.Bundle, Codebooks, NDArray[np.int32]]  # the codes that there are, [levels, items]
 
 
 def make_semantic_ids(
-    config: SemanticIdsConfig, *, on_stage: Callable[[str], None] = lambda stage: None
+    config: SemanticIdsConfig, *, on_stage: OnStage = lambda stage: None
 ) -> tuple[bundle.Bundle, dict[str, Any]]:
     """Make semantic ids of the item vectors of a dataset, and write `config.folder`.
 
@@ -30,25 +29,30 @@ def make_semantic_ids(
         What the bundle says of itself, and its report (see `report.py`).
 
     Raises:
-        ConfigError: the folder exists, or the items have fewer vectors than a level has codes, or need more tuples.
+        ConfigError: the folder exists, or there are fewer vectors than codes, or too many for the tuples of codes.
         DataError: the dataset has no vectors of items, or `append` is damaged or of other items or vectors.
         MissingPackageError: faiss is not installed, there is no GPU, and the data are not small.
     """
-    out, dataset = config.folder, config.dataset
-    manifest, vectors = read_manifest(dataset), open_vectors(dataset)
-    has_vector = _have_vectors(vectors, on_stage)
-    begin = _begin_new if config.append is None else _read_earlier
-    earlier, table, books = begin(config, manifest, vectors, has_vector, on_stage)
+    out, manifest, vectors = config.folder, read_manifest(config.dataset), open_vectors(config.dataset)
+    has_vector = np.zeros(len(vectors), dtype=np.bool_)
+    for part in parts(len(vectors), vectors.shape[1], on_stage, "vectors of items"):
+        has_vector[part] = vectors[part].any(axis=1)
+    with_vector = Rows(vectors, np.flatnonzero(has_vector))
+    earlier, books, table = (
+        _train(config, manifest, with_vector, on_stage)
+        if config.append is None
+        else _read(config, manifest, vectors.shape[1])
+    )
     (base, size), sizes = books.prices.shape, earlier.codebook_sizes
     codes = np.full((len(vectors), len(table)), -1, dtype=np.int32)
     codes[: table.shape[1]] = table.T
-    items, before = np.flatnonzero(has_vector & (codes[:, 0] < 0)), tuple_keys(codes[codes[:, 0] >= 0, :base], size)
-    made = encode(vectors, items, books, on_stage)
-    numbers = number_items(before, tuple_keys(made, size))
+    new, before = Rows(vectors, np.flatnonzero(has_vector & (codes[:, 0] < 0))), codes[codes[:, 0] >= 0, :base]
+    made, taken = encode(new, books, on_stage), tuple_keys(before, size)
+    numbers = number_items(taken, tuple_keys(made, size))
     largest_group = int(numbers.max(initial=-1)) + 1
     if earlier.collisions == "level":
         if config.append is None:
-            sizes = (*sizes[:-1], max(sizes[-1], 2 * largest_group))  # room for later items
+            sizes = (*sizes[:-1], max(size, 2 * largest_group))  # room for later items
         if largest_group > sizes[-1]:
             raise ConfigError(
                 f"{largest_group:,} items have the same codes, and the last level of {config.append} has {sizes[-1]:,} "
@@ -58,69 +62,45 @@ def make_semantic_ids(
     else:
         if (needed := len(before) + len(made)) > size**base:
             raise ConfigError(f"{needed:,} items need more than {size**base:,} tuples of codes; choose more --codes")
-        move_to_free(vectors, items, made, before, books, on_stage)
-    codes[items] = made
-    coded = np.flatnonzero(codes[:, 0] >= 0)
+        move_to_free(new, made, taken, books, on_stage)
+    codes[new.items] = made
+    is_coded = codes[:, 0] >= 0
     found: dict[str, Any] = {
-        "items": len(coded),
-        "without_code": len(codes) - 1 - len(coded),  # id 0 is no item
-        "coded_now": len(items),
+        "items": int(is_coded.sum()),
+        "without_code": int((~is_coded[1:]).sum()),  # id 0 is no item
+        "coded_now": len(made),
         "collisions": int((numbers > 0).sum()),
         "largest_group": largest_group,
-        **report.usage(codes[coded], sizes),
+        **report.usage(codes[is_coded], sizes),
+        **report.fidelity(with_vector, codes[with_vector.items], books, on_stage),
     }
-    coded = coded[has_vector[coded]]  # an earlier one may have lost its vector
-    on_stage("nearest items")
-    found["neighbours_kept"] = report.neighbours_kept(vectors, coded, codes[coded], books)
-    found["reconstruction_error"] = report.reconstruction_error(vectors, coded, codes[coded], books, on_stage)
     vectors_sha256 = {"vectors": manifest.vectors[ITEM_ID].sha256}
     made_of = replace(earlier, codebook_sizes=sizes, items=manifest.ids[ITEM_ID], sha256=vectors_sha256)
     return bundle.write_bundle(out, made_of, np.ascontiguousarray(codes.T), books, found), found
 
 
-def _have_vectors(vectors: NDArray[Any], on_stage: Callable[[str], None]) -> NDArray[np.bool_]:
-    """Return whether each item has a vector: one that is not 0."""
-    has_vector, rows = np.zeros(len(vectors), dtype=np.bool_), max(1, _VALUES_AT_ONCE // vectors.shape[1])
-    for begin in range(0, len(vectors), rows):
-        on_stage(f"vectors of items: {begin:,} of {len(vectors):,}")
-        has_vector[begin : begin + rows] = vectors[begin : begin + rows].any(axis=1)
-    return has_vector
-
-
-_Begin = tuple[bundle.Bundle, NDArray[np.int32], Codebooks]  # codes [levels, items] and the codebooks of more
-
-
-def _begin_new(
-    config: SemanticIdsConfig,
-    manifest: Manifest,
-    vectors: NDArray[Any],
-    has_vector: NDArray[np.bool_],
-    on_stage: Callable[[str], None],
-) -> _Begin:
-    items, levels = np.flatnonzero(has_vector), config.levels + (config.collisions == "level")
-    if len(items) < config.codes:
+def _train(config: SemanticIdsConfig, manifest: Manifest, vectors: Rows, on_stage: OnStage) -> _Begin:
+    if len(vectors) < config.codes:
         raise ConfigError(
-            f"{config.dataset} has {len(items):,} items with a vector, fewer than a level has codes, {config.codes:,}; "
-            "choose fewer --codes"
+            f"{config.dataset} has {len(vectors):,} items with a vector, fewer than a level has codes, "
+            f"{config.codes:,}; choose fewer --codes"
         )
     random = np.random.default_rng(config.seed & 0xFFFFFFFFFFFFFFFF)
-    drawn = np.sort(random.choice(len(items), min(len(items), POINTS_PER_CODE * config.codes), replace=False))
-    sample, is_balanced = vectors[items[drawn]].astype(np.float32), config.method == "balanced"
-    options: Any = {"is_balanced": is_balanced, "seed": config.seed, "on_stage": on_stage}
-    books = train_codebooks(sample, config.levels, config.codes, **options)
+    drawn = np.sort(random.choice(len(vectors), min(len(vectors), POINTS_PER_CODE * config.codes), replace=False))
+    is_balanced = config.method == "balanced"
+    shape = {"levels": config.levels, "codes": config.codes, "seed": config.seed}
+    books = train_codebooks(vectors[drawn], **shape, is_balanced=is_balanced, on_stage=on_stage)
     empty = bundle.Bundle(
         method=config.method,
         collisions=config.collisions,
         seed=config.seed,
-        codebook_sizes=(config.codes,) * levels,
+        codebook_sizes=(config.codes,) * (config.levels + (config.collisions == "level")),
         items=manifest.ids[ITEM_ID],
-        codes=IdSummary(rule=bundle.RULE, kind="int64"),
-        sha256={},
     )
-    return empty, np.empty((levels, 0), dtype=np.int32), books
+    return empty, books, np.empty((len(empty.codebook_sizes), 0), dtype=np.int32)
 
 
-def _read_earlier(config: SemanticIdsConfig, manifest: Manifest, vectors: NDArray[Any], *_: object) -> _Begin:
+def _read(config: SemanticIdsConfig, manifest: Manifest, width: int) -> _Begin:
     folder = config.append
     assert folder is not None
     earlier = bundle.read_bundle(folder)
@@ -130,9 +110,9 @@ def _read_earlier(config: SemanticIdsConfig, manifest: Manifest, vectors: NDArra
             "dataset that these are of, or make semantic ids without --append"
         )
     books = Codebooks(*(np.load(bundle.check_file(folder / name, earlier.sha256.get(name))) for name in bundle.BOOKS))
-    if (width := books.centroids.shape[2]) != vectors.shape[1]:
+    if (needed := books.centroids.shape[2]) != width:
         raise DataError(
-            f"{config.dataset} has vectors of {vectors.shape[1]} numbers, the codebooks of {folder} {width}; pass "
-            "vectors of the same model"
+            f"{config.dataset} has vectors of {width} numbers, the codebooks of {folder} {needed}; pass vectors of the "
+            "same model"
         )
-    return earlier, np.load(folder / bundle.CODES), books
+    return earlier, books, np.load(folder / bundle.CODES)

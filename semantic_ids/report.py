@@ -1,21 +1,13 @@
-"""What codes are worth: `report.json`.
-
-items, without_vector           numbers of items with and without codes
-collisions, largest_group       items that share the codes of the codebooks, before they were told apart; the most
-coverage, entropy_bits, dead    per level: share of codes in use, entropy of their items, number of unused ones
-reconstruction_error            mean |x - y|^2 of vectors x and sums of centroids y, as a share of the variance of x
-neighbours_kept                 of the 10 nearest x of an item, the share that is among its 10 nearest y
-"""
+"""What codes are worth: `report.json`, whose entries docs/reference/semantic-ids.md lists."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.semantic_ids.kmeans import Codebooks, OnStage
+from evenrank.semantic_ids.kmeans import Codebooks, OnStage, Rows, parts
 
 _NEIGHBOURS, _QUERIES, _CANDIDATES = 10, 1000, 100_000  # the last two are samples, if there are more items
-_QUERIES_AT_ONCE, _VALUES_AT_ONCE = 50, 1 << 24
 
 
 def usage(codes: NDArray[np.int32], sizes: tuple[int, ...]) -> dict[str, list[float]]:
@@ -29,48 +21,43 @@ def usage(codes: NDArray[np.int32], sizes: tuple[int, ...]) -> dict[str, list[fl
     }
 
 
-def reconstruct(codes: NDArray[np.int32], books: Codebooks) -> NDArray[np.float32]:
-    """Return the sum of the centroids of codes [n, levels or more]: [n, d]."""
+def fidelity(vectors: Rows, codes: NDArray[np.int32], books: Codebooks, on_stage: OnStage) -> dict[str, float]:
+    """Return how near vectors [n, d] are to the sums of the centroids of their codes [n, levels or more].
+
+    `reconstruction_error` is the squared error relative to the variance of the vectors; `neighbours_kept` the share of
+    the nearest vectors of one that have the nearest sums and, of equally near sums, the expected share.
+    """
+    error, squares, total = 0.0, 0.0, np.zeros(books.centroids.shape[2])
+    for part in parts(len(vectors), len(total), on_stage, "reconstruction of items"):
+        points = vectors[part]
+        error += float(np.square(points - _sums(codes[part], books)).sum(dtype=np.float64))
+        squares += float(np.square(points).sum(dtype=np.float64))
+        total += points.sum(axis=0, dtype=np.float64)
+    variance = squares - float(total @ total) / max(1, len(vectors))
+    kept = _neighbours_kept(vectors, codes, books)
+    return {"reconstruction_error": error / variance if variance > 0 else 0.0, "neighbours_kept": kept}
+
+
+def _sums(codes: NDArray[np.int32], books: Codebooks) -> NDArray[np.float32]:
     total: NDArray[np.float32] = books.centroids[0][codes[:, 0]]
     for level, centroids in enumerate(books.centroids[1:], 1):
         total += centroids[codes[:, level]]
     return total
 
 
-def reconstruction_error(
-    vectors: NDArray[Any], items: NDArray[np.int64], codes: NDArray[np.int32], books: Codebooks, on_stage: OnStage
-) -> float:
-    """Return the squared error of rows `items` of `vectors`, relative to their variance; 0 if they are all the same."""
-    width, error, squares = vectors.shape[1], 0.0, 0.0
-    total, rows = np.zeros(width), max(1, _VALUES_AT_ONCE // width)
-    for begin in range(0, len(items), rows):
-        on_stage(f"reconstruction of items: {begin:,} of {len(items):,}")
-        chunk = vectors[items[begin : begin + rows]].astype(np.float32)
-        error += float(np.square(chunk - reconstruct(codes[begin : begin + rows], books)).sum(dtype=np.float64))
-        squares += float(np.square(chunk).sum(dtype=np.float64))
-        total += chunk.sum(axis=0, dtype=np.float64)
-    variance = squares - float(total @ total) / max(1, len(items))
-    return error / variance if variance > 0 else 0.0
-
-
-def neighbours_kept(
-    vectors: NDArray[Any], items: NDArray[np.int64], codes: NDArray[np.int32], books: Codebooks
-) -> float:
-    """Return the share of nearest items that are nearest by reconstruction; of equally near ones, the expected one."""
-    if len(items) < 2:
+def _neighbours_kept(vectors: Rows, codes: NDArray[np.int32], books: Codebooks) -> float:
+    if (most := min(_NEIGHBOURS, len(vectors) - 1)) < 1:
         return 1.0
-    drawn, most = np.random.default_rng(0), min(_NEIGHBOURS, len(items) - 1)
-    sample = np.sort(drawn.choice(len(items), min(len(items), _CANDIDATES), replace=False))
+    drawn, kept = np.random.default_rng(0), 0.0
+    sample = np.sort(drawn.choice(len(vectors), min(len(vectors), _CANDIDATES), replace=False))
     queries = drawn.choice(len(sample), min(len(sample), _QUERIES), replace=False)
-    points, kept = vectors[items[sample]].astype(np.float32), 0.0
-    tuples, of_point = np.unique(codes[sample], axis=0, return_inverse=True)
-    of_point, made = of_point.reshape(-1), reconstruct(tuples, books)  # the same distance for the same codes
-    for begin in range(0, len(queries), _QUERIES_AT_ONCE):
-        chunk = queries[begin : begin + _QUERIES_AT_ONCE]
-        near = np.argpartition(_distances(points[chunk], points, chunk, slice(None)), most - 1)[:, :most]
-        by_made = _distances(made[of_point[chunk]], made, chunk, of_point)
-        limit = np.partition(by_made, most - 1)[:, most - 1 : most]
-        is_nearer, is_tied = by_made < limit, by_made == limit
+    points, (tuples, place) = vectors[sample], np.unique(codes[sample], axis=0, return_inverse=True)
+    place, sums = place.reshape(-1), _sums(tuples, books)  # by tuple: equal codes are equally far, to the last bit
+    for query in np.array_split(queries, -(-len(queries) // 50)):
+        near = np.argpartition(_distances(points[query], points, query, slice(None)), most - 1)[:, :most]
+        distances = _distances(sums[place[query]], sums, query, place)
+        limit = np.partition(distances, most - 1)[:, most - 1 : most]
+        is_nearer, is_tied = distances < limit, distances == limit
         places = (most - is_nearer.sum(axis=1, keepdims=True)) / is_tied.sum(axis=1, keepdims=True)
         kept += float(np.take_along_axis(is_nearer + is_tied * places, near, axis=1).sum())
     return kept / (most * len(queries))
@@ -78,6 +65,6 @@ def neighbours_kept(
 
 def _distances(queries: NDArray[np.float32], points: NDArray[np.float32], own: Any, place: Any) -> NDArray[np.float32]:
     """Return squared distances less the query's norm, [queries, points in their places]; inf to the query's `own`."""
-    found = (np.square(points).sum(axis=1) - 2 * (queries @ points.T))[:, place]
+    found: NDArray[np.float32] = (np.square(points).sum(axis=1) - 2 * (queries @ points.T))[:, place]
     found[np.arange(len(queries)), own] = np.inf
-    return np.asarray(found, dtype=np.float32)
+    return found

@@ -56,7 +56,7 @@ def make_vectors(store: SequenceStore) -> NDArray[np.float32]:
 
 def make_dataset(raw_dir: Path, folder: Path) -> Path:
     """Preprocess the log, make vectors of its split `train`, and preprocess it with them."""
-    columns = {"user_column": "userId", "item_column": "movieId", "timestamp_column": "timestamp"}
+    columns: dict[str, Any] = {"user_column": "userId", "item_column": "movieId", "timestamp_column": "timestamp"}
     config: dict[str, Any] = {"dataset": "custom", "split": "leave-last:1", "ids": "item=dense"}
     log = TabularConfig(events=(raw_dir / "ml-20m" / "ratings.csv",), **columns)
     preprocess(PreprocessConfig(out=folder / "plain", custom=log, **config))

@@ -21,7 +21,7 @@ def _requirements(extra: str) -> dict[str, SpecifierSet]:
     for requirement in map(Requirement, PYPROJECT["optional-dependencies"][extra]):
         for other in requirement.extras if requirement.name == "evenrank" else ():
             found |= _requirements(other)
-        found[requirement.name.replace("-", "_").removesuffix("_skinny")] = requirement.specifier
+        found[requirement.name.replace("-", "_").removesuffix("_cpu")] = requirement.specifier
     return found
 
 

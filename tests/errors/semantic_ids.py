@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.codes import read_codes
 from evenrank.datasets import read_manifest
-from evenrank.datasets.schema import ITEM_ID, IdSummary
+from evenrank.datasets.schema import ITEM_ID
 from evenrank.semantic_ids import Bundle, read_bundle
 from evenrank.semantic_ids.bundle import RULE, write_bundle
 from tests.errors.scene import Row, Scene
@@ -33,6 +34,10 @@ def appended(scene: Scene, vectors: Any, vocabulary: str = "a", change: Callable
         change(scene.folder / "ids")
     data = write_dataset(scene.folder / "new", vectors, vocabulary)
     make(data, scene.folder / "new-ids", append=scene.folder / "ids")
+
+
+def overwrite(folder: Path, name: str) -> None:
+    np.save(folder / name, np.full((2, 4, 6), np.nan))
 
 
 def changed(scene: Scene, **entries: Any) -> Bundle:
@@ -62,8 +67,6 @@ def loaded(scene: Scene) -> Any:
         seed=0,
         codebook_sizes=(4,),
         items=other,
-        codes=IdSummary(rule=RULE, kind="int64"),
-        sha256={},
     )
     books = [np.zeros((1, 4, 2), dtype=np.float32), np.zeros((1, 4), dtype=np.float32)]
     write_bundle(scene.folder / "hashed", bundle, np.zeros((1, 999), dtype=np.int32), books, {})
@@ -107,9 +110,7 @@ ROWS = [
     ),
     *(
         data(
-            lambda scene, name=name: appended(
-                scene, vectors_of(30), change=lambda ids: np.save(ids / name, np.full((2, 4, 6), np.nan))
-            ),
+            partial(appended, vectors=vectors_of(30), change=partial(overwrite, name=name)),
             f"<folder>/ids/{name} does not have the SHA-256 in bundle.json; {AGAIN}",
         )
         for name in ("codebooks.npy", "prices.npy", "codes.npy")
@@ -125,7 +126,7 @@ ROWS = [
     data(other_codes, f"<folder>/ids/codes.npy does not have the SHA-256 in bundle.json; {AGAIN}"),
     data(
         loaded,
-        "the semantic ids are of items with hash:1000 ids, the dataset 'synthetic' has ... ids; make them of this "
-        "dataset, or preprocess it with --vocabulary of theirs",
+        "the semantic ids are of other items than those of the dataset 'synthetic'; make them of it, or preprocess it "
+        "with --vocabulary of theirs",
     ),
 ]

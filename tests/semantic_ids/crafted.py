@@ -27,7 +27,8 @@ def vectors_of(items: int, width: int = 6, *, seed: int = 0, centers: int = 12) 
     """Return vectors in groups of different sizes: those of the first items are the same for any number of items."""
     rng = np.random.default_rng(seed)
     means, noise = rng.normal(size=(centers, width)), np.random.default_rng(seed + 1).normal(size=(items, width))
-    return (means[np.arange(items) % centers % (1 + np.arange(items) % 5)] + 0.2 * noise).astype(np.float32)
+    of_item = means[np.arange(items) % centers % (1 + np.arange(items) % 5)]
+    return np.asarray(of_item + 0.2 * noise, dtype=np.float32)
 
 
 def write_dataset(folder: Path, vectors: Any, vocabulary: str = "a") -> Path:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenrank.semantic_ids.collisions import move_to_free, number_items, tuple_keys
-from evenrank.semantic_ids.kmeans import Codebooks
+from evenrank.semantic_ids.kmeans import Codebooks, Rows, encode
 
 QUIET: Any = lambda stage: None  # noqa: E731
 
@@ -17,6 +17,10 @@ def books_of(*levels: list[float]) -> Codebooks:
     """Return codebooks of numbers, vectors of width 1."""
     centroids = np.array(levels, dtype=np.float32)[:, :, None]
     return Codebooks(centroids, np.zeros(centroids.shape[:2], dtype=np.float32))
+
+
+def rows_of(vectors: NDArray[Any]) -> Rows:
+    return Rows(vectors, np.arange(len(vectors)))
 
 
 def plain_numbers(before: list[int], keys: list[int]) -> list[int]:
@@ -46,9 +50,8 @@ MOVES = {  # of items with the codes 0 1, given what was taken: levels 0 10 20 a
 @pytest.mark.parametrize(("vectors", "before", "expected"), MOVES.values(), ids=MOVES)
 def test_an_item_moves_to_the_nearest_free_tuple(vectors: list[float], before: list[int], expected: Any) -> None:
     codes = np.array([[0, 1]] * len(vectors), dtype=np.int32)
-    array, items = np.array(vectors)[:, None], np.arange(len(vectors))
     books = books_of([0, 10, 20], [0, 1, 2])
-    move_to_free(array, items, codes, np.array(before, dtype=np.int64), books, QUIET)
+    move_to_free(rows_of(np.array(vectors)[:, None]), codes, np.array(before, dtype=np.int64), books, QUIET)
     assert codes.tolist() == expected
 
 
@@ -82,9 +85,9 @@ def test_moved_items_have_tuples_of_their_own_as_by_trying_all(seed: int, num_it
     books = Codebooks(rng.normal(size=(3, 3, 2)).astype(np.float32), rng.random((3, 3)).astype(np.float32))
     vectors, every = rng.normal(size=(num_items, 2)), list(np.ndindex(3, 3, 3))
     before = {every[i] for i in rng.choice(27, rng.integers(0, 28 - num_items), replace=False)}
-    codes = np.array([every[i] for i in rng.choice(rng.integers(1, 28), num_items)], dtype=np.int32)
+    codes = encode(rows_of(vectors), books, QUIET)
     expected = plain_move(vectors, [tuple(row) for row in codes.tolist()], before, books)
     keys = tuple_keys(np.array([*before], dtype=np.int32).reshape(-1, 3), 3)
-    move_to_free(vectors, np.arange(num_items), codes, keys, books, QUIET)
+    move_to_free(rows_of(vectors), codes, keys, books, QUIET)
     assert [tuple(row) for row in codes.tolist()] == expected
     assert len({*expected, *before}) == num_items + len(before)

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -104,7 +103,7 @@ DAY = """user,item,time
 
 
 @pytest.fixture(scope="module")
-def days(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the datasets day1 and day2, which has more items, and their semantic ids."""
     pytest.importorskip("polars")
     folder, rng = tmp_path_factory.mktemp("days"), np.random.default_rng(0)
