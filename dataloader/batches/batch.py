@@ -352,9 +352,10 @@ class SemanticIdBatch(JaggedBatch):
         def shorten(longest: Mapping[str, int] | None) -> Mapping[str, int] | None:
             return longest and {name: size - cut * (name in keys and size > 0) for name, size in longest.items()}
 
+        rows = self.num_real if self.token_padding is None else self.batch_size  # whose padding has candidates too
         has_candidates = keys[0] in self.features.keys()  # noqa: SIM118  # a KeyedJaggedTensor
         return self.replace(
-            features=drop_last(self.features, keys[0], cut, self.num_real) if has_candidates else self.features,
+            features=drop_last(self.features, keys[0], cut, rows) if has_candidates else self.features,
             labels=drop_last(self.labels, keys[1], cut, self.num_real),
             candidate_levels=num_levels,
             loss_tokens=self.loss_tokens - cut * self.num_real,

@@ -54,8 +54,11 @@ def pad_tokens(batch: Batch, padding: TokenPadding | None) -> Batch:
     """
     if padding is None or batch.token_padding is not None:
         return batch
+    schema, limits, end = schema_of(batch), batch.length_limits or {}, 0
+    keys_of = dict(zip(schema.key_names, schema.jagged_keys, strict=True))
+    padding = padding.within({keys_of[name]: limit for name, limit in limits.items() if name in keys_of})
     batch = pad_batch(batch, batch.batch_size + padding.rows)
-    schema, lengths, end = schema_of(batch), lengths_of(batch), 0
+    lengths = lengths_of(batch)
     padding.fill(schema.jagged_keys, lengths, batch.num_real)
     changes: dict[str, Any] = {"token_padding": padding}
     if batch.max_lengths is not None:

@@ -10,10 +10,10 @@ Keys of padding rows are related as those of samples: they have what each sample
 candidate, and only the rest is rounded up. So keys of the same events get equally many values, in the same rows.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,15 @@ class TokenPadding:
         return -(
             -gap // min((key.most - key.least for key in self.keys if key.most and key.most > key.least), default=gap)
         )
+
+    def within(self, limits: Mapping[tuple[str, str], int]) -> Self:
+        """Return the padding where these limits are, by field and key: a transform may have lowered them."""
+        keys = []
+        for key in self.keys:
+            limit = limits.get(key[:2], key.most)
+            most = limit if limit is None or key.most is None else min(limit, key.most)
+            keys.append(key._replace(least=key.least if most is None else min(key.least, most), most=most))
+        return replace(self, keys=tuple(keys))
 
     def fill(self, jagged_keys: JaggedKeys, lengths: NDArray[np.int64], num_real: int) -> None:
         """Set the lengths of padding rows, given those of all rows, int64 [K, rows]; `num_real` are samples.

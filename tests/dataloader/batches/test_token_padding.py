@@ -27,6 +27,7 @@ from evenrank.dataloader import (
     RandomBatches,
     RandomData,
     RandomFeature,
+    SemanticIdBatch,
     SequenceBatch,
     build_loader,
     build_stream_loader,
@@ -37,6 +38,7 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.batches.padding import pad_tokens, without_token_padding
+from evenrank.dataloader.batches.tensors import keyed_jagged_tensor
 from evenrank.dataloader.batches.token_padding import PaddedKey, TokenPadding
 from evenrank.datasets import read_manifest
 from evenrank.datasets.distributions import Uniform
@@ -237,6 +239,29 @@ def test_streams_and_elastic_loaders_pad_too(small_dataset: Path) -> None:
     sampler = ElasticSampler(20, batch_size=4, rank=0, world_size=1)
     for batch in ElasticLoader(DataLoader(samples, batch_sampler=sampler, collate_fn=collate)):
         assert (batch.batch_size, batch.features.length_per_key()) == (4 + 3, [24])
+
+
+def _shorter(batch: Any, _: Any) -> Any:
+    if isinstance(batch, SemanticIdBatch):
+        return batch.retain_candidate_hierarchies(1)
+    lengths = batch.features.lengths().view(len(batch.features.keys()), -1)
+    kept = keyed_jagged_tensor(batch.features.keys(), batch.features.values()[:0], lengths.numpy() * 0)
+    return batch.replace(features=kept, max_lengths={"item_id": 0}, length_limits={"item_id": 5})
+
+
+def test_padding_keeps_the_limits_of_a_transform(small_dataset: Path) -> None:
+    codes: dict[str, Any] = {"codes": CODES, "candidate_feature": True}
+    config = LoaderConfig(batch_size=4, max_history_length=40, context=(), pad_tokens_to=32)
+    items, coded = (
+        next(iter(build_loader(small_dataset, of, rank=0, world_size=1, transform=_shorter)))
+        for of in (config, dataclasses.replace(config, **codes))
+    )
+    assert items.features["item_id"].lengths().tolist() == [0] * 4 + [5, 5, 5, 5, 4, 4, 4]
+    assert coded.features["candidate_id"].lengths().tolist() == [1] * 5
+    later = next(iter(build_loader(small_dataset, dataclasses.replace(config, **codes), rank=0, world_size=1)))
+    later = later.retain_candidate_hierarchies(1)
+    assert later.features["candidate_id"].lengths().tolist() == [1] * 5
+    assert later.features.length_per_key() == coded.features.length_per_key()
 
 
 def test_features_that_are_lists_stay_empty_in_padding() -> None:
