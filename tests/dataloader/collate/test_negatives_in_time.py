@@ -54,7 +54,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(EVENTS, min_size=2, max_size=7),
     SETTINGS,
