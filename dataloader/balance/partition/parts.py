@@ -141,7 +141,7 @@ def heaviest_load_bound(costs: NDArray[np.int64], order: NDArray[np.int64], worl
     - for k = 1..B-1: of the k W + 1 largest costs, k + 1 are on one rank: at least the k + 1 smallest of those, and the
       B - k - 1 smallest of all.
 
-    Cost: O(W B + B^2) given the sorted order. Trade-off: not always reachable; docs/results/planner.md shows the
+    Cost: O(W B + B^2) given the sorted order. Trade-off: not always reachable; docs/results/balancing.md shows the
     distance.
     """
     size = len(order)
