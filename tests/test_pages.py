@@ -112,6 +112,12 @@ def test_every_piece_of_code_is_run() -> None:
     assert found == known
 
 
+def test_every_page_on_models_has_a_test_that_runs_it() -> None:
+    names = {f"how-to/models/{path.name}" for path in page("how-to/models").glob("*.md")}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("*.py"))
+    assert {name for name in names if name not in tests} == set()
+
+
 def _load(names: dict[str, Any], **options: Any) -> Any:
     return build_loader(names["path"], LoaderConfig(**options), rank=0, world_size=1, balance=names["balance"])
 
