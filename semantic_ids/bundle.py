@@ -71,8 +71,10 @@ def read_bundle(folder: Path | str) -> Bundle:
             if (version := raw.get("format_version")) != _FORMAT_VERSION:
                 raise ConfigError(f"it has format version {version!r}, not {_FORMAT_VERSION}")
             bundle = construct(Bundle, raw, BUNDLE)
+            if not bundle.codes.versions:
+                raise ConfigError("codes has no versions")
             check_file(Path(folder) / CODES, bundle.codes.versions[-1].sha256)
-        except (ValueError, AttributeError, RecursionError, IndexError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path} cannot be read ({first_line(error)}); {_REMEDY}") from error
