@@ -73,11 +73,9 @@ def read_bundle(folder: Path | str) -> Bundle:
             bundle = construct(Bundle, raw, BUNDLE)
             if not bundle.codes.versions:
                 raise ConfigError("codes has no versions")
-            check_file(Path(folder) / CODES, bundle.codes.versions[-1].sha256)
         except (ValueError, AttributeError, RecursionError) as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError(f"{path} cannot be read ({first_line(error)}); {_REMEDY}") from error
+    check_file(Path(folder) / CODES, bundle.codes.versions[-1].sha256)
     return bundle
 
 
