@@ -71,11 +71,11 @@ def read_bundle(folder: Path | str) -> Bundle:
             if (version := raw.get("format_version")) != _FORMAT_VERSION:
                 raise ConfigError(f"it has format version {version!r}, not {_FORMAT_VERSION}")
             bundle = construct(Bundle, raw, BUNDLE)
-            check_file(Path(folder) / CODES, bundle.codes.versions[-1].sha256)
-        except (ValueError, AttributeError, RecursionError, IndexError) as error:
-            if isinstance(error, DataError):
-                raise
+            if not bundle.codes.versions:
+                raise ConfigError("codes has no versions")
+        except (ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} cannot be read ({first_line(error)}); {_REMEDY}") from error
+    check_file(Path(folder) / CODES, bundle.codes.versions[-1].sha256)
     return bundle
 
 

@@ -150,7 +150,7 @@ def _means(points: Tensor, centroids: Tensor, prices: Tensor) -> tuple[Tensor, T
 def _balance(points: Tensor, centroids: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
     """Return centroids and prices with which codes have about equally many of the points."""
     codes = len(centroids)
-    # At least 16 points per code; every so manieth item is of all ages and popularities.
+    # At least 16 points per code, evenly over the ids, which are in the order of first events.
     points = points[:: max(1, len(points) // max(_MAX_SCORES // codes, 16 * codes))]
     scale = _means(points, centroids, prices)[2].mean().clamp(min=1e-30)
     for is_last in [False] * (_ROUNDS - 1) + [True]:

@@ -121,7 +121,7 @@ ROWS = [
     data(lambda scene: changed(scene, items=...), f"{READ}bundle.json: missing a required ...'items'...; {AGAIN}"),
     data(
         lambda scene: changed(scene, codes={"rule": RULE, "kind": "int64"}),
-        f"{READ}tuple index out of range); {AGAIN}",
+        f"{READ}codes has no versions); {AGAIN}",
     ),
     data(other_codes, f"<folder>/ids/codes.npy does not have the SHA-256 in bundle.json; {AGAIN}"),
     data(
