@@ -269,7 +269,7 @@ def _draw(
                 for event in range(offsets[row], offsets[row + 1], 8):
                     touched ^= all_items[event]
         sample, row = sample_indices[index], rows[index]
-        time, num_known, of_known = np.int64(NEVER_MS), len(cells), np.float32(0)  # log of the weights of all per known
+        time, num_known, of_known = np.int64(0), len(cells), np.float32(0)  # log of the weights of all per known
         if len(firsts):
             time = times[begins[sample]] if begins[sample] < ends[sample] else firsts[0]
             num_known = max(np.searchsorted(firsts, time, side="right"), 1)
