@@ -160,16 +160,20 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         while group := list(islice(iterator, self._batch_size)):
             if len(group) < self._batch_size and self._drop_last:
                 break
-            batch = self._collate(group)
-            batch = pad_batch(batch, self._batch_size + (batch.token_padding.rows if batch.token_padding else 0))
+            batch = self._padded(self._collate(group))
             if self._num_batches is not None and schema is None:
                 schema = schema_of(batch)
             yield batch
             num_yielded += 1
         for _ in range(num_yielded, self._num_batches or 0):
             if schema is None:
-                batch = pad_batch(self._collate([]), self._batch_size)
+                batch = self._padded(self._collate([]))
                 schema = schema_of(batch)
             else:
-                batch = cast(Batch, empty_batch(schema))
+                batch = self._padded(cast(Batch, empty_batch(schema)))
             yield batch
+
+    def _padded(self, batch: Batch) -> Batch:
+        if (padding := batch.token_padding) is not None:  # of fewer rows
+            batch = without_token_padding(batch).replace(token_padding=None)
+        return pad_tokens(pad_batch(batch, self._batch_size), padding)

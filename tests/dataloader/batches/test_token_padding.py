@@ -141,6 +141,9 @@ def _least(options: dict[str, Any]) -> int:
     return 0 if "codes" in options else int(options.get("max_num_candidates", 0))
 
 
+_padded_numbers = JaggedCollate({"item_id": jagged(max_length=10)}, pad_tokens_to=64)
+
+
 def test_batches_of_anyone_are_padded_key_by_key_also_by_padded_batches_and_a_balancer() -> None:
     declared = {"item_id": jagged(max_length=9), "kind": jagged(max_length=1), "more": jagged(), "y": dense(-1)}
     declared |= {"label": jagged(field="labels")}
@@ -154,12 +157,15 @@ def test_batches_of_anyone_are_padded_key_by_key_also_by_padded_batches_and_a_ba
     assert batch.labels["label"].lengths().tolist() == [1] * 5 + [0, 0]
     assert batch.y.tolist() == [0, 1, 2, 3, 4, -1, -1]
     assert collate([samples[0]]).features["item_id"].lengths().tolist() == [0, 4, 4]
-    loaded = list(PaddedBatches(samples, batch_size=3, collate=collate))
+    loaded = list(PaddedBatches(samples, batch_size=3, collate=collate, num_batches=3))
     assert [(of.batch_size, of.num_real, *of.features.length_per_key()) for of in loaded] == [
         (5, 3, 8, 5, 8),
-        (5, 2, 8, 4, 8),
+        (5, 2, 8, 5, 8),
+        (5, 0, 8, 5, 8),
     ]
-    balanced = list(Balancer(loaded, BalanceConfig(cost=item_tokens)))
+    (empty,) = PaddedBatches([], batch_size=1, collate=_padded_numbers, num_batches=1)
+    assert (empty.batch_size, empty.num_real, empty.features.length_per_key()) == (1 + 7, 0, [64])
+    balanced = list(Balancer(loaded[:2], BalanceConfig(cost=item_tokens)))
     assert [(of.batch_size, of.num_real, *of.features.length_per_key()) for of in balanced] == [
         (5, 3, 8, 5, 8),
         (5, 2, 8, 5, 8),
