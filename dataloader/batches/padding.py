@@ -80,6 +80,7 @@ def _append_zeros(values: Any, old_counts: list[int], counts: list[int]) -> Any:
     return torch.cat([part for of, old, new in pieces for part in (of, of.new_zeros(new - old, *of.shape[1:]))])
 
 
+@outside_inference_mode()
 def without_token_padding(batch: Batch) -> Batch:
     """Return a batch as it was before `pad_tokens`, but for `token_padding`: its padding rows are empty again."""
     if (padding := batch.token_padding) is None:
