@@ -80,6 +80,7 @@ def _append_zeros(values: Any, old_counts: list[int], counts: list[int]) -> Any:
     return torch.cat([part for of, old, new in pieces for part in (of, of.new_zeros(new - old, *of.shape[1:]))])
 
 
+@outside_inference_mode()
 def without_token_padding(batch: Batch) -> Batch:
     """Return a batch as it was before `pad_tokens`, but for `token_padding`: its padding rows are empty again."""
     if (padding := batch.token_padding) is None:
@@ -160,16 +161,20 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         while group := list(islice(iterator, self._batch_size)):
             if len(group) < self._batch_size and self._drop_last:
                 break
-            batch = self._collate(group)
-            batch = pad_batch(batch, self._batch_size + (batch.token_padding.rows if batch.token_padding else 0))
+            batch = self._padded(self._collate(group))
             if self._num_batches is not None and schema is None:
                 schema = schema_of(batch)
             yield batch
             num_yielded += 1
         for _ in range(num_yielded, self._num_batches or 0):
             if schema is None:
-                batch = pad_batch(self._collate([]), self._batch_size)
+                batch = self._padded(self._collate([]))
                 schema = schema_of(batch)
             else:
-                batch = cast(Batch, empty_batch(schema))
+                batch = self._padded(cast(Batch, empty_batch(schema)))
             yield batch
+
+    def _padded(self, batch: Batch) -> Batch:
+        if (padding := batch.token_padding) is not None:  # of fewer rows
+            batch = without_token_padding(batch).replace(token_padding=None)
+        return pad_tokens(pad_batch(batch, self._batch_size), padding)

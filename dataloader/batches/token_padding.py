@@ -52,6 +52,9 @@ class TokenPadding:
     steps: TokenSteps
     keys: tuple[PaddedKey, ...]
     """Others stay empty in padding rows; where `most` is `least`, nothing is rounded up."""
+    of_same_events: bool = False
+    """Whether keys get equally many values beyond `least`: what the key with the most of these is missing. Samples with
+    fewer candidates than `least` would else count as such with shorter histories."""
 
     @property
     def rows(self) -> int:
@@ -76,11 +79,15 @@ class TokenPadding:
         Raises:
             ConfigError: a key has more values than the largest total.
         """
-        num_padding = lengths.shape[1] - num_real
-        for key, of_key in self._padded(jagged_keys, lengths):
+        num_padding, totals = lengths.shape[1] - num_real, dict[PaddedKey, int]()
+        for key, of_key in (padded := self._padded(jagged_keys, lengths)):
             of_key[num_real:] = key.least
             if key.most != key.least:
-                total = max(int(of_key[:num_real].sum()) - key.least * num_real, 0)
+                totals[key] = max(int(of_key[:num_real].sum()) - key.least * num_real, 0)
+        if self.of_same_events:
+            totals = dict.fromkeys(totals, max(totals.values(), default=0))
+        for key, of_key in padded:
+            if (total := totals.get(key)) is not None:
                 missing = self._total(total, key.key) - total
                 of_key[num_real:] += missing // num_padding + (np.arange(num_padding) < missing % num_padding)
 

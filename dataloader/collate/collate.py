@@ -313,7 +313,8 @@ def _token_padding(config: LoaderConfig, parts: Sequence[Part], lists: Collectio
             most = 1 if part.events is None else part.events.limit
             history = config.max_history_length if part.events and part.events.begin == "begins" else 0
             keys.append(PaddedKey(part.field, part.key, (most - history) * tokens, most * tokens))
-    return TokenPadding(steps=config.pad_tokens_to, keys=tuple(keys)) if config.pad_tokens_to else None
+    steps = config.pad_tokens_to
+    return None if steps is None else TokenPadding(steps=steps, keys=tuple(keys), of_same_events=True)
 
 
 def _place(

@@ -1,6 +1,7 @@
 """Batches are the same whatever modes of torch a program has set, and building them gives no warning of torch.fx."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,10 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "stream": lambda path: build_stream_loader(path, CONFIG, StreamConfig(window_rows=16), **RANK),
     "distinct random batches": lambda path: RandomBatches(CONFIG, num_batches=3, num_distinct=2, **RANK),
     "padded batches": lambda path: PaddedBatches(SAMPLES, batch_size=5, collate=COLLATE),
+    "padded tokens": lambda path: [
+        *build_loader(path, dataclasses.replace(CONFIG, pad_tokens_to=64), **RANK),
+        *PaddedBatches(SAMPLES, batch_size=5, collate=JaggedCollate(OF_JAGGED, pad_tokens_to=8), num_batches=2),
+    ],
     "padded": lambda path: [COLLATE(SAMPLES), pad_batch(COLLATE(SAMPLES), 9)],
     "empty": lambda path: [empty_batch(schema_of(COLLATE(SAMPLES)))],
     "source of a list": lambda path: LoaderAdapter([COLLATE(SAMPLES)], **RANK),

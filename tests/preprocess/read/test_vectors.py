@@ -79,13 +79,21 @@ def test_each_id_has_its_vector_and_those_without_are_counted(
         assert by_raw_id(folder / "out", f"{of}_id") == expected
         num_missing = len({*seen}) - len(expected)
         counted = {f"{of}s without a vector": num_missing}
-        counted[f"{of}s with a vector but no event (left out)"] = len({*given_ids} - {*seen})
+        counted[f"{of}s with a vector but no id (left out)"] = len({*given_ids} - {*seen})
         assert manifest.options["audit"] == {what: count for what, count in counted.items() if count}
         (file,) = manifest.vectors.values()
         assert (file.width, file.dtype, file.missing) == (width, dtype, num_missing)
         assert [*manifest.sources][1].path == path.name
 
     check()
+
+
+def test_rare_items_have_events_but_no_id_for_a_vector(here: Path) -> None:
+    log = write_log(here / "log.parquet", [(1, item, time) for time, item in enumerate([7, 7, 8])])
+    path = write_vectors(here, "ids.npy", [7, 8], np.ones((2, 3), dtype=np.float32))
+    manifest = number(here / "out", log, min_count="item=2", log={"item_vectors": path})
+    assert by_raw_id(here / "out") == {7: [1.0] * 3}
+    assert manifest.options["audit"]["items with a vector but no id (left out)"] == 1
 
 
 def test_ids_are_parsed_as_those_of_the_log_and_texts_match_no_integer(here: Path) -> None:
@@ -95,7 +103,7 @@ def test_ids_are_parsed_as_those_of_the_log_and_texts_match_no_integer(here: Pat
     path = write_vectors(here, "ids.txt", ["9.0", " 7", "007", "8 ", "x"], vectors)
     manifest = number(here / "out", log, ids="dense", log={"item_vectors": path})
     assert by_raw_id(here / "out") == {7: [2.0], 8: [4.0], 9: [1.0]}
-    assert manifest.options["audit"] == {"items with a vector but no event (left out)": 2}
+    assert manifest.options["audit"] == {"items with a vector but no id (left out)": 2}
 
 
 def test_later_days_keep_rows_and_vectors_and_a_full_file_gives_what_all_days_at_once_give(here: Path) -> None:
