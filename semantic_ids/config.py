@@ -9,6 +9,7 @@ from evenrank.core.rules import AppliesTo, Bounds, Option, Seed
 from evenrank.core.settings import Settings
 from evenrank.core.storage import is_url, local_path
 
+_MOST_BALANCED = 1 << 14  # codes, whose distances to points take 17 to 34 GB
 _NEW = AppliesTo(append=(None,))
 Method = Literal["residual-kmeans", "balanced"]
 Collisions = Literal["level", "nearest"]
@@ -39,6 +40,10 @@ class SemanticIdsConfig(Settings):
     def _check(self) -> None:
         if self.codes**self.levels >= 1 << 62:  # a tuple of codes is one int64
             raise ConfigError(f"{self.levels} levels of {self.codes} codes have over 2^62 tuples; choose fewer")
+        if self.method == "balanced" and self.codes > _MOST_BALANCED:
+            raise ConfigError(
+                f"balanced levels have at most {_MOST_BALANCED:,} codes, got {self.codes:,}; choose fewer"
+            )
 
     @property
     def folder(self) -> Path:

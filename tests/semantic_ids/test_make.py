@@ -173,6 +173,10 @@ def test_command_makes_and_appends_codes_that_states_compare(days: Path) -> None
     [
         (("day1", "--append", "day1", "--levels", 2), "--levels 2 applies to commands without --append, not to"),
         (("day1", "--levels", 16, "--codes", 65536), "16 levels of 65536 codes have over 2^62 tuples; choose fewer"),
+        (
+            ("day1", "--codes", 16385, "--method", "balanced"),
+            "balanced levels have at most 16,384 codes, got 16,385; c",
+        ),
         (("day1", "--out", "day1"), "day1 exists, and is never replaced; remove it, or choose another --out"),
         (
             ("s3://bucket/day1",),
