@@ -379,7 +379,7 @@ class Job:
         return splits, statistics.largest, report
 
     def _write_vectors(self, name: str, ids: Ids) -> tuple[VectorFile, dict[str, int]]:
-        """Write the vectors of users or items; also count those that lack one, and those without events."""
+        """Write the vectors of users or items; also count those that lack one, and those without an id."""
         given, of = self.source.vectors[name], name.removesuffix("_id")
         if ids.table is None:
             raise DataError(
@@ -388,7 +388,7 @@ class Job:
         found, earlier = ids.encode(given.keys), None if self.base is None else self.base.vectors(name, given)
         file = write_vectors(given, found, len(ids.table) + 1, self.folder / VECTOR_FILES[name], earlier)
         return file, {
-            f"{of}s with a vector but no event (left out)": given.shape[0] - int(np.count_nonzero(found)),
+            f"{of}s with a vector but no id (left out)": given.shape[0] - int(np.count_nonzero(found)),
             f"{of}s without a vector": file.missing,
         }
 

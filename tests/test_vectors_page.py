@@ -24,7 +24,7 @@ def test_the_model_of_the_page_gets_the_vectors_that_were_saved(here: Path) -> N
     exec(files, names)
     (line,) = commands(PAGE.read_text())
     report = evenrank(*shlex.split(line)[1:])
-    assert "items with a vector but no event (left out): 1\nitems without a vector: 3\n" in report
+    assert "items with a vector but no id (left out): 1\nitems without a vector: 3\n" in report
     exec(model, names)
     encoder = names["ItemEncoder"](here / "out", 3, "cpu")
     with torch.no_grad():

@@ -79,7 +79,7 @@ def test_each_id_has_its_vector_and_those_without_are_counted(
         assert by_raw_id(folder / "out", f"{of}_id") == expected
         num_missing = len({*seen}) - len(expected)
         counted = {f"{of}s without a vector": num_missing}
-        counted[f"{of}s with a vector but no event (left out)"] = len({*given_ids} - {*seen})
+        counted[f"{of}s with a vector but no id (left out)"] = len({*given_ids} - {*seen})
         assert manifest.options["audit"] == {what: count for what, count in counted.items() if count}
         (file,) = manifest.vectors.values()
         assert (file.width, file.dtype, file.missing) == (width, dtype, num_missing)
@@ -95,7 +95,15 @@ def test_ids_are_parsed_as_those_of_the_log_and_texts_match_no_integer(here: Pat
     path = write_vectors(here, "ids.txt", ["9.0", " 7", "007", "8 ", "x"], vectors)
     manifest = number(here / "out", log, ids="dense", log={"item_vectors": path})
     assert by_raw_id(here / "out") == {7: [2.0], 8: [4.0], 9: [1.0]}
-    assert manifest.options["audit"] == {"items with a vector but no event (left out)": 2}
+    assert manifest.options["audit"] == {"items with a vector but no id (left out)": 2}
+
+
+def test_rare_items_have_no_vector_although_they_have_events(here: Path) -> None:
+    path = write_vectors(here, "ids.npy", ["x", "y"], np.ones((2, 3), dtype=np.float16))
+    log = write_log(here / "log.csv", [("a", "x", 1), ("a", "y", 2), ("b", "y", 3)])
+    audit = number(here / "out", log, min_count="item=2", log={"item_vectors": path}).options["audit"]
+    assert by_raw_id(here / "out") == {"y": [1, 1, 1]}
+    assert audit["rare items (kept, with the id 0)"] == audit["items with a vector but no id (left out)"] == 1
 
 
 def test_later_days_keep_rows_and_vectors_and_a_full_file_gives_what_all_days_at_once_give(here: Path) -> None:
