@@ -82,7 +82,7 @@ class VectorLookup(nn.Module):
             self._table[torch.from_numpy(rows).to(block.device)] = block
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the vectors of ids, [...] of any integers: [..., d] of the file's dtype, on the device of the ids.
+        """Return the vectors of ids, [...] int64 or int32: [..., d] of the file's dtype, on the device of the ids.
 
         Those of ids without a vector are zeros.
 

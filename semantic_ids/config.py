@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from evenrank.core.errors import ConfigError
 from evenrank.core.rules import AppliesTo, Bounds, Option, Seed
 from evenrank.core.settings import Settings
-from evenrank.core.storage import is_url
+from evenrank.core.storage import is_url, local_path
 
+_MOST_BALANCED = 1 << 14  # codes, whose distances to points take 17 to 34 GB
 _NEW = AppliesTo(append=(None,))
 Method = Literal["residual-kmeans", "balanced"]
 Collisions = Literal["level", "nearest"]
@@ -39,17 +40,24 @@ class SemanticIdsConfig(Settings):
     def _check(self) -> None:
         if self.codes**self.levels >= 1 << 62:  # a tuple of codes is one int64
             raise ConfigError(f"{self.levels} levels of {self.codes} codes have over 2^62 tuples; choose fewer")
+        if self.method == "balanced" and self.codes > _MOST_BALANCED:
+            raise ConfigError(
+                f"balanced levels have at most {_MOST_BALANCED:,} codes, got {self.codes:,}; choose fewer"
+            )
 
     @property
     def folder(self) -> Path:
-        """The folder to write; a ConfigError if something is there, or there is no default."""
-        folder = self.out
-        if folder is None:
-            if is_url(self.dataset):
-                raise ConfigError(f"{self.dataset} is a URL, which has nothing next to it; choose a folder with --out")
-            named = Path(self.dataset)
-            named = named if named.name not in ("", "..") else named.resolve()
-            folder = named.with_name(f"{named.name}-semantic-ids")
+        """The folder to write; a ConfigError if something is there, or it would be at a URL."""
+        place = self.dataset if self.out is None else self.out
+        if is_url(place):
+            raise ConfigError(
+                f"{place} is a URL, and semantic ids are written to this host; choose a folder with --out"
+            )
+        folder = local_path(place)
+        if folder.name in ("", ".."):
+            folder = folder.resolve()
+        if self.out is None:
+            folder = folder.with_name(f"{folder.name}-semantic-ids")
         if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
             raise ConfigError(f"{folder} exists, and is never replaced; remove it, or choose another --out")
         return folder

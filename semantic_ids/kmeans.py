@@ -4,7 +4,8 @@ Each level has the code argmin_j |r - c_j|^2 + p_j of what the levels before lef
 Without prices p it is residual quantization (Chen, Guan, Wang, 2010). Balanced codes have those of optimal transport
 with equal masses, found by Sinkhorn's iteration (Cuturi, 2013) with falling temperature, in turns with new means.
 
-Cost: 4 * iterations * points * codes * d FLOPs per level; memory: the sample and a few 100 MB for any number of items.
+Cost: 4 * iterations * points * codes * d FLOPs per level; memory: the sample and a few 100 MB for any number of items,
+and up to 128 codes^2 bytes for balanced ones.
 Matrix products instead of scattered sums make it repeatable, also on a GPU.
 """
 
@@ -154,11 +155,13 @@ def _balance(points: Tensor, centroids: Tensor, prices: Tensor) -> tuple[Tensor,
     points = points[:: max(1, len(points) // max(_MAX_SCORES // codes, 16 * codes))]
     scale = _means(points, centroids, prices)[2].mean().clamp(min=1e-30)
     for is_last in [False] * (_ROUNDS - 1) + [True]:
-        distances = _scores(points, centroids, torch.zeros_like(prices))
+        distances = [_scores(chunk, centroids, torch.zeros_like(prices)) for chunk in points.split(_rows(codes))]
         for temperature in _TEMPERATURES:
             for _ in range(_STEPS):
-                shares = ((distances + prices) / (-temperature * scale)).softmax(dim=1).mean(dim=0)
-                prices = prices + temperature * scale * (shares * codes).clamp(min=1e-9).log()
+                shares = torch.zeros_like(prices)
+                for chunk in distances:
+                    shares += ((chunk + prices) / (-temperature * scale)).softmax(dim=1).sum(dim=0)
+                prices = prices + temperature * scale * (shares / len(points) * codes).clamp(min=1e-9).log()
         if not is_last:
             centroids = _means(points, centroids, prices)[0]
     return centroids, prices

@@ -23,7 +23,8 @@ def make_semantic_ids(
     """Make semantic ids of the item vectors of a dataset, and write `config.folder`.
 
     On a GPU if there is one. Vectors are read from the file in parts; memory is that of the sample that codebooks are
-    made of, 256 vectors per code, and of the codes. On the same machine, the same options give the same codes.
+    made of, 256 vectors per code, and of the codes; balancing takes up to 128 codes^2 bytes. On the same machine, the
+    same options give the same codes.
 
     Returns:
         What the bundle says of itself, and its report (see `report.py`).

@@ -210,9 +210,8 @@ class Table:
 
         With `keeps_first`, the first row of each key is returned, and also how many others there are.
         """
-        distinct = self.read_good(columns, checks).drop_nulls(
-            key
-        )  # null is text, which no event has if its ids are integers
+        # Null is text, which no event has if its ids are integers.
+        distinct = self.read_good(columns, checks).drop_nulls(key)
         if distinct.get_column(key).is_duplicated().any():
             distinct = distinct.unique(maintain_order=True)
         num_rows = len(distinct)

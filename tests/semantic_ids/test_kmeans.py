@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from evenrank.semantic_ids import kmeans
@@ -61,6 +62,21 @@ def test_balanced_codes_are_used_about_equally_often() -> None:
     assert max(bits[0]) < 4.5 < 4.95 < min(bits[1]) <= 5  # of log2(32)
     assert error_of(vectors, plain) < error_of(vectors, balanced) < 3 * error_of(vectors, plain)
     assert not plain.prices.any()
+
+
+def test_balancing_in_parts_of_points_gives_about_the_same_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, softmax, sizes = vectors_of(600), torch.Tensor.softmax, list[int]()
+    whole = train(vectors, is_balanced=True)
+
+    def count(scores: torch.Tensor, dim: int) -> torch.Tensor:
+        sizes.append(scores.numel())
+        return softmax(scores, dim)
+
+    monkeypatch.setattr(kmeans, "_VALUES_AT_ONCE", 32 * 7)
+    monkeypatch.setattr(torch.Tensor, "softmax", count)
+    in_parts = train(vectors, is_balanced=True)
+    assert max(sizes) == 32 * 7  # or temporary values would take a multiple of the memory
+    assert np.allclose(in_parts.prices, whole.prices, atol=1e-3)
 
 
 def test_codes_are_the_nearest_of_what_is_left_with_prices_added(monkeypatch: pytest.MonkeyPatch) -> None:

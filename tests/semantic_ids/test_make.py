@@ -12,7 +12,7 @@ from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.codes import read_codes
 from evenrank.datasets import read_manifest
-from evenrank.semantic_ids import read_bundle
+from evenrank.semantic_ids import SemanticIdsConfig, make_semantic_ids, read_bundle
 from tests.cli.programs import evenrank, printed
 from tests.semantic_ids.crafted import make, vectors_of, write_dataset
 
@@ -98,6 +98,21 @@ def test_the_last_level_has_room_and_never_grows(tmp_path: Path) -> None:
         make(write_dataset(tmp_path / "2", more), tmp_path / "ids2", append=tmp_path / "ids")
 
 
+@pytest.mark.parametrize(
+    ("dataset", "out"), [("{}/data", "."), ("file://{}/data", None), ("file://{}/data", "file://{}/x")]
+)
+def test_the_folder_is_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, out: Any
+) -> None:
+    write_dataset(tmp_path / "data", vectors_of(20))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = SemanticIdsConfig(dataset=dataset.format(tmp_path), out=out and out.format(tmp_path), levels=1, codes=2)
+    make_semantic_ids(config)
+    (bundle,) = tmp_path.rglob("bundle.json")
+    assert bundle.parent == tmp_path / {None: "data-semantic-ids", ".": "here"}.get(out, "x")
+
+
 DAY = """user,item,time
 {rows}"""
 
@@ -158,8 +173,19 @@ def test_command_makes_and_appends_codes_that_states_compare(days: Path) -> None
     [
         (("day1", "--append", "day1", "--levels", 2), "--levels 2 applies to commands without --append, not to"),
         (("day1", "--levels", 16, "--codes", 65536), "16 levels of 65536 codes have over 2^62 tuples; choose fewer"),
+        (
+            ("day1", "--codes", 16385, "--method", "balanced"),
+            "balanced levels have at most 16,384 codes, got 16,385; c",
+        ),
         (("day1", "--out", "day1"), "day1 exists, and is never replaced; remove it, or choose another --out"),
-        (("s3://bucket/day1",), "is a URL, which has nothing next to it; choose a folder with --out"),
+        (
+            ("s3://bucket/day1",),
+            "s3://bucket/day1 is a URL, and semantic ids are written to this host; choose a folder",
+        ),
+        (
+            ("day1", "--out", "s3://bucket/ids"),
+            "s3://bucket/ids is a URL, and semantic ids are written to this host; ch",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(days: Path, monkeypatch: Any, arguments: Any, message: str) -> None:

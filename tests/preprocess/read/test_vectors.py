@@ -106,6 +106,14 @@ def test_ids_are_parsed_as_those_of_the_log_and_texts_match_no_integer(here: Pat
     assert manifest.options["audit"] == {"items with a vector but no id (left out)": 2}
 
 
+def test_rare_items_have_no_vector_although_they_have_events(here: Path) -> None:
+    path = write_vectors(here, "ids.npy", ["x", "y"], np.ones((2, 3), dtype=np.float16))
+    log = write_log(here / "log.csv", [("a", "x", 1), ("a", "y", 2), ("b", "y", 3)])
+    audit = number(here / "out", log, min_count="item=2", log={"item_vectors": path}).options["audit"]
+    assert by_raw_id(here / "out") == {"y": [1, 1, 1]}
+    assert audit["rare items (kept, with the id 0)"] == audit["items with a vector but no id (left out)"] == 1
+
+
 def test_later_days_keep_rows_and_vectors_and_a_full_file_gives_what_all_days_at_once_give(here: Path) -> None:
     days = [write_log(here / "1.csv", [("a", "x", 1), ("a", "y", 2)]), write_log(here / "2.csv", [("b", "z", 9**5)])]
     vectors = np.array([[1, 2], [3, 4], [5, 6]], dtype=np.float16)
