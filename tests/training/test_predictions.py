@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evenrank.core.errors import one_line
-from evenrank.dataloader import LoaderConfig, TimeWindows, build_loader
+from evenrank.dataloader import LoaderConfig, Mixture, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import open_store
@@ -171,3 +171,23 @@ def test_ids_without_a_vocabulary_are_those_of_batches(small_dataset: Path, tmp_
         assert found["item_id"].to_pylist() == found["sample_id"].to_pylist()
         rows = store.rows_of(found["sample_id"].to_numpy())
         assert found["user_id"].to_pylist() == store.columns["user_id"][rows].tolist()
+
+
+def test_users_and_items_of_several_datasets_are_those_of_the_larger_vocabularies(tmp_path: Path) -> None:
+    """Of the second day, users are new, items are not."""
+    pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")
+    from tests.preprocess.decoded import number
+
+    days = [tmp_path / "day1", tmp_path / "day2"]
+    for day, first in zip(days, (10, 20), strict=True):
+        log = day.with_suffix(".csv")
+        events = (f"{first + n},{n % 3},{1_700_000_000 + n}\n" for n in range(9))
+        log.write_text("user,item,time\n" + "".join(events))
+        number(day, log, **({"ids": "user=dense,item=dense"} if first == 10 else {"vocabulary": days[0]}))
+    mixture = Mixture(weights=dict.fromkeys(days, 1))
+    loader = build_loader(mixture, LoaderConfig(batch_size=4), rank=0, world_size=1)
+    with PredictionWriter(tmp_path / "out", loader) as writer:
+        for batch in loader:
+            writer.write(batch, batch.sample_ids % 3 + 1, batch.sample_ids)
+    found = pq.read_table(tmp_path / "out")["user_id"].to_pylist()
+    assert sorted(found) == [*range(10, 19), *range(20, 29)]
