@@ -3,7 +3,7 @@
     OUT/part-00000.parquet ...      of each rank with samples, a row per sample: sample_id, user_id, item_id, score
     OUT/_predictions.json           the number of samples, and the rows of each file
 
-They are written to OUT.partial, which becomes OUT when all ranks are done: whatever is in OUT is complete.
+They are written to .OUT.partial beside it, which becomes OUT when all ranks are done: whatever is in OUT is complete.
 """
 
 import json
@@ -54,7 +54,7 @@ class PredictionWriter:
         check_types(PredictionWriter, {"folder": folder, "loader": loader, "overwrite": overwrite})
         self._group, self._path, self._overwrite = process_group_of(group), Path(folder).absolute(), overwrite
         self._rank = 0 if self._group is None else self._group.rank()
-        self._partial = self._path.with_name(f"{self._path.name}.partial")
+        self._partial = self._path.with_name(f".{self._path.name}.partial")
         self._stores, self._num_samples, self._epoch = loader.stores, loader.num_samples, loader.epoch
         self._is_seen, self._num_rows = np.zeros(sum(map(len, self._stores)), dtype=np.bool_), 0
         self._raw_ids: dict[str, pa.Array | None] = {}
@@ -179,7 +179,7 @@ class PredictionWriter:
                 if not path.is_file() or pq.read_metadata(path).num_rows != files[path.name]:
                     raise DataError(f"{path} is not there as it was written; choose a folder that all ranks share")
             write_text(self._partial / _MANIFEST, json.dumps({"samples": self._num_samples, "files": files}, indent=2))
-            old = self._path.with_name(f"{self._path.name}.old")
+            old = self._path.with_name(f".{self._path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             if self._path.exists():
                 self._path.rename(old)

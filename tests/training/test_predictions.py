@@ -100,7 +100,7 @@ def check(job: Job, world_size: int) -> None:
         expected = {name: [value for (value,) in of_rows] for name, of_rows in expected.items()}
     expected |= {"sample_id": rows.tolist(), "user_id": [users[user - 1] for user in store.columns["user_id"][rows]]}
     assert found == expected
-    assert not [*job.out.parent.glob(f"{job.out.name}.*")]
+    assert not [*job.out.parent.glob(f".{job.out.name}.*")]
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -137,14 +137,17 @@ def test_a_fault_is_one_line_on_all_ranks_and_leaves_nothing_that_is_complete(
     ranks: RankPool, dense: Path, tmp_path: Path
 ) -> None:
     job = Job(dense, tmp_path / "out", k=3)
+    others = [tmp_path / "out.old" / "kept", tmp_path / "out.partial" / "kept"]  # which are not the writer's
+    for other in others:
+        other.mkdir(parents=True)
     for fault, line in FAULTS.items():
         lines = ranks.run(3, evaluate, job._replace(fault=fault))
         assert len({*lines}) == 1
-        expected = line.replace("<partial>", str(tmp_path / "out.partial")).split("...")
+        expected = line.replace("<partial>", str(tmp_path / ".out.partial")).split("...")
         assert all(part in lines[0] for part in expected), lines[0]
         assert not job.out.exists()
     assert ranks.run(2, evaluate, job._replace(fault="body")) == ["KeyError: 'a mistake in the loop'"] * 2
-    assert {path.name for path in tmp_path.iterdir()} == {"out.partial"}
+    assert {path.name for path in tmp_path.iterdir()} == {".out.partial", "out.old", "out.partial"}
     # Begun again, on fewer ranks, and not a second time.
     assert ranks.run(2, evaluate, job) == ["", ""]
     check(job, 2)
@@ -152,10 +155,11 @@ def test_a_fault_is_one_line_on_all_ranks_and_leaves_nothing_that_is_complete(
     assert refused[0] == f"{job.out} has predictions; pass overwrite=True, or choose another folder"
     check(job, 2)
     assert all(ranks.run(3, evaluate, job._replace(overwrite=True, fault="missing")))
-    (tmp_path / "out.partial").rename(tmp_path / "another")
+    (tmp_path / ".out.partial").rename(tmp_path / "another")
     check(job, 2)
     assert ranks.run(1, evaluate, job._replace(overwrite=True, k=None)) == [""]
     check(job._replace(k=None), 1)
+    assert all(other.is_dir() for other in others)
 
 
 def test_ids_without_a_vocabulary_are_those_of_batches(small_dataset: Path, tmp_path: Path) -> None:
