@@ -28,7 +28,7 @@ from evenrank.dataloader.loader import Loader
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 
 _MANIFEST = "_predictions.json"  # a name that readers of folders skip
-_ROWS_AT_ONCE = 1 << 16  # of a row group
+_BYTES_AT_ONCE = 1 << 25  # of a row group
 
 
 class PredictionWriter:
@@ -113,7 +113,7 @@ class PredictionWriter:
             columns = {name: pa.ListArray.from_arrays(offsets, values) for name, values in columns.items()}
         self._tables.append(pa.table({"sample_id": ids, USER_ID: self._raw(USER_ID, users), **columns}))
         self._is_seen[ids], self._num_rows = True, self._num_rows + n
-        if sum(map(len, self._tables)) >= _ROWS_AT_ONCE:
+        if sum(table.nbytes for table in self._tables) >= _BYTES_AT_ONCE:
             self._flush()
 
     def _raw(self, name: str, ids: NDArray[np.int64]) -> pa.Array:

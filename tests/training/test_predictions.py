@@ -15,7 +15,7 @@ from evenrank.dataloader import LoaderConfig, Mixture, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import open_store
-from evenrank.training import PredictionWriter
+from evenrank.training import PredictionWriter, predictions
 from tests.dataloader.balance.costs import COST
 from tests.ranks import RankPool
 
@@ -162,7 +162,11 @@ def test_a_fault_is_one_line_on_all_ranks_and_leaves_nothing_that_is_complete(
     assert all(other.is_dir() for other in others)
 
 
-def test_ids_without_a_vocabulary_are_those_of_batches(small_dataset: Path, tmp_path: Path) -> None:
+def test_ids_without_a_vocabulary_are_those_of_batches(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if each batch is written by itself, as those of many large scores."""
+    monkeypatch.setattr(predictions, "_BYTES_AT_ONCE", 50 * 24)
     config = LoaderConfig(batch_size=50, max_num_candidates=1, order=TimeWindows(every="1w"))
     loader = build_loader(small_dataset, config, rank=0, world_size=1)
     for name in ("first window", "second window"):
@@ -170,6 +174,7 @@ def test_ids_without_a_vocabulary_are_those_of_batches(small_dataset: Path, tmp_
             (store,) = loader.stores
             for batch in loader:
                 writer.write(batch, batch.sample_ids, batch.sample_ids)
+        assert pq.read_metadata(tmp_path / name / "part-00000.parquet").num_row_groups == -(-len(store) // 50)
         found = pq.read_table(tmp_path / name)
         assert len(found) == len(store)
         assert found["item_id"].to_pylist() == found["sample_id"].to_pylist()
