@@ -165,8 +165,8 @@ class Loader(StepLoader[Batch]):
             self._rank, self._world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight
         )
         collate = self._collate
-        if config.negatives is not None and config.negatives.counted == "before":
-            collate = collate.counted_before(self._windows.begin(epoch))
+        if (sampler := collate.sampler) is not None and sampler.settings.counted == "before":
+            collate = replace(collate, sampler=sampler.before(self._windows.begin(epoch)))
         stored = StoredSamples(stores, collate, config.batch_size)
         return OpenedSamples(
             order=order,

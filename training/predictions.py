@@ -3,7 +3,7 @@
     OUT/part-00000.parquet ...      of each rank with samples, a row per sample: sample_id, user_id, item_id, score
     OUT/_predictions.json           the number of samples, and the rows of each file
 
-They are written to OUT.partial, which becomes OUT when all ranks are done: whatever is in OUT is complete.
+They are written to .OUT.partial beside it, which becomes OUT when all ranks are done: whatever is in OUT is complete.
 """
 
 import json
@@ -28,7 +28,7 @@ from evenrank.dataloader.loader import Loader
 from evenrank.datasets.schema import ITEM_ID, USER_ID
 
 _MANIFEST = "_predictions.json"  # a name that readers of folders skip
-_ROWS_AT_ONCE = 1 << 16  # of a row group
+_BYTES_AT_ONCE = 1 << 25  # of a row group
 
 
 class PredictionWriter:
@@ -54,17 +54,19 @@ class PredictionWriter:
         check_types(PredictionWriter, {"folder": folder, "loader": loader, "overwrite": overwrite})
         self._group, self._path, self._overwrite = process_group_of(group), Path(folder).absolute(), overwrite
         self._rank = 0 if self._group is None else self._group.rank()
-        self._partial = self._path.with_name(f"{self._path.name}.partial")
+        self._partial = self._path.with_name(f".{self._path.name}.partial")
         self._stores, self._num_samples, self._epoch = loader.stores, loader.num_samples, loader.epoch
         self._is_seen, self._num_rows = np.zeros(sum(map(len, self._stores)), dtype=np.bool_), 0
+        self._raw_ids: dict[str, pa.Array | None] = {}
         self._tables: list[pa.Table] = []  # to be written together
         self._writer: pq.ParquetWriter | None = None
         self._error: Exception | None = None
         compare_settings(self._begin, self._group)
 
     def _begin(self) -> Mapping[str, Any]:
-        largest = max(self._stores, key=lambda store: store.manifest.vocabulary_sizes.get(ITEM_ID, 0))
-        self._raw_ids = {name: largest.raw_ids(name) for name in (USER_ID, ITEM_ID)}
+        for name in (USER_ID, ITEM_ID):  # of the vocabulary that extends the others
+            largest = max(self._stores, key=lambda store: store.manifest.vocabulary_sizes.get(name, 0))
+            self._raw_ids[name] = largest.raw_ids(name)
         is_complete = (self._path / _MANIFEST).is_file()
         if self._path.exists() and not (is_complete and self._overwrite):
             found = (
@@ -111,7 +113,7 @@ class PredictionWriter:
             columns = {name: pa.ListArray.from_arrays(offsets, values) for name, values in columns.items()}
         self._tables.append(pa.table({"sample_id": ids, USER_ID: self._raw(USER_ID, users), **columns}))
         self._is_seen[ids], self._num_rows = True, self._num_rows + n
-        if sum(map(len, self._tables)) >= _ROWS_AT_ONCE:
+        if sum(table.nbytes for table in self._tables) >= _BYTES_AT_ONCE:
             self._flush()
 
     def _raw(self, name: str, ids: NDArray[np.int64]) -> pa.Array:
@@ -177,7 +179,7 @@ class PredictionWriter:
                 if not path.is_file() or pq.read_metadata(path).num_rows != files[path.name]:
                     raise DataError(f"{path} is not there as it was written; choose a folder that all ranks share")
             write_text(self._partial / _MANIFEST, json.dumps({"samples": self._num_samples, "files": files}, indent=2))
-            old = self._path.with_name(f"{self._path.name}.old")
+            old = self._path.with_name(f".{self._path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             if self._path.exists():
                 self._path.rename(old)

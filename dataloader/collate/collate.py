@@ -126,10 +126,6 @@ class Collate:
         lists = {column.name for column in columns if column.kind == "list"}
         return replace(self, parts=parts, targets=targets, padding=_token_padding(config, parts, lists))
 
-    def counted_before(self, begin_ms: int) -> "Collate":
-        """Return this collate for a window of time, whose negatives' popularity is that of the time before it."""
-        return self if self.sampler is None else replace(self, sampler=self.sampler.before(begin_ms))
-
     def describe(self) -> dict[str, str | None]:
         """Return what files say, by option: the same for equal contents, at any path."""
         return {

@@ -105,10 +105,10 @@ class NegativeSampler:
         items, negative, positive = np.empty(shape[0], dtype=np.int64), *(np.empty(n, np.float32) for n in shape)
         if key:
             words = (key._replace(epoch=0) if self.settings.fixed else key).words()
-            for store, of_store, samples in groups:
-                of_store, own = store.rows_of(of_store), stored_events(store, ITEM_ID)
-                events = store.columns[ITEM_ID], store.columns[TIMESTAMP_MS]
-                places = (*events, samples, begins, ends, starts, own, store.offsets, of_store)
+            for store, indices, samples in groups:
+                events = store.columns[ITEM_ID], store.columns[TIMESTAMP_MS], store.begins[indices]
+                own = stored_events(store, ITEM_ID), store.offsets, store.rows_of(indices)
+                places = (*events, samples, begins, ends, starts, *own)
                 shares = (width, self.settings.num_hard, self.settings.exclude_own)
                 _draw(*places, words, *shares, self.tables, items, negative, positive)
         drawn = KeyValues(ITEM_ID, rows, widths, width, array=items)
@@ -239,6 +239,7 @@ def _draw_known(share: float, cells: Ints, cumulative: NDArray[np.float64], num_
 def _draw(
     column: Ints,
     times: Ints,
+    first_events: Ints,
     sample_indices: Ints,
     begins: Ints,
     ends: Ints,
@@ -280,7 +281,7 @@ def _draw(
         for event in range(len(own)):
             slots[_slot(own[event], own, before, slots)] = before + event + 1
         word, first, last = words[sample], sample * width, (sample + 1) * width
-        if num_hard and begins[sample] < ends[sample]:
+        if num_hard and first_events[index] < ends[sample]:
             target = column[ends[sample] - 1]
             begin, size = hard_begins[target], hard_ends[target] - hard_begins[target]
             for number in range(size):  # from a random one on, in their order

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from evenrank.core.errors import one_line
-from evenrank.dataloader import LoaderConfig, TimeWindows, build_loader
+from evenrank.dataloader import LoaderConfig, Mixture, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import open_store
-from evenrank.training import PredictionWriter
+from evenrank.training import PredictionWriter, predictions
 from tests.dataloader.balance.costs import COST
 from tests.ranks import RankPool
 
@@ -100,7 +100,7 @@ def check(job: Job, world_size: int) -> None:
         expected = {name: [value for (value,) in of_rows] for name, of_rows in expected.items()}
     expected |= {"sample_id": rows.tolist(), "user_id": [users[user - 1] for user in store.columns["user_id"][rows]]}
     assert found == expected
-    assert not [*job.out.parent.glob(f"{job.out.name}.*")]
+    assert not [*job.out.parent.glob(f".{job.out.name}.*")]
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -137,14 +137,17 @@ def test_a_fault_is_one_line_on_all_ranks_and_leaves_nothing_that_is_complete(
     ranks: RankPool, dense: Path, tmp_path: Path
 ) -> None:
     job = Job(dense, tmp_path / "out", k=3)
+    others = [tmp_path / "out.old" / "kept", tmp_path / "out.partial" / "kept"]  # which are not the writer's
+    for other in others:
+        other.mkdir(parents=True)
     for fault, line in FAULTS.items():
         lines = ranks.run(3, evaluate, job._replace(fault=fault))
         assert len({*lines}) == 1
-        expected = line.replace("<partial>", str(tmp_path / "out.partial")).split("...")
+        expected = line.replace("<partial>", str(tmp_path / ".out.partial")).split("...")
         assert all(part in lines[0] for part in expected), lines[0]
         assert not job.out.exists()
     assert ranks.run(2, evaluate, job._replace(fault="body")) == ["KeyError: 'a mistake in the loop'"] * 2
-    assert {path.name for path in tmp_path.iterdir()} == {"out.partial"}
+    assert {path.name for path in tmp_path.iterdir()} == {".out.partial", "out.old", "out.partial"}
     # Begun again, on fewer ranks, and not a second time.
     assert ranks.run(2, evaluate, job) == ["", ""]
     check(job, 2)
@@ -152,13 +155,18 @@ def test_a_fault_is_one_line_on_all_ranks_and_leaves_nothing_that_is_complete(
     assert refused[0] == f"{job.out} has predictions; pass overwrite=True, or choose another folder"
     check(job, 2)
     assert all(ranks.run(3, evaluate, job._replace(overwrite=True, fault="missing")))
-    (tmp_path / "out.partial").rename(tmp_path / "another")
+    (tmp_path / ".out.partial").rename(tmp_path / "another")
     check(job, 2)
     assert ranks.run(1, evaluate, job._replace(overwrite=True, k=None)) == [""]
     check(job._replace(k=None), 1)
+    assert all(other.is_dir() for other in others)
 
 
-def test_ids_without_a_vocabulary_are_those_of_batches(small_dataset: Path, tmp_path: Path) -> None:
+def test_ids_without_a_vocabulary_are_those_of_batches(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if each batch is written by itself, as those of many large scores."""
+    monkeypatch.setattr(predictions, "_BYTES_AT_ONCE", 50 * 24)
     config = LoaderConfig(batch_size=50, max_num_candidates=1, order=TimeWindows(every="1w"))
     loader = build_loader(small_dataset, config, rank=0, world_size=1)
     for name in ("first window", "second window"):
@@ -166,8 +174,29 @@ def test_ids_without_a_vocabulary_are_those_of_batches(small_dataset: Path, tmp_
             (store,) = loader.stores
             for batch in loader:
                 writer.write(batch, batch.sample_ids, batch.sample_ids)
+        assert pq.read_metadata(tmp_path / name / "part-00000.parquet").num_row_groups == -(-len(store) // 50)
         found = pq.read_table(tmp_path / name)
         assert len(found) == len(store)
         assert found["item_id"].to_pylist() == found["sample_id"].to_pylist()
         rows = store.rows_of(found["sample_id"].to_numpy())
         assert found["user_id"].to_pylist() == store.columns["user_id"][rows].tolist()
+
+
+def test_users_and_items_of_several_datasets_are_those_of_the_larger_vocabularies(tmp_path: Path) -> None:
+    """Of the second day, users are new, items are not."""
+    pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")
+    from tests.preprocess.decoded import number
+
+    days = [tmp_path / "day1", tmp_path / "day2"]
+    for day, first in zip(days, (10, 20), strict=True):
+        log = day.with_suffix(".csv")
+        events = (f"{first + n},{n % 3},{1_700_000_000 + n}\n" for n in range(9))
+        log.write_text("user,item,time\n" + "".join(events))
+        number(day, log, **({"ids": "user=dense,item=dense"} if first == 10 else {"vocabulary": days[0]}))
+    mixture = Mixture(weights=dict.fromkeys(days, 1))
+    loader = build_loader(mixture, LoaderConfig(batch_size=4), rank=0, world_size=1)
+    with PredictionWriter(tmp_path / "out", loader) as writer:
+        for batch in loader:
+            writer.write(batch, batch.sample_ids % 3 + 1, batch.sample_ids)
+    found = pq.read_table(tmp_path / "out")["user_id"].to_pylist()
+    assert sorted(found) == [*range(10, 19), *range(20, 29)]

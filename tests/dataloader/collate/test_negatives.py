@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import DataError, RankError
-from evenrank.dataloader import LoaderConfig, Negatives, StreamConfig, build_loader, build_stream_loader
+from evenrank.dataloader import (
+    LoaderConfig,
+    Negatives,
+    Pools,
+    StochasticLength,
+    StreamConfig,
+    build_loader,
+    build_stream_loader,
+)
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.balance.ranks.agree import check_settings
 from evenrank.dataloader.collate.collate import Collate
@@ -104,14 +112,31 @@ SETTINGS = st.fixed_dictionaries(
         "exclude_own": st.booleans(),
     }
 )
+POOLS = Pools(values=(3, 5, 11), column="item_id", each=False)
+DRAWN = StochasticLength(alpha=1.3)
+SELECTED: list[dict[str, Any]] = [
+    {},
+    {"pools": POOLS},
+    {"stochastic_length": DRAWN, "max_history_length": 9},
+    {"pools": POOLS, "stochastic_length": DRAWN, "max_history_length": 9},
+]
 
 
-@settings(max_examples=50)
-@given(st.lists(st.lists(st.integers(1, 19), max_size=60), min_size=1, max_size=6), SETTINGS, st.integers(0, 3))
+@settings(max_examples=100)
+@given(
+    st.lists(st.lists(st.integers(1, 19), max_size=60), min_size=1, max_size=6),
+    SETTINGS,
+    st.integers(0, 3),
+    st.sampled_from(SELECTED),
+)
 def test_negatives_are_no_items_of_the_user_or_no_targets_and_equally_many(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]], options: dict[str, Any], num_candidates: int
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[list[int]],
+    options: dict[str, Any],
+    num_candidates: int,
+    selected: dict[str, Any],
 ) -> None:
-    """Hard ones, of the last item, come last; they have the logarithm 0."""
+    """Hard ones, of the last item that is shown, come last; they have the logarithm 0."""
     hard, num_hard = tmp_path_factory.getbasetemp() / "hard.parquet", options["num_hard"]
     lists = {item: [item, item % 19 + 1, (item + 5) % 19 + 1, item % 5 + 1] for item in range(1, 20)}
     if not hard.exists():
@@ -119,15 +144,17 @@ def test_negatives_are_no_items_of_the_user_or_no_targets_and_equally_many(
     rows = [row for row in rows if len(row) >= num_candidates] + [[1, 1, 1, 2]]
     stores = [store_of_items(part, size=20) for part in (rows[:1], rows[1:]) if part]
     negatives = Negatives(count=7, hard=hard if num_hard else None, **options)
-    batch = _batch(stores, negatives, max_num_candidates=num_candidates)
+    batch = _batch(stores, negatives, max_num_candidates=num_candidates, **selected)
+    shown_rows, of_positives = rows_of(batch.features, "item_id"), rows_of(batch.log_q, "positive")
     drawable = {item for row in rows for item in row} if negatives.by == "popularity" else {*range(1, 20)}
     of_rows, log_q = rows_of(batch.negatives, "item_id"), rows_of(batch.log_q, "negative")
     assert of_rows[-2:] == log_q[-2:] == [[], []]
-    for row, drawn, q in zip(rows, of_rows, log_q, strict=False):
+    for row, shown, drawn, q, positive in zip(rows, shown_rows, of_rows, log_q, of_positives, strict=False):
         assert len(drawn) == 7 + num_hard
-        targets = row[len(row) - num_candidates :] if num_candidates else row[1:]
+        targets = shown[len(shown) - num_candidates :] if num_candidates else shown[1:]
+        assert len(positive) == len(targets)
         kept = {*(row if negatives.exclude_own else targets)}
-        allowed = [item for item in (lists[row[-1]] if row else []) if item not in kept]
+        allowed = [item for item in (lists[shown[-1]] if shown else []) if item not in kept]
         is_hard = [value == 0 for value in q]
         assert sum(is_hard) == min(num_hard, len(allowed))
         assert is_hard == sorted(is_hard)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader import LoaderConfig, Negatives, TimeWindows, build_loader
+from evenrank.dataloader import LoaderConfig, Negatives, Pools, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.collate.collate import Collate
 from evenrank.dataloader.collate.gather import group_by_store
@@ -32,7 +32,8 @@ KEY_MAP = KeyMap(num_embeddings=13, world_size=3, mode="hash_roundrobin")
 def _store(log: Log, rule: str = "dense") -> SequenceStore:
     store = store_of_items([[item for _, item in row] for row in log], size=SIZE, rule=rule)
     times = np.array([time for row in log for time, _ in row], dtype=np.int64)
-    return replace(store, columns={**store.columns, "timestamp_ms": times})
+    actions = (store.columns["item_id"] % 6).astype(np.int32)
+    return replace(store, columns={**store.columns, "timestamp_ms": times, "action": actions})
 
 
 def _batch(stores: list[SequenceStore], negatives: Negatives, **options: Any) -> Any:
@@ -61,9 +62,16 @@ SETTINGS = st.fixed_dictionaries(
     st.integers(0, 2),
     st.sampled_from(["dense", "keep"]),
     st.booleans(),
+    st.sampled_from([None, Pools(values=(2, 3, 5), each=False)]),
 )
 def test_no_negative_is_drawn_before_its_first_event(
-    tmp_path_factory: pytest.TempPathFactory, log: Log, options: dict[str, Any], most: int, rule: str, is_mapped: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    log: Log,
+    options: dict[str, Any],
+    most: int,
+    rule: str,
+    is_mapped: bool,
+    pools: Pools | None,
 ) -> None:
     """Whatever a sample's last targets are, `log_q` is that of its first one's time, and adds up to 1."""
     hard, num_hard = tmp_path_factory.getbasetemp() / "hard-in-time.parquet", options["num_hard"]
@@ -72,7 +80,8 @@ def test_no_negative_is_drawn_before_its_first_event(
     log = [row for row in log if len(row) >= most] + [[(9, 1), (14, 2), (30, 3)]]
     stores = [_store(part, rule) for part in (log[:1], log[1:]) if part]
     negatives = Negatives(count=6, known_at=True, hard=hard if num_hard else None, **options)
-    batch = _batch(stores, negatives, max_num_candidates=most, key_maps={"item_id": KEY_MAP} if is_mapped else {})
+    key_maps = {"item_id": KEY_MAP} if is_mapped else {}
+    batch = _batch(stores, negatives, max_num_candidates=most, key_maps=key_maps, pools=pools)
     events = [event for row in log for event in row]
     counts = Counter(item for _, item in events)
     firsts = {item: min(time for time, other in events if other == item) for item in counts}
@@ -83,7 +92,8 @@ def test_no_negative_is_drawn_before_its_first_event(
         if is_mapped:
             drawn = KEY_MAP.inverse(np.array(drawn)).tolist()
         own = {item for _, item in events_of_row}
-        targets = events_of_row[len(events_of_row) - most :] if most else events_of_row[1:]
+        history = [event for event in events_of_row if pools is None or event[1] % 6 in pools.values]
+        targets = events_of_row[len(events_of_row) - most :] if most else history[1:]
         time = targets[0][0] if targets else min(firsts.values())
         known = {item for item in firsts if firsts[item] <= time} or {
             min(firsts, key=lambda item: (firsts[item], item))
