@@ -14,6 +14,7 @@ from evenrank.semantic_ids.collisions import move_to_free, number_items, tuple_k
 from evenrank.semantic_ids.config import SemanticIdsConfig
 from evenrank.semantic_ids.kmeans import POINTS_PER_CODE, Codebooks, OnStage, Rows, encode, parts, train_codebooks
 
+_LARGEST = 1e15  # of values of vectors, so that squared distances are finite in float32
 _Begin = tuple[bundle.Bundle, Codebooks, NDArray[np.int32]]  # the codes that there are, [levels, items]
 
 
@@ -31,13 +32,16 @@ def make_semantic_ids(
 
     Raises:
         ConfigError: the folder exists, or there are fewer vectors than codes, or too many for the tuples of codes.
-        DataError: the dataset has no vectors of items, or `append` is damaged or of other items or vectors.
+        DataError: the dataset has no vectors of items, or very large ones; or `append` is damaged, or of other
+            items or vectors.
         MissingPackageError: faiss is not installed, there is no GPU, and the data are not small.
     """
     out, manifest, vectors = config.folder, read_manifest(config.dataset), open_vectors(config.dataset)
     has_vector = np.zeros(len(vectors), dtype=np.bool_)
     for part in parts(len(vectors), vectors.shape[1], on_stage, "vectors of items"):
-        has_vector[part] = vectors[part].any(axis=1)
+        has_vector[part] = (block := vectors[part]).any(axis=1)
+        if (largest := float(np.abs(block).max())) > _LARGEST:
+            raise DataError(f"{config.dataset} has values of vectors up to {largest:.1e}, over 1e15; scale them down")
     with_vector = Rows(vectors, np.flatnonzero(has_vector))
     earlier, books, table = (
         _train(config, manifest, with_vector, on_stage)

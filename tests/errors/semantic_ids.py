@@ -97,6 +97,10 @@ ROWS = [
         "<folder>/ids exists, and is never replaced; remove it, or choose another --out",
     ),
     data(
+        lambda scene: make(write_dataset(scene.folder / "data", vectors_of(9) * 1e25), scene.folder / "ids", **OPTIONS),
+        "<folder>/data has values of vectors up to 2.5e+25, over 1e15; scale them down",
+    ),
+    data(
         lambda scene: make(scene.data, scene.folder / "ids"),
         "<data> has no vectors of item_id; preprocess it with --item-vectors FILE, and open that dataset",
     ),

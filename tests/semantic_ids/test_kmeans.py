@@ -1,4 +1,6 @@
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +18,14 @@ QUIET: Any = lambda stage: None  # noqa: E731
 ROWS = np.arange(4000)
 
 
+@contextmanager
+def without_faiss() -> Iterator[None]:
+    """Hide faiss alone: `patch.dict` would forget all that is imported meanwhile, and faiss crashes if loaded twice."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "faiss", None)
+        yield
+
+
 def train(vectors: NDArray[Any], *, is_balanced: bool = False, seed: int = 0) -> Codebooks:
     return train_codebooks(vectors.copy(), levels=2, codes=32, is_balanced=is_balanced, seed=seed, on_stage=QUIET)
 
@@ -29,7 +39,7 @@ def test_pytorch_makes_codebooks_as_good_as_those_of_faiss() -> None:
     pytest.importorskip("faiss")
     vectors = vectors_of(len(ROWS), 16, centers=40)
     of_faiss = error_of(vectors, train(vectors))
-    with patch.dict(sys.modules, faiss=None):
+    with without_faiss():
         of_torch = error_of(vectors, train(vectors))
     assert of_torch == pytest.approx(of_faiss, rel=0.02)
     assert of_faiss < 0.2
@@ -38,7 +48,7 @@ def test_pytorch_makes_codebooks_as_good_as_those_of_faiss() -> None:
 def test_large_samples_need_faiss() -> None:
     vectors = vectors_of(100)
     limit = patch.object(kmeans, "_MOST_WITHOUT_FAISS", 100 * 6 * 32 - 1)
-    with patch.dict(sys.modules, faiss=None), limit, pytest.raises(ImportError, match="faiss"):
+    with without_faiss(), limit, pytest.raises(ImportError, match="faiss"):
         train(vectors)
 
 
@@ -46,7 +56,7 @@ def test_large_samples_need_faiss() -> None:
 @pytest.mark.parametrize("is_balanced", [False, True])
 def test_the_same_seed_makes_the_same_codebooks(is_balanced: bool, is_missing: bool) -> None:
     vectors = vectors_of(600)
-    with patch.dict(sys.modules, {"faiss": None} if is_missing else {}):
+    with without_faiss() if is_missing else nullcontext():
         first, second = (train(vectors, is_balanced=is_balanced, seed=5) for _ in range(2))
         other = train(vectors, is_balanced=is_balanced, seed=6)
     assert all(np.array_equal(*both) for both in zip(first, second, strict=True))
@@ -97,7 +107,7 @@ def test_codes_are_the_nearest_of_what_is_left_with_prices_added(monkeypatch: py
 
 def test_codes_without_points_get_the_worst_ones() -> None:
     vectors = np.repeat(np.arange(40, dtype=np.float32), [400] + [1] * 39)[:, None]  # most draws are of the same point
-    with patch.dict(sys.modules, faiss=None):
+    with without_faiss():
         books = train(vectors)
     codes = encode(Rows(vectors, np.arange(len(vectors))), books, QUIET)
     assert len(np.unique(codes[:, 0])) == 32
