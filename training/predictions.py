@@ -55,15 +55,16 @@ class PredictionWriter:
         self._group, self._path, self._overwrite = process_group_of(group), Path(folder).absolute(), overwrite
         self._rank = 0 if self._group is None else self._group.rank()
         self._partial = self._path.with_name(f".{self._path.name}.partial")
-        self._stores, self._num_samples, self._epoch = loader.stores, loader.num_samples, loader.epoch
-        self._is_seen, self._num_rows = np.zeros(sum(map(len, self._stores)), dtype=np.bool_), 0
         self._raw_ids: dict[str, pa.Array | None] = {}
+        self._num_rows = 0
         self._tables: list[pa.Table] = []  # to be written together
         self._writer: pq.ParquetWriter | None = None
         self._error: Exception | None = None
-        compare_settings(self._begin, self._group)
+        compare_settings(lambda: self._begin(loader), self._group)
 
-    def _begin(self) -> Mapping[str, Any]:
+    def _begin(self, loader: Loader[Any]) -> Mapping[str, Any]:
+        self._stores, self._num_samples, self._epoch = loader.stores, loader.num_samples, loader.epoch
+        self._is_seen = np.zeros(sum(map(len, self._stores)), dtype=np.bool_)
         for name in (USER_ID, ITEM_ID):  # of the vocabulary that extends the others
             largest = max(self._stores, key=lambda store: store.manifest.vocabulary_sizes.get(name, 0))
             self._raw_ids[name] = largest.raw_ids(name)
