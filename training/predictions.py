@@ -6,9 +6,10 @@
 They are written to .OUT.partial beside it, which becomes OUT when all ranks are done: whatever is in OUT is complete.
 """
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,15 +56,16 @@ class PredictionWriter:
         self._group, self._path, self._overwrite = process_group_of(group), Path(folder).absolute(), overwrite
         self._rank = 0 if self._group is None else self._group.rank()
         self._partial = self._path.with_name(f".{self._path.name}.partial")
-        self._stores, self._num_samples, self._epoch = loader.stores, loader.num_samples, loader.epoch
-        self._is_seen, self._num_rows = np.zeros(sum(map(len, self._stores)), dtype=np.bool_), 0
         self._raw_ids: dict[str, pa.Array | None] = {}
+        self._num_rows = 0
         self._tables: list[pa.Table] = []  # to be written together
         self._writer: pq.ParquetWriter | None = None
         self._error: Exception | None = None
-        compare_settings(self._begin, self._group)
+        compare_settings(lambda: self._begin(loader), self._group)
 
-    def _begin(self) -> Mapping[str, Any]:
+    def _begin(self, loader: Loader[Any]) -> Mapping[str, Any]:
+        self._stores, self._num_samples, self._epoch = loader.stores, loader.num_samples, loader.epoch
+        self._is_seen = np.zeros(sum(map(len, self._stores)), dtype=np.bool_)
         for name in (USER_ID, ITEM_ID):  # of the vocabulary that extends the others
             largest = max(self._stores, key=lambda store: store.manifest.vocabulary_sizes.get(name, 0))
             self._raw_ids[name] = largest.raw_ids(name)
@@ -74,8 +76,9 @@ class PredictionWriter:
             )
             raise ConfigError(f"{self._path} {found}, or choose another folder")
         if self._rank == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+            with self._named_errors():
+                shutil.rmtree(self._partial, ignore_errors=True)
+                self._partial.mkdir(parents=True)
         return {"folder": str(self._path), "epoch": self._epoch, "num_samples": self._num_samples}
 
     def write(self, batch: Any, items: Tensor, scores: Tensor) -> None:
@@ -138,14 +141,21 @@ class PredictionWriter:
         """Make a call, unless an earlier one has failed; keep its error for all ranks."""
         try:
             if self._error is None:
-                call()
-        except (OSError, pa.ArrowException) as error:
-            fault = f"predictions cannot be written to {self._partial} ({first_line(error)})"
-            self._error = DataError(f"{fault}; check its space and permissions, and pass items and scores of one shape")
+                with self._named_errors():
+                    call()
         except Exception as error:
             self._error = error
         if self._error is not None and self._group is None:
             raise self._error
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            fault = f"predictions cannot be written to {self._partial} ({first_line(error)})"
+            remedy = "check its space and permissions, and pass items and scores of one shape"
+            raise DataError(f"{fault}; {remedy}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -178,13 +188,16 @@ class PredictionWriter:
             for path in (self._partial / name for name in files):
                 if not path.is_file() or pq.read_metadata(path).num_rows != files[path.name]:
                     raise DataError(f"{path} is not there as it was written; choose a folder that all ranks share")
-            write_text(self._partial / _MANIFEST, json.dumps({"samples": self._num_samples, "files": files}, indent=2))
-            old = self._path.with_name(f".{self._path.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            if self._path.exists():
-                self._path.rename(old)
-            self._partial.rename(self._path)
-            shutil.rmtree(old, ignore_errors=True)
+            with self._named_errors():
+                write_text(
+                    self._partial / _MANIFEST, json.dumps({"samples": self._num_samples, "files": files}, indent=2)
+                )
+                old = self._path.with_name(f".{self._path.name}.old")
+                shutil.rmtree(old, ignore_errors=True)
+                if self._path.exists():
+                    self._path.rename(old)
+                self._partial.rename(self._path)
+                shutil.rmtree(old, ignore_errors=True)
         return {}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from evenrank import training as t
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.training.metrics import MeanMetrics
 from tests.errors.scene import Row, Scene
@@ -88,6 +88,13 @@ ROWS = [
     ),
     row(lambda s: predicted(s, ONE.int()), "...got torch.int32 [1] and scores [2]"),
     row(lambda s: predicted(s, loader=[1]), "PredictionWriter: loader must be of type Loader[Any], got [1]"),
+    Row(
+        lambda s: t.PredictionWriter(
+            s.file("mine.txt", "") / "out", build_loader(s.data, LoaderConfig(batch_size=2), rank=0, world_size=1)
+        ),
+        DataError,
+        "predictions cannot be written to <folder>/mine.txt/.out.partial ([Errno 20] Not a directory...); ...",
+    ),
     row(
         lambda s: [s.file("out/mine.txt", ""), predicted(s, overwrite=True)],
         "<folder>/out is there, without predictions; remove it, or choose another folder",

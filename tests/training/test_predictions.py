@@ -1,5 +1,6 @@
 """PredictionWriter: each sample once on any ranks, with the ids of the log; what is not complete is not there."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from evenrank.core.errors import one_line
+from evenrank.core.errors import DataError, one_line
 from evenrank.dataloader import LoaderConfig, Mixture, TimeWindows, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.routing import KeyMap
@@ -160,6 +161,23 @@ def test_a_fault_is_one_line_on_all_ranks_and_leaves_nothing_that_is_complete(
     assert ranks.run(1, evaluate, job._replace(overwrite=True, k=None)) == [""]
     check(job._replace(k=None), 1)
     assert all(other.is_dir() for other in others)
+
+
+def _cannot_open(rank: int, world_size: int, data: Path, out: Path) -> str:
+    """Return the line of the error of a writer, where the last rank cannot read the dataset anymore."""
+    loader: Any = build_loader(data, LoaderConfig(batch_size=7), rank=rank, world_size=world_size)
+    fault = mock.patch.object(type(loader), "stores", mock.PropertyMock(side_effect=DataError("gone")))
+    try:
+        with fault if rank == world_size - 1 else contextlib.nullcontext():
+            PredictionWriter(out, loader)
+    except Exception as error:
+        return one_line(error)
+    return ""
+
+
+def test_a_dataset_that_one_rank_cannot_read_is_an_error_of_all(ranks: RankPool, dense: Path, tmp_path: Path) -> None:
+    lines = ranks.run(2, _cannot_open, dense, tmp_path / "out")
+    assert lines == ["rank 1 failed: gone", "gone"]
 
 
 def test_ids_without_a_vocabulary_are_those_of_batches(
