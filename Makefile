@@ -49,7 +49,7 @@ test-examples: $(INSTALLED)-test
 	@$(PYTEST) -m examples tests/examples
 
 test-torch: $(INSTALLED)-test
-	@$(PYTEST) tests/core tests/datasets tests/semantic_ids tests/dataloader tests/training tests/examples/trainer/test_pipelines.py
+	@$(PYTEST) tests/core tests/datasets tests/codebooks tests/dataloader tests/training tests/examples/trainer/test_pipelines.py
 
 test-long: $(INSTALLED)-test
 	@$(BIN)/pytest -m long --timeout 3600

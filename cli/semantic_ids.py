@@ -3,7 +3,7 @@
 import typer
 
 from evenrank.cli import console, options, settings_options
-from evenrank.semantic_ids.config import SemanticIdsConfig
+from evenrank.codebooks.config import SemanticIdsConfig
 
 OPTIONS = settings_options.options_of(SemanticIdsConfig)
 
@@ -23,7 +23,7 @@ def semantic_ids_command(ctx: typer.Context, as_json: options.Json = False) -> N
     config = settings_options.chosen(SemanticIdsConfig, ctx, OPTIONS)
     folder = config.folder
 
-    from evenrank.semantic_ids import make_semantic_ids
+    from evenrank.codebooks import make_semantic_ids
 
     with console.stages() as on_stage:
         bundle, report = make_semantic_ids(config, on_stage=on_stage)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenrank.codebooks.bundle import CODES, Bundle, read_bundle
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.semantic_ids.bundle import CODES, Bundle, read_bundle
 
 SEMANTIC_ID, CANDIDATE_ID = "semantic_id", "candidate_id"
 _NO_CODE = -1

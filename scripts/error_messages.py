@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("preprocess", "datasets", "semantic_ids", "dataloader", "training", "cli", "core")
+FOLDERS = ("preprocess", "datasets", "codebooks", "dataloader", "training", "cli", "core")
 # In the order of the page. Errors of Python itself are what a loop over a loader, or a wrong call, may raise.
 ERRORS = (
     *("ConfigError", "DataError", "StateError", "RankError", "RankLostError", "MissingPackageError"),

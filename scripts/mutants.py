@@ -39,7 +39,7 @@ import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
-FOLDERS = ("core", "datasets", "preprocess", "semantic_ids", "dataloader", "training", "cli")
+FOLDERS = ("core", "datasets", "preprocess", "codebooks", "dataloader", "training", "cli")
 # What only GPUs run, what draws, and what leaves the package.
 NOT_MUTATED = "__init__|/warmup|reports/|metrics/writers"
 # Rooms where a silent fault costs most have twice as many.

@@ -24,12 +24,12 @@ from tests.pages import ROOT
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 FENCED = re.compile(r"^ *```.*?^ *```", re.M | re.S)
-MAPPED_FOLDERS = ("core", "preprocess", "datasets", "semantic_ids", "dataloader", "training")
+MAPPED_FOLDERS = ("core", "preprocess", "datasets", "codebooks", "dataloader", "training")
 SITE, GITHUB = "https://evenrank.github.io/evenrank/", "https://github.com/evenrank/evenrank"
 OF_FILES = re.compile(rf"(?:{GITHUB}/(?:blob|tree)|https://raw.githubusercontent.com/evenrank/evenrank)/main/")
 # What users import from. Names of other modules are internal.
 PUBLIC_PACKAGES = (
-    *("preprocess", "datasets", "semantic_ids", "dataloader", "dataloader.balance"),
+    *("preprocess", "datasets", "codebooks", "dataloader", "dataloader.balance"),
     *("dataloader.routing", "training"),
 )
 Check = Callable[[Path], Iterator[object]]

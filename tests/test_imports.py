@@ -19,15 +19,15 @@ ALLOWED: dict[str, str] = {
     "core": "",
     "datasets": "core",
     "preprocess": "core datasets.schema datasets.event_statistics datasets.distributions",
-    "semantic_ids": "core datasets",
-    "dataloader": "core datasets semantic_ids.bundle",
+    "codebooks": "core datasets",
+    "dataloader": "core datasets codebooks.bundle",
     "training": "core datasets dataloader",
-    "cli": "core datasets semantic_ids preprocess dataloader training __version__",
+    "cli": "core datasets codebooks preprocess dataloader training __version__",
 }
 FORBIDDEN = {
     **dict.fromkeys(("core", "datasets"), "torch torchrec polars"),
     "preprocess": "torch torchrec",
-    **dict.fromkeys(("semantic_ids", "dataloader", "training"), "polars"),
+    **dict.fromkeys(("codebooks", "dataloader", "training"), "polars"),
 }
 # All that may be imported of TorchRec and fbgemm-gpu, by folder.
 OF_TORCHREC = {
@@ -127,7 +127,7 @@ def test_imports_give_no_warning_of_ours_and_do_without_what_they_do_not_need(co
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
 
 
-@pytest.mark.parametrize("name", ["datasets", "semantic_ids", "dataloader", "dataloader.routing", "training"])
+@pytest.mark.parametrize("name", ["datasets", "codebooks", "dataloader", "dataloader.routing", "training"])
 def test_all_exported_names_are_there(name: str) -> None:
     module, names = importlib.import_module(f"evenrank.{name}"), dict[str, object]()
     exec(f"from evenrank.{name} import *", names)

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from evenrank.codebooks.bundle import RULE
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.core.rules import Bounds, Valid
 from evenrank.core.settings import check_value, show
 from evenrank.datasets.schema import IdSummary
-from evenrank.semantic_ids.bundle import RULE
 
 # So that the samples that a mixture has drawn since the first epoch can be counted in int64.
 Epoch = Annotated[int, Bounds(at_least=0, below=1 << 31)]

@@ -50,7 +50,7 @@ class Vectors:
             with pq.ParquetFile(self.path, memory_map=True) as file:  # or buffers of all row groups stay
                 batches = file.iter_batches(batch_size=at_once, columns=_lists(file)[:1])
                 for number, batch in enumerate(batches):
-                    lengths = pc.list_value_length(batch.column(0)).fill_null(0).to_numpy()
+                    lengths = pc.call_function("list_value_length", [batch.column(0)]).fill_null(0).to_numpy()
                     if len(odd := np.flatnonzero(lengths != self.shape[1])):
                         place = f"{self.path}: row {number * at_once + odd[0] + 1} has {lengths[odd[0]]} values"
                         raise DataError(f"{place}, and the first row {self.shape[1]}; leave rows without a vector out")
@@ -87,7 +87,7 @@ def read_vectors(path: Path, key: str, name: str, kind: IdKind) -> Vectors:
                     )
                 element = str(file.schema_arrow.field(lists[0]).type.value_type)
                 first = next(file.iter_batches(batch_size=1, columns=lists), None)
-                width = 0 if first is None else pc.list_value_length(first.column(0))[0].as_py() or 0
+                width = 0 if first is None else pc.call_function("list_value_length", [first.column(0)])[0].as_py() or 0
                 shape, dtype = (file.metadata.num_rows, width), _DTYPES.get(element, element)
             key = key if key in others else others[0]
             table = open_table(path, [key])

@@ -26,12 +26,12 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from evenrank.codebooks import SemanticIdsConfig, make_semantic_ids
 from evenrank.dataloader import CodeTable, Loader, LoaderConfig, SemanticIdBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.codes import read_codes
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
-from evenrank.semantic_ids import SemanticIdsConfig, make_semantic_ids
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
 from report import Row, emit, machine, show
 from semantic_ids import Catalogue, DecoderConfig, SemanticIdModel, beam_search

@@ -8,7 +8,7 @@ import pytest
 
 from tests.errors.scene import Row, Scene
 
-ROOMS = ("core", "preprocess", "datasets", "semantic_ids", "dataloader", "balance", "training", "extending", "cli")
+ROOMS = ("core", "preprocess", "datasets", "codebooks", "dataloader", "balance", "training", "extending", "cli")
 TABLE = [
     pytest.param(row, id=f"{room}: {row.line[:60]}")
     for room in ROOMS

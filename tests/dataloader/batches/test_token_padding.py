@@ -280,7 +280,9 @@ def test_padding_keeps_the_limits_of_a_transform(small_dataset: Path) -> None:
     )
     assert items.features["item_id"].lengths().tolist() == [0] * 4 + [5, 5, 5, 5, 4, 4, 4]
     assert coded.features["candidate_id"].lengths().tolist() == [1] * 5
-    later = next(iter(build_loader(small_dataset, dataclasses.replace(config, **codes), rank=0, world_size=1)))
+    later: SemanticIdBatch = next(
+        iter(build_loader(small_dataset, dataclasses.replace(config, **codes), rank=0, world_size=1))
+    )
     later = later.retain_candidate_hierarchies(1)
     assert later.features["candidate_id"].lengths().tolist() == [1] * 5
     assert later.features.length_per_key() == coded.features.length_per_key()

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.semantic_ids.collisions import move_to_free, number_items, tuple_keys
-from evenrank.semantic_ids.kmeans import Codebooks, Rows, encode
+from evenrank.codebooks.collisions import move_to_free, number_items, tuple_keys
+from evenrank.codebooks.kmeans import Codebooks, Rows, encode
 
 QUIET: Any = lambda stage: None  # noqa: E731
 

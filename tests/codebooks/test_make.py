@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenrank.codebooks import SemanticIdsConfig, make_semantic_ids, read_bundle
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.codes import read_codes
 from evenrank.datasets import read_manifest
-from evenrank.semantic_ids import SemanticIdsConfig, make_semantic_ids, read_bundle
 from tests.cli.programs import evenrank, printed
-from tests.semantic_ids.crafted import make, vectors_of, write_dataset
+from tests.codebooks.crafted import make, vectors_of, write_dataset
 
 SMALL: dict[str, Any] = {"levels": 2, "codes": 16}
 OPTIONS = st.fixed_dictionaries(

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.codebooks import SemanticIdsConfig, make_semantic_ids
+from evenrank.codebooks.bundle import Bundle
 from evenrank.datasets.schema import (
     ACTION,
     ITEM_ID,
@@ -19,8 +21,6 @@ from evenrank.datasets.schema import (
     content_hash,
     sha256_of,
 )
-from evenrank.semantic_ids import SemanticIdsConfig, make_semantic_ids
-from evenrank.semantic_ids.bundle import Bundle
 
 
 def vectors_of(items: int, width: int = 6, *, seed: int = 0, centers: int = 12) -> NDArray[np.float32]:

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.codebooks import bundle, report
+from evenrank.codebooks.collisions import move_to_free, number_items, tuple_keys
+from evenrank.codebooks.config import SemanticIdsConfig
+from evenrank.codebooks.kmeans import POINTS_PER_CODE, Codebooks, OnStage, Rows, encode, parts, train_codebooks
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import ITEM_ID, Manifest, read_manifest
 from evenrank.datasets.vectors import open_vectors
-from evenrank.semantic_ids import bundle, report
-from evenrank.semantic_ids.collisions import move_to_free, number_items, tuple_keys
-from evenrank.semantic_ids.config import SemanticIdsConfig
-from evenrank.semantic_ids.kmeans import POINTS_PER_CODE, Codebooks, OnStage, Rows, encode, parts, train_codebooks
 
 _LARGEST = 1e15  # of values of vectors, so that squared distances are finite in float32
 _Begin = tuple[bundle.Bundle, Codebooks, NDArray[np.int32]]  # the codes that there are, [levels, items]

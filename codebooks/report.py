@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.semantic_ids.kmeans import Codebooks, OnStage, Rows, parts
+from evenrank.codebooks.kmeans import Codebooks, OnStage, Rows, parts
 
 _NEIGHBOURS, _QUERIES, _CANDIDATES = 10, 1000, 100_000  # the last two are samples, if there are more items
 

@@ -3,9 +3,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenrank.semantic_ids import kmeans, report
-from evenrank.semantic_ids.kmeans import Codebooks, Rows
-from evenrank.semantic_ids.report import fidelity, usage
+from evenrank.codebooks import kmeans, report
+from evenrank.codebooks.kmeans import Codebooks, Rows
+from evenrank.codebooks.report import fidelity, usage
 
 QUIET: Any = lambda stage: None  # noqa: E731
 # Codes 0 and 1 of the first level are -4 and 4, those of the second -1 and 1.

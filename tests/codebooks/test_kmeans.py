@@ -9,10 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from evenrank.semantic_ids import kmeans
-from evenrank.semantic_ids.kmeans import Codebooks, Rows, encode, train_codebooks
-from evenrank.semantic_ids.report import fidelity, usage
-from tests.semantic_ids.crafted import vectors_of
+from evenrank.codebooks import kmeans
+from evenrank.codebooks.kmeans import Codebooks, Rows, encode, train_codebooks
+from evenrank.codebooks.report import fidelity, usage
+from tests.codebooks.crafted import vectors_of
 
 QUIET: Any = lambda stage: None  # noqa: E731
 ROWS = np.arange(4000)

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.codebooks.config import Collisions, Method
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular, write_text
 from evenrank.core.settings import construct
 from evenrank.datasets.schema import ITEM_ID, IdSummary, Manifest, VocabularyVersion, sha256_of
-from evenrank.semantic_ids.config import Collisions, Method
 
 BUNDLE, CODES, REPORT, BOOKS = "bundle.json", "codes.npy", "report.json", ("codebooks.npy", "prices.npy")
 RULE = "semantic-ids"  # of the versions of codes, among those of ids

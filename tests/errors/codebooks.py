@@ -1,4 +1,4 @@
-"""Mistakes with semantic ids: of files, datasets and options; those of the command are in tests/semantic_ids."""
+"""Mistakes with semantic ids: of files, datasets and options; those of the command are in tests/codebooks."""
 
 import json
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from evenrank.codebooks import Bundle, read_bundle
+from evenrank.codebooks.bundle import RULE, write_bundle
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.codes import read_codes
 from evenrank.datasets import read_manifest
 from evenrank.datasets.schema import ITEM_ID
-from evenrank.semantic_ids import Bundle, read_bundle
-from evenrank.semantic_ids.bundle import RULE, write_bundle
+from tests.codebooks.crafted import make, vectors_of, write_dataset
 from tests.errors.scene import Row, Scene
-from tests.semantic_ids.crafted import make, vectors_of, write_dataset
 
 OPTIONS: dict[str, Any] = {"levels": 2, "codes": 4}
 

@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.semantic_ids.kmeans import Codebooks, OnStage, Rows
+from evenrank.codebooks.kmeans import Codebooks, OnStage, Rows
 
 _ITEMS_AT_ONCE = 4096
 
