@@ -133,6 +133,11 @@ class SequenceStore:
         return len(self.begins)
 
     @property
+    def place(self) -> Path | Remote | None:
+        """Folder or URL of the dataset's files; None if the arrays exist only in memory."""
+        return self.source or self.folder
+
+    @property
     def begins(self) -> NDArray[np.int64]:
         """The first event of each row or slice: int64 [len]."""
         return self.offsets[:-1] if self.slices is None else self.slices.begins
@@ -190,7 +195,7 @@ class SequenceStore:
             pieces = [values[begin:end] for begin, end in zip(begins, lasts, strict=True)]
             shown = np.concatenate([values[:0], *pieces])
             is_mapped = name in self.column_maps
-            raw = shown.tolist() if is_mapped else _raw_values(name, shown, self.manifest, self.source or self.folder)
+            raw = shown.tolist() if is_mapped else _raw_values(name, shown, self.manifest, self.place)
             for row, piece in zip(found, pieces, strict=True):
                 of_row, raw = raw[: len(piece)], raw[len(piece) :]
                 row[name] = of_row[0] if column.kind == "scalar" else of_row
@@ -206,7 +211,7 @@ class SequenceStore:
         Raises:
             DataError: it cannot be read.
         """
-        place = self.source or self.folder
+        place = self.place
         if place is None or name not in self.manifest.ids or self.manifest.ids[name].rule != "dense":
             return None
         return _read_vocabulary(name, place).sort_by("id").column("value").combine_chunks()

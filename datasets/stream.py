@@ -125,6 +125,13 @@ class StreamSource:
     footers: dict[str, tuple[pq.FileMetaData, NDArray[np.int64]]] = field(default_factory=dict)
 
     @property
+    def place(self) -> Path | Remote:
+        """Folder or URL of the dataset's files."""
+        if isinstance(self.files, fs.LocalFileSystem):
+            return Path(self.root)
+        return Remote(files=self.files, path=self.root, url=self.root)
+
+    @property
     def num_rows(self) -> int:
         """Rows of the split."""
         return self.manifest.splits[self.split].rows

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.files import open_regular
@@ -40,12 +39,8 @@ def open_vectors(source: VectorSource, of: str = ITEM_ID) -> "np.memmap[Any, Any
     if of not in VECTOR_FILES:
         raise ConfigError(f"there are no vectors of {of!r}; choose one of {', '.join(VECTOR_FILES)}")
     place: Path | Remote | None
-    if isinstance(source, SequenceStore):
-        manifest, place = source.manifest, source.source or source.folder
-    elif isinstance(source, StreamSource):
-        is_local = isinstance(source.files, fs.LocalFileSystem)
-        place = Path(source.root) if is_local else Remote(files=source.files, path=source.root, url=source.root)
-        manifest = source.manifest
+    if isinstance(source, SequenceStore | StreamSource):
+        manifest, place = source.manifest, source.place
     else:
         text, place = latest_version(dataset := locate(source))
         manifest = parse_manifest(text, f"{dataset / MANIFEST_NAME}")

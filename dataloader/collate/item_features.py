@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.core.storage import Remote
 from evenrank.datasets.schema import FLOAT, ITEM_ID, REMEDY
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import StreamSource
@@ -35,12 +33,8 @@ def read_item_features(source: SequenceStore | StreamSource, names: Sequence[str
         )
     if (size := manifest.vocabulary_sizes[ITEM_ID]) > _MAX_ITEMS:
         raise ConfigError(f"item_features needs arrays of all {size:,} ids of items; preprocess with --ids item=dense")
-    if isinstance(source, StreamSource):
-        place: Path | Remote | None = Remote(files=source.files, path=source.root, url=source.root)
-    else:
-        place = source.source or source.folder
-    assert place is not None  # because stores in memory have no table of features
-    path = place / file.path
+    assert source.place is not None  # because stores in memory have no table of features
+    path = source.place / file.path
     with open_file(path) as opened, wrap_parquet_errors(str(path)):
         content = opened.read()
         if hashlib.sha256(content).hexdigest() != file.sha256:
